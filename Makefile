@@ -1,0 +1,47 @@
+# One command per habit. Everything runs in .venv, which `make setup` makes and keeps up to date.
+
+PY := .venv/bin/python
+SCRIPTS := $(wildcard scripts/*.sh .ci/run)
+
+# Headers and archives that scripts/setup.sh unpacked where it was not root.
+PREFIX := $(CURDIR)/.cache/prefix
+ifneq ($(wildcard $(PREFIX)),)
+export CPATH := $(PREFIX)/include$(if $(CPATH),:$(CPATH))
+export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo lint types test clean
+
+help:  ## what there is to make
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
+
+setup:  ## make .venv, and build gdsload in place
+	@sh scripts/setup.sh
+
+demo: setup  ## load a 1.5 GB checkpoint cold and warm, beside what you use today
+	@$(PY) scripts/demo.py
+
+build: setup  ## sdist and wheel, into dist/
+	$(PY) -m build --no-isolation
+
+lint: setup  ## ruff, and shellcheck where it is installed
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	@if command -v shellcheck >/dev/null; then echo shellcheck $(SCRIPTS); shellcheck $(SCRIPTS); \
+	else echo 'shellcheck: not installed, scripts not checked'; fi
+
+types: setup  ## mypy over src, stubtest over the compiled modules
+	$(PY) -m mypy
+	@modules=$$(cd src/gdsload/_native && for so in *.so; do echo "gdsload._native.$${so%%.*}"; done); \
+	echo stubtest $$modules; \
+	MYPYPATH=src $(PY) -m mypy.stubtest --allowlist scripts/stubtest.allow \
+	    --ignore-unused-allowlist $$modules
+
+test: setup lint types  ## everything: lint, types, tests with coverage
+	$(PY) -m pytest --cov --cov-report=term
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp
+	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,266 @@
+"""Loads a checkpoint with gdsload and with what is used today, and proves that both agree.
+
+    make demo
+
+The checkpoint has the names and shapes of Qwen3-0.6B (1.5 GB) and made-up weights; it is written
+once, below build/demo. Each figure is the median of three rounds, the arms taking turns; every
+byte of every tensor is touched before the clock stops. Exits with 1 where a bit differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import platform
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import gdsload
+from gdsload import residency, synth
+from gdsload.errors import GdsloadError
+
+MODEL = "qwen3-0.6b"
+DIRECTORY = Path(__file__).resolve().parents[1] / "build" / "demo" / MODEL
+ROUNDS = 3
+DISK_BYTES = 1_600_000_000
+# Two models side by side, for the comparison, and what Python and torch take themselves.
+MEMORY_BYTES = 5_000_000_000
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+class Arm(NamedTuple):
+    name: str
+    load: Callable[[], Iterable[object]]  # returns the tensors
+
+
+class Timing(NamedTuple):
+    seconds: float
+    resident_bytes: int  # of the checkpoint, in the page cache, just before
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def files() -> list[Path]:
+    return sorted(DIRECTORY.glob("*.safetensors"))
+
+
+def make_checkpoint() -> None:
+    if synth.holds(DIRECTORY, MODEL):
+        return
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+    DIRECTORY.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(DIRECTORY.parent).free
+    if free < DISK_BYTES:
+        sys.exit(
+            f"demo: needs {DISK_BYTES / 1e9:.1f} GB below {DIRECTORY.parent} for its checkpoint, "
+            f"and the disk has {free / 1e9:.1f} GB free"
+        )
+    say(f"writing {DIRECTORY} (once)")
+    synth.write(MODEL, DIRECTORY)
+
+
+def touch(tensors: Iterable[object]) -> None:
+    """Reads every byte: what is mapped lazily is not loaded before that."""
+    import torch
+
+    for tensor in tensors:
+        assert isinstance(tensor, torch.Tensor)
+        # max() over integers runs at the speed of memory; sum() would take longer than the load.
+        tensor.detach().reshape(-1).view(torch.int16).max()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def resident() -> int:
+    return sum(residency.resident_bytes(file) for file in files())
+
+
+def make_cold() -> None:
+    for file in files():
+        residency.evict(file)
+    # Where pages are left, another process holds them; root may ask for more than politely.
+    if resident() and os.access(DROP_CACHES, os.W_OK):
+        os.sync()
+        DROP_CACHES.write_text("1")
+
+
+def make_warm() -> None:
+    buffer = bytearray(1 << 20)
+    for file in files():
+        with file.open("rb", buffering=0) as source:
+            while source.readinto(buffer):
+                pass
+
+
+def back_memory() -> None:
+    """Touches as much memory as a load needs and gives it back.
+
+    On a virtual machine a page that was never touched must first be found by its host, which can
+    cost more than the read; which arm would pay for it is chance.
+    """
+    import torch
+
+    torch.full((synth.total_bytes(MODEL),), 1, dtype=torch.uint8)
+
+
+def timed(arm: Arm, make_ready: Callable[[], None]) -> Timing:
+    gc.collect()
+    back_memory()
+    make_ready()
+    before = resident()
+    begin = time.perf_counter()
+    tensors = arm.load()
+    touch(tensors)
+    return Timing(time.perf_counter() - begin, before)
+
+
+def compare(title: str, arms: list[Arm]) -> None:
+    """Prints one table: the arms' medians cold and warm, and the first one's lead."""
+    states = {"cold": make_cold, "warm": make_warm}
+    found: dict[tuple[str, str], list[Timing]] = {}
+    for turn in range(ROUNDS):
+        for state, make_ready in states.items():
+            for arm in arms if turn % 2 == 0 else reversed(arms):
+                found.setdefault((arm.name, state), []).append(timed(arm, make_ready))
+    size = synth.total_bytes(MODEL)
+    medians = {
+        key: statistics.median(timing.seconds for timing in timings)
+        for key, timings in found.items()
+    }
+    width = max(len(arm.name) for arm in arms) + 2
+    say(f"\n{title}")
+    say(" " * width + "".join(f"{state:<20}" for state in states))
+    for arm in arms:
+        cells = (medians[arm.name, state] for state in states)
+        line = "".join(f"{f'{s:.2f} s  {size / s / 1e9:.1f} GB/s':<20}" for s in cells)
+        say(f"{arm.name:<{width}}{line}")
+    ours, theirs = (arm.name for arm in arms)
+    ratios = (f"{medians[theirs, state] / medians[ours, state]:.2f} x" for state in states)
+    say(f"{'ratio':<{width}}" + "".join(f"{ratio:<20}" for ratio in ratios))
+    left = max(t.resident_bytes for arm in arms for t in found[arm.name, "cold"])
+    if left * 100 > size:
+        say(f"NOT really cold: up to {left / 1e6:.0f} MB were still in the page cache")
+    else:
+        say(f"cold: at most {left / 1e6:.1f} MB of {size / 1e6:.0f} MB in the page cache before")
+
+
+def same_bits(ours: object, theirs: object) -> bool:
+    import torch
+
+    assert isinstance(ours, torch.Tensor)
+    assert isinstance(theirs, torch.Tensor)
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    # As integers: to floating point, NaN differs from itself and -0 equals 0.
+    a, b = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (ours, theirs))
+    return torch.equal(a, b)
+
+
+def differences(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
+    odd = sorted(ours.keys() ^ theirs.keys())
+    return odd + [
+        name for name in ours.keys() & theirs.keys() if not same_bits(ours[name], theirs[name])
+    ]
+
+
+def verdict(what: str, ours: dict[str, object], theirs: dict[str, object]) -> bool:
+    wrong = differences(ours, theirs)
+    if wrong:
+        say(f"{what}: {len(wrong)} DIFFER: {', '.join(wrong[:5])}")
+    else:
+        say(f"{what}: {len(ours)} tensors, equal bit for bit")
+    return not wrong
+
+
+def road() -> str:
+    report = gdsload.last_report()
+    by_road = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.roads.items())
+    return f"road of the last load: {by_road}\n{report.summary()}"
+
+
+def dictionaries(device: str) -> bool:
+    from safetensors.torch import load_file
+
+    def theirs() -> dict[str, object]:
+        loaded: dict[str, object] = {}
+        for file in files():
+            loaded.update(load_file(file, device=device))
+        return loaded
+
+    def ours() -> dict[str, object]:
+        return dict(gdsload.load_file(DIRECTORY, device=device))
+
+    compare(
+        f"state dict to {device}, every byte touched, median of {ROUNDS}",
+        [
+            Arm("gdsload.load_file", lambda: ours().values()),
+            Arm("safetensors load_file", lambda: theirs().values()),
+        ],
+    )
+    make_cold()
+    equal = verdict("state dict", ours(), theirs())
+    say(road())
+    return equal
+
+
+def models(device: str) -> bool:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    settings = {"dtype": "auto"} | ({"device_map": device} if device != "cpu" else {})
+    ours = functools.partial(gdsload.from_pretrained, str(DIRECTORY), **settings)
+    theirs = functools.partial(AutoModelForCausalLM.from_pretrained, str(DIRECTORY), **settings)
+
+    compare(
+        f"transformers model on {device}, every byte touched, median of {ROUNDS}",
+        [
+            Arm("gdsload.from_pretrained", lambda: ours().state_dict().values()),
+            Arm("AutoModelForCausalLM.from_pretrained", lambda: theirs().state_dict().values()),
+        ],
+    )
+    make_cold()
+    equal = verdict("model", dict(ours().state_dict()), dict(theirs().state_dict()))
+    say(road())
+    return equal
+
+
+def main() -> int:
+    import psutil
+    import torch
+
+    make_checkpoint()
+    memory = psutil.virtual_memory()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    say(
+        f"gdsload {gdsload.__version__}, torch {torch.__version__}, Linux {platform.release()}, "
+        f"{os.cpu_count()} cores, {memory.total / 1e9:.0f} GB, {gpu}"
+    )
+    size = synth.total_bytes(MODEL)
+    say(f"{MODEL}: {len(list(synth.shapes(MODEL)))} tensors, {size / 1e9:.2f} GB; made-up weights")
+    say("before each load as much memory is touched and given back as it needs")
+    if memory.available < MEMORY_BYTES:
+        sys.exit(
+            f"demo: needs {MEMORY_BYTES / 1e9:.0f} GB of free memory to compare two loads, "
+            f"and {memory.available / 1e9:.1f} GB are free"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    equal = dictionaries(device)
+    if hasattr(gdsload, "from_pretrained"):
+        equal &= models(device)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except GdsloadError as error:
+        sys.exit(f"demo: {error}")

@@ -1,0 +1,188 @@
+#!/bin/sh
+# Makes .venv: gdsload built in place, and everything its tests and its demo need.
+#
+#   sh scripts/setup.sh
+#
+# For a bare Debian or Ubuntu with Python 3.10+ and a C compiler, as root or not; it never asks.
+# Root gets what is missing from the system's packages; anybody else gets it unpacked below
+# .cache, and nothing outside this directory is touched. A second run does nothing.
+set -eu
+cd "$(dirname "$0")/.."
+here=$PWD
+prefix=$here/.cache/prefix
+
+say() { printf 'setup: %s\n' "$*"; }
+die() {
+    say "$@" >&2
+    exit 1
+}
+is_root() { [ "$(id -u)" = 0 ]; }
+
+# What was unpacked without root is found by every compiler run from here (and from the Makefile).
+export CPATH="$prefix/include${CPATH:+:$CPATH}"
+export LIBRARY_PATH="$prefix/lib${LIBRARY_PATH:+:$LIBRARY_PATH}"
+
+has_liburing() {
+    [ "${GDSLOAD_LIBURING:-}" != 0 ] &&
+        printf '#include <liburing.h>\n' | "${CC:-cc}" -E - >/dev/null 2>&1
+}
+
+# --- nothing to do? ---------------------------------------------------------------------------
+
+stamp=.venv/gdsload.stamp
+inputs() {
+    find pyproject.toml setup.py scripts/setup.sh src/gdsload/_native -type f \
+        \( -name '*.toml' -o -name '*.py' -o -name '*.sh' \
+        -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi' -o -name '*.h' -o -name '*_impl.c' \) |
+        LC_ALL=C sort | xargs sha256sum
+    printf '%s\n' "$here" "${PYTHON:-}" "${CFLAGS:-}"
+    if has_liburing; then echo liburing; fi
+}
+if [ -f "$stamp" ] && [ "$(inputs | sha256sum)" = "$(cat "$stamp")" ] &&
+    [ -x .venv/bin/gdsload ] && .venv/bin/python -c '' 2>/dev/null; then
+    exit 0
+fi
+
+# --- the system's packages --------------------------------------------------------------------
+
+refreshed=
+apt_install() { # package...
+    [ -n "$refreshed" ] || apt-get update -qq >/dev/null 2>&1 || say "the package lists are old"
+    refreshed=yes
+    DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1
+}
+store=$here/.cache/apt
+apt_here() {
+    apt-get -qq -o Debug::NoLocking=1 -o "Dir::State::lists=$store/lists" \
+        -o "Dir::Cache=$store/cache" "$@"
+}
+apt_unpack() { # package...   without root: download, and unpack into $prefix
+    mkdir -p "$store/lists/partial" "$store/cache/archives/partial" "$store/debs" "$store/root"
+    mkdir -p "$prefix/include" "$prefix/lib" "$prefix/python"
+    [ -n "$refreshed" ] || apt_here update >/dev/null 2>&1 || return 1
+    refreshed=yes
+    (
+        cd "$store/debs" && apt_here download "$@" || exit 1
+        for deb in *.deb; do dpkg -x "$deb" ../root && rm "$deb"; done
+    ) >/dev/null 2>&1 || return 1
+    for found in "$store"/root/usr/include "$store"/root/usr/include/python3.*; do
+        [ ! -d "$found" ] || cp -R "$found/." "$prefix/include/"
+    done
+    for found in "$store"/root/usr/lib/*-linux-gnu*/liburing.a; do
+        [ ! -f "$found" ] || cp "$found" "$prefix/lib/"
+    done
+    found=$store/root/usr/lib/python3/dist-packages
+    [ ! -d "$found" ] || cp -R "$found/." "$prefix/python/"
+    rm -rf "$store/root"
+}
+get() { # what-for debian-packages fedora-packages   0 when they are there
+    say "getting $2 ($1)"
+    # Several packages in one word, split on purpose.
+    # shellcheck disable=SC2086
+    if command -v apt-get >/dev/null 2>&1; then
+        if is_root; then apt_install $2; else apt_unpack $2; fi
+    elif is_root && command -v dnf >/dev/null 2>&1; then
+        dnf install -y -q $3 >/dev/null 2>&1
+    else
+        return 1
+    fi
+}
+
+python=
+for candidate in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+        # The interpreter itself, not a shim that may choose another tomorrow.
+        python=$("$candidate" -c 'import sys; print(sys.executable)')
+        break
+    fi
+done
+if [ -z "$python" ] && is_root && get "none of 3.10 or newer is here" python3 python3; then
+    python=$(command -v python3)
+fi
+[ -n "$python" ] || die "there is no Python 3.10 or newer; install one, or name it with PYTHON="
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+compiles() { printf '%s\n' "$1" | "${CC:-cc}" -E "-I$include" - >/dev/null 2>&1; }
+include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+if ! compiles '#include <stdio.h>'; then
+    { is_root && get "there is no C compiler" "gcc libc6-dev" "gcc glibc-devel" &&
+        compiles '#include <stdio.h>'; } ||
+        die "there is no C compiler; install gcc and libc6-dev, or name one with CC="
+fi
+if ! compiles '#include <Python.h>'; then
+    get "the headers of Python $version" "libpython$version-dev" python3-devel || true
+    compiles '#include <Python.h>' ||
+        die "Python $version has no headers; install python$version-dev (or python3-devel)"
+fi
+if [ "${GDSLOAD_LIBURING:-}" != 0 ] && ! has_liburing; then
+    get "the io_uring engine" liburing-dev "liburing-devel liburing-static" || true
+    has_liburing ||
+        say "no liburing: gdsload is built without its io_uring engine (package liburing-dev)"
+fi
+
+# --- the environment --------------------------------------------------------------------------
+
+if [ ! -w "${HOME:-/}" ]; then
+    export UV_CACHE_DIR="${UV_CACHE_DIR:-$here/.cache/uv-cache}"
+    export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/.cache/pip-cache}"
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+# uv reads neither pip's settings nor the system's certificates: whoever set them up meant both.
+[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
+for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+    [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
+done
+
+uv=
+find_uv() {
+    for candidate in uv .venv/bin/uv "$here/.cache/uv/bin/uv"; do
+        if "$candidate" --version >/dev/null 2>&1; then
+            uv=$candidate
+            return 0
+        fi
+    done
+    return 1
+}
+pip_uv() { # python...   uv of its own, with somebody else's pip
+    "$@" -m pip install -q --target .cache/uv uv >/dev/null 2>&1 && find_uv
+}
+has_pip() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
+make_venv() {
+    say "making .venv with Python $version"
+    rm -rf .venv
+    if find_uv && "$uv" venv -q --python "$python" .venv; then return 0; fi
+    if "$python" -m venv .venv >/dev/null 2>&1; then return 0; fi
+    if is_root && get "this Python cannot make environments" "python$version-venv" python3 &&
+        rm -rf .venv && "$python" -m venv .venv >/dev/null 2>&1; then return 0; fi
+    rm -rf .venv
+    say "this Python cannot make environments: getting uv, which can"
+    pip_uv "$python" || { get "an installer" python3-pip python3-pip &&
+        pip_uv env PYTHONPATH="$prefix/python" "$python"; } ||
+        die "neither venv, pip nor uv is here; install python3-venv, or uv"
+    "$uv" venv -q --python "$python" .venv
+}
+if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    make_venv
+elif ! find_uv && ! has_pip && ! .venv/bin/python -m ensurepip >/dev/null 2>&1; then
+    make_venv # one that nothing can be installed into
+fi
+if ! find_uv && has_pip; then
+    .venv/bin/python -m pip install -q uv >/dev/null 2>&1 || true
+    find_uv || say "uv could not be installed: pip alone is slower"
+fi
+
+say "building gdsload and installing what it needs (the first time, some minutes)"
+# An engine that is left out now must not stay behind from a build that had it.
+has_liburing || rm -f src/gdsload/_native/uring.*.so
+if [ -n "$uv" ] && "$uv" pip install -q --python .venv/bin/python \
+    --reinstall-package gdsload --refresh-package gdsload -e '.[test]'; then
+    :
+else
+    [ -z "$uv" ] || say "uv could not; trying pip"
+    has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
+    .venv/bin/python -m pip install -q -e '.[test]'
+fi
+inputs | sha256sum >"$stamp"
+modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)
+say "done; native modules:$modules"

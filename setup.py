@@ -1,0 +1,180 @@
+"""Builds the native modules: each ``src/gdsload/_native/*.pyx`` becomes one extension.
+
+What is static stands in pyproject.toml. Here is only what must look at the machine: whether
+liburing can be linked in, and whether this Python has a stable ABI to build against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("src/gdsload/_native")
+# A free-threaded Python has no stable ABI (before 3.15): it gets modules of its own.
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+# An -O in CFLAGS is the caller's wish, and would lose to one that comes after it.
+OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]
+COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread"]
+# -lrt and -ldl are empty since glibc 2.34 and needed before it.
+LINK = ["-pthread", "-lrt", "-ldl"]
+
+# What uring.pyx leans on. A liburing too old for it counts as none at all.
+LIBURING_PROBE = """
+#include <liburing.h>
+int probe(int fd, void *memory) {
+    struct io_uring ring;
+    struct io_uring_params params = {0};
+    if (io_uring_queue_init_params(8, &ring, &params)) return 1;
+    if (io_uring_register_buffers_sparse(&ring, 1)) return 2;
+    io_uring_prep_read_fixed(io_uring_get_sqe(&ring), fd, memory, 4096, 0, 0);
+    io_uring_submit(&ring);
+    io_uring_queue_exit(&ring);
+    return 0;
+}
+"""
+
+
+class Linking(NamedTuple):
+    """How an archive is compiled against and linked in."""
+
+    include_dirs: list[str]
+    link_args: list[str]
+
+
+def pkg_config(*args: str) -> str:
+    """What pkg-config says of liburing; empty where either is missing."""
+    tool = shutil.which(os.environ.get("PKG_CONFIG", "pkg-config"))
+    if tool is None:
+        return ""
+    ran = subprocess.run([tool, *args, "liburing"], capture_output=True, text=True, check=False)
+    return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+def liburing_candidates() -> list[Linking]:
+    found = []
+    libdir, includedir = pkg_config("--variable=libdir"), pkg_config("--variable=includedir")
+    if libdir and (archive := Path(libdir, "liburing.a")).is_file():
+        includes = [includedir] if includedir not in ("", "/usr/include") else []
+        found.append(Linking(includes, [str(archive)]))
+    # The compiler's own paths, with whatever CFLAGS, CPATH, LDFLAGS and LIBRARY_PATH add to them.
+    found.append(Linking([], ["-l:liburing.a"]))
+    return found
+
+
+def find_liburing(command: build_ext) -> Linking | None:
+    """The first liburing that compiles and links into a shared object; None where none does."""
+    from setuptools._distutils.ccompiler import new_compiler
+    from setuptools._distutils.sysconfig import customize_compiler
+
+    if os.environ.get("GDSLOAD_LIBURING") == "0":
+        print("gdsload: GDSLOAD_LIBURING=0: the io_uring engine is left out")
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "probe.c")
+        source.write_text(LIBURING_PROBE)
+        complaints = Path(scratch, "complaints")
+        for candidate in liburing_candidates():
+            compiler = new_compiler(compiler=command.compiler)
+            customize_compiler(compiler)
+            with complaints.open("w") as sink, quiet(sink.fileno()):
+                try:
+                    objects = compiler.compile(
+                        [str(source)],
+                        output_dir=scratch,
+                        include_dirs=candidate.include_dirs,
+                        extra_preargs=["-Werror=implicit-function-declaration", "-fPIC"],
+                    )
+                    compiler.link_shared_object(
+                        objects, str(Path(scratch, "probe.so")), extra_postargs=candidate.link_args
+                    )
+                except Exception:  # each compiler class raises its own; all of them mean no
+                    continue
+            print(f"gdsload: io_uring engine, with {' '.join(candidate.link_args)}")
+            return candidate
+    print(
+        "gdsload: no liburing >= 2.2 with a static archive: the io_uring engine is left out "
+        "(Debian, Ubuntu: liburing-dev)"
+    )
+    return None
+
+
+@contextlib.contextmanager
+def quiet(sink: int):
+    """Sends what the compiler writes on file descriptor 2 to ``sink``."""
+    saved = os.dup(2)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def extension(pyx: Path, liburing: Linking | None) -> Extension:
+    include_dirs, link_args = [str(NATIVE)], list(LINK)
+    if pyx.stem == "uring" and liburing is not None:
+        include_dirs += liburing.include_dirs
+        # Another copy of liburing in the process must neither use ours nor replace it.
+        link_args = [*liburing.link_args, "-Wl,--exclude-libs,ALL", *link_args]
+    return Extension(
+        f"gdsload._native.{pyx.stem}",
+        sources=[str(pyx)],
+        include_dirs=include_dirs,
+        define_macros=[("Py_LIMITED_API", "0x030A0000")] if STABLE_ABI else [],
+        py_limited_api=STABLE_ABI,
+        extra_compile_args=COMPILE,
+        extra_link_args=link_args,
+        depends=[str(path) for kind in ("*.h", "*.pxd") for path in sorted(NATIVE.glob(kind))],
+        language="c",
+    )
+
+
+class BuildNative(build_ext):
+    """Looks for liburing and turns Cython into C when something is built, and not before."""
+
+    def finalize_options(self) -> None:
+        waiting = self.distribution.ext_modules
+        if any(source.endswith(".pyx") for module in waiting for source in module.sources):
+            self.distribution.ext_modules = self.translate()
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def run(self) -> None:
+        # What an earlier build left here would be packed although this one leaves it out.
+        wanted = {module.name.rpartition(".")[2] for module in self.extensions}
+        for built in Path(self.build_lib, "gdsload", "_native").glob("*.so"):
+            if built.name.partition(".")[0] not in wanted:
+                built.unlink()
+        super().run()
+
+    def translate(self) -> list[Extension]:
+        from Cython.Build import cythonize
+
+        sources = sorted(NATIVE.glob("*.pyx"))
+        liburing = None
+        if NATIVE / "uring.pyx" in sources:
+            liburing = find_liburing(self)
+            if liburing is None:
+                sources.remove(NATIVE / "uring.pyx")
+        return cythonize(
+            [extension(pyx, liburing) for pyx in sources],
+            build_dir="build/cython",
+            include_path=["src"],
+            compiler_directives={"language_level": 3, "freethreading_compatible": True},
+        )
+
+
+setup(
+    ext_modules=[extension(pyx, None) for pyx in sorted(NATIVE.glob("*.pyx"))],
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},
+)

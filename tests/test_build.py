@@ -1,0 +1,182 @@
+"""What is packed is complete: tree → sdist → wheel → import, with liburing and without."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = ROOT / "src" / "gdsload" / "_native"
+NOT_SOURCE = shutil.ignore_patterns(
+    ".*_cache", ".cache", ".git", ".hypothesis", ".venv*", "*.egg-info", "*.safetensors", "*.so",
+    "__pycache__", "build", "dist",
+)  # fmt: skip
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+
+class Wheel(NamedTuple):
+    path: Path
+    names: set[str]
+    log: str
+
+    @property
+    def compiled(self) -> set[str]:
+        return {Path(name).name.split(".")[0] for name in self.names if name.endswith(".so")}
+
+
+def build(kind: str, tree: Path, out: Path, **variables: str) -> str:
+    # The wheel's content is under test, not its speed: -O0 compiles in a third of the time.
+    ran = subprocess.run(
+        [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, tree],
+        env={**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -O0", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+def wheel_of(tree: Path, out: Path, **variables: str) -> Wheel:
+    log = build("wheel", tree, out, **variables)
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return Wheel(path, set(archive.namelist()), log)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("tree") / "gdsload"
+    shutil.copytree(ROOT, tree, ignore=NOT_SOURCE)
+    out = tmp_path_factory.mktemp("sdist")
+    build("sdist", tree, out)
+    (path,) = out.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (tree,) = out.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    return wheel_of(unpacked, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Wheel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel.path) as archive:
+        archive.extractall(target)
+    return target
+
+
+def modules(wheel: Wheel) -> set[str]:
+    """The native modules that this machine can build; setup.py says when it cannot build one."""
+    sources = {path.stem for path in NATIVE.glob("*.pyx")}
+    return sources - {"uring"} if "io_uring engine is left out" in wheel.log else sources
+
+
+def test_sdist_has_every_source(unpacked: Path) -> None:
+    kinds = {".h", ".md", ".pxd", ".py", ".pyi", ".pyx", ".sh", ".toml", ".typed"}
+    folders = ("src", "tests", "scripts", "docs", "benchmarks")
+    wanted = {
+        path.relative_to(ROOT)
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in kinds and "__pycache__" not in path.parts
+    }
+    wanted |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.suffix in kinds}
+    wanted |= {Path("LICENSE"), Path("Makefile"), Path(".ci/run")}
+    wanted = {path for path in wanted if not any(p.endswith(".egg-info") for p in path.parts)}
+    assert {str(path) for path in wanted if not (unpacked / path).is_file()} == set()
+
+
+def test_sdist_has_nothing_that_was_built(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    assert [n for n in names if n.endswith((".so", ".o", ".c")) and "/src/" in n] == []
+    assert [n for n in names if "/build/" in n or "__pycache__" in n] == []
+
+
+@pytest.mark.skipif(FREE_THREADED, reason="a free-threaded Python has no stable ABI")
+def test_one_wheel_for_every_python(wheel: Wheel) -> None:
+    assert "-cp310-abi3-" in wheel.path.name
+    native = [name for name in wheel.names if name.endswith(".so")]
+    assert native
+    assert all(name.endswith(".abi3.so") for name in native)
+
+
+def test_wheel_has_every_module_and_its_types(wheel: Wheel) -> None:
+    assert wheel.compiled == modules(wheel)
+    source = ROOT / "src"
+    wanted = {
+        str(path.relative_to(source))
+        for kind in ("*.py", "*.pyi", "*.pxd", "py.typed")
+        for path in (source / "gdsload").rglob(kind)
+    }
+    assert wanted <= wheel.names
+    assert not [name for name in wheel.names if name.endswith((".pyx", ".c"))]
+
+
+def test_wheel_names_its_command_and_its_backends(installed: Path) -> None:
+    (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
+    text = entry_points.read_text()
+    assert "gdsload = gdsload.cli:main" in text
+    assert re.search(r"\[gdsload\.backends\]\nposix = gdsload\.backends\.posix:PosixBackend", text)
+
+
+def test_wheel_is_imported_where_it_is_unpacked(wheel: Wheel, installed: Path) -> None:
+    code = (
+        "import importlib, sys; sys.path.insert(0, sys.argv[1]); import gdsload; "
+        "found = [gdsload] + [importlib.import_module(f'gdsload._native.{n}') "
+        "for n in sys.argv[2:]]; print(*(module.__file__ for module in found), sep='\\n')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, installed, *sorted(modules(wheel))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    files = ran.stdout.split()
+    assert len(files) == 1 + len(modules(wheel))
+    assert [file for file in files if not file.startswith(str(installed))] == []
+
+
+def test_liburing_stays_inside(wheel: Wheel, installed: Path) -> None:
+    if "uring" not in wheel.compiled:
+        pytest.skip(next(line for line in wheel.log.splitlines() if "is left out" in line))
+    (path,) = (installed / "gdsload" / "_native").glob("uring.*.so")
+    library = ctypes.CDLL(str(path))
+    assert hasattr(library, "PyInit_uring")
+    calls = set(re.findall(r"\bio_uring_\w+", (NATIVE / "uring.pyx").read_text()))
+    assert calls
+    assert {call for call in calls if hasattr(library, call)} == set()
+    assert b"liburing.so" not in path.read_bytes()
+
+
+def test_builds_without_liburing(
+    wheel: Wheel, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # In the tree that has just built one with it: what lies there must not slip in.
+    without = wheel_of(unpacked, tmp_path_factory.mktemp("without"), GDSLOAD_LIBURING="0")
+    assert "GDSLOAD_LIBURING=0: the io_uring engine is left out" in without.log
+    assert without.compiled == {path.stem for path in NATIVE.glob("*.pyx")} - {"uring"}

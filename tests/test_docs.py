@@ -1,0 +1,147 @@
+"""The documents are programs: their code blocks run, in order, beside a checkpoint ``model``.
+
+A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block runs when it
+stands below ``<!-- run -->``: each of its ``gdsload ...`` lines through the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!--\s*(?P<mark>[^>]*?)\s*-->\s*?\n\s*)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+PATIENCE_SECONDS = 120
+
+
+class Block(NamedTuple):
+    document: Path
+    line: int
+    language: str
+    mark: str
+    code: str
+
+    @property
+    def skipped(self) -> str | None:
+        kind, _, reason = self.mark.partition(":")
+        return reason.strip() if kind.strip() == "no-test" else None
+
+    def run(self, namespace: dict[str, object]) -> None:
+        if self.language == "python":
+            # Empty lines in front: a traceback then names the line of the document.
+            code = compile("\n" * self.line + self.code, str(self.document), "exec")
+            exec(code, namespace)
+        else:
+            for line in self.code.replace("\\\n", " ").splitlines():
+                run_command(line.removeprefix("$ "))
+
+
+def run_command(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if not words or words[0] != "gdsload":
+        return
+    script = Path(sys.executable).with_name("gdsload")
+    ran = subprocess.run(
+        [script, *words[1:]], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert ran.returncode == 0, f"{line}\n{ran.stdout}{ran.stderr}"
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    text = document.read_text()
+    for found in BLOCK.finditer(text):
+        mark = found["mark"] or ""
+        language = {"py": "python", "sh": "bash", "console": "bash"}.get(
+            found["language"], found["language"]
+        )
+        if language == "python" or (language == "bash" and mark == "run"):
+            line = text.count("\n", 0, found.start("code"))
+            yield Block(document, line, language, mark, found["code"])
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+
+
+class Reader:
+    """Follows one document from its top: a block sees what the blocks above it have defined."""
+
+    def __init__(self, document: Path, directory: Path) -> None:
+        self.waiting = [block for block in BLOCKS if block.document == document]
+        self.directory = directory
+        self.namespace: dict[str, object] = {"__name__": document.stem}
+
+    def read_to(self, target: Block) -> None:
+        while self.waiting and self.waiting[0].line <= target.line:
+            block = self.waiting.pop(0)
+            if block.skipped is None:
+                block.run(self.namespace)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[Path, Reader]:
+    made = {}
+    for document in DOCUMENTS:
+        directory = tmp_path_factory.mktemp(document.stem)
+        shutil.copytree(tiny_checkpoint, directory / "model")
+        made[document] = Reader(document, directory)
+    return made
+
+
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[f"{block.document.name}:{block.line}" for block in BLOCKS]
+)
+def test_block_runs(
+    block: Block, readers: dict[Path, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if block.skipped is not None:
+        pytest.skip(block.skipped)
+    reader = readers[block.document]
+    monkeypatch.chdir(reader.directory)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    reader.read_to(block)
+
+
+def test_readme_has_blocks_that_run() -> None:
+    running = [b for b in BLOCKS if b.document.name == "README.md" and b.skipped is None]
+    assert {block.language for block in running} >= {"python"}
+
+
+def test_every_skip_gives_its_reason() -> None:
+    assert [f"{b.document.name}:{b.line}" for b in BLOCKS if b.skipped == ""] == []
+
+
+def test_documents_point_at_files_that_exist() -> None:
+    missing = []
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for link in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
+            if "://" not in link and not os.path.exists(document.parent / link):
+                missing.append(f"{document.name}: {link}")
+    assert missing == []
+
+
+def test_a_block_is_found_with_its_mark_and_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- a remark --> text\n\n```python\na = 1\n```\n\n"
+        "<!-- no-test: needs a GPU -->\n```python\nb = 2\n```\n\n"
+        "<!-- run -->\n\n```bash\ngdsload --help\n```\n\n```bash\nmake demo\n```\n"
+    )
+    found = [(b.line, b.language, b.skipped, b.code) for b in blocks(page)]
+    assert found == [
+        (3, "python", None, "a = 1\n"),
+        (8, "python", "needs a GPU", "b = 2\n"),
+        (14, "bash", None, "gdsload --help\n"),
+    ]
