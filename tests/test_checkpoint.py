@@ -1,0 +1,493 @@
+"""A checkpoint at the door: one open per file, held against its index, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import json
+import os
+import pickle
+import resource
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import files
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+    ReadError,
+    StallError,
+)
+
+
+def write(path: Path, *names: str, metadata: dict[str, str] | None = None) -> Path:
+    """A file of four-byte tensors, each holding the first four letters of the file's name."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for number, name in enumerate(names):
+        begin = 4 * number
+        header[name] = {"dtype": "U8", "shape": [4], "data_offsets": [begin, begin + 4]}
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = path.name[:4].encode() * len(names)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def write_index(directory: Path, weight_map: dict[str, str]) -> Path:
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def open_files() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before, threads = open_files(), threading.active_count()
+    yield
+    assert open_files() == before
+    assert threading.active_count() == threads
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A directory of two shards, a and b in the first, c in the second, with an index."""
+    write(tmp_path / "1111.safetensors", "a", "b", metadata={"format": "pt", "n": "1"})
+    write(tmp_path / "2222.safetensors", "c", metadata={"n": "2", "more": "x"})
+    write_index(
+        tmp_path, {"c": "2222.safetensors", "a": "1111.safetensors", "b": "1111.safetensors"}
+    )
+    return tmp_path
+
+
+def test_what_is_said_is_where_it_lies(two: Path) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+        assert [shard.name for shard in checkpoint.shards] == [
+            "1111.safetensors",
+            "2222.safetensors",
+        ]
+        assert checkpoint.metadata == {"format": "pt", "n": "1", "more": "x"}
+        assert checkpoint.total_bytes == 12
+        assert checkpoint.source == str(two)
+        for info in checkpoint.tensors.values():
+            shard = checkpoint.shards[info.shard]
+            assert info.offset >= shard.data_start
+            assert os.pread(shard.fd, info.nbytes, info.offset) == shard.name[:4].encode()
+        checkpoint.verify_unchanged()
+
+
+def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
+    names = [f"tensor.{'x' * 60}.{number}" for number in range(4000)]
+    path = write(tmp_path / "many.safetensors", *names)
+    assert path.stat().st_size > 300_000
+    with Checkpoint.open(path) as checkpoint:
+        assert list(checkpoint.tensors) == names
+        last = checkpoint.tensors[names[-1]]
+        assert os.pread(checkpoint.shards[0].fd, 8, last.offset) == b"many"
+
+
+def test_many_shards_keep_their_order(tmp_path: Path) -> None:
+    for number in range(100):
+        write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert list(checkpoint.tensors) == [f"t{number}" for number in range(100)]
+        assert [info.shard for info in checkpoint.tensors.values()] == list(range(100))
+
+
+# --- closing -------------------------------------------------------------------------------------
+
+
+def test_closing(two: Path) -> None:
+    checkpoint = Checkpoint.open(two)
+    assert not checkpoint.closed
+    checkpoint.close()
+    checkpoint.close()
+    assert checkpoint.closed
+    assert len(checkpoint.tensors) == 3
+    for use in (
+        checkpoint.verify_unchanged,
+        checkpoint.__enter__,
+        checkpoint.shards[0].reopen_direct,
+        lambda: checkpoint.shards[0].fd,
+    ):
+        with pytest.raises(CheckpointError, match=r"1111\.safetensors: the checkpoint is closed"):
+            use()
+
+
+def test_dropped_without_closing(two: Path) -> None:
+    before = open_files()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = Checkpoint.open(two)
+        assert len(open_files()) == len(before) + 2
+        del checkpoint
+        gc.collect()
+    assert open_files() == before
+
+
+def test_descriptors_are_neither_copied_nor_pickled(two: Path) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        for action in (copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match="file descriptor"):
+                action(checkpoint.shards[0])
+
+
+# --- failing -------------------------------------------------------------------------------------
+
+INDEX_LIES: list[tuple[dict[str, str], str]] = [
+    (
+        {"a": "1111.safetensors", "z": "2222.safetensors"},
+        "'z' is in 2222.safetensors, but no shard",
+    ),
+    ({"a": "2222.safetensors", "b": "1111.safetensors"}, "but 1111.safetensors holds it"),
+    (
+        {"a": "1111.safetensors", "c": "3333.safetensors"},
+        "3333.safetensors: the index .* not there",
+    ),
+]
+
+
+@pytest.mark.parametrize("weight_map,fragment", INDEX_LIES, ids=["nobody", "other", "missing"])
+def test_index_against_shards(two: Path, weight_map: dict[str, str], fragment: str) -> None:
+    write_index(two, weight_map)
+    with pytest.raises(CheckpointError, match=fragment):
+        Checkpoint.open(two)
+
+
+def test_a_missing_shard_is_a_missing_file(two: Path) -> None:
+    (two / "2222.safetensors").unlink()
+    with pytest.raises(CheckpointNotFound) as caught:
+        Checkpoint.open(two)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(two / "2222.safetensors")
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_tensor_in_two_shards(two: Path, indexed: bool) -> None:
+    write(two / "2222.safetensors", "a", "c")
+    if not indexed:
+        (two / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"'a' is held by two shards: .*1111.* and .*2222"):
+        Checkpoint.open(two)
+    with Checkpoint.open(two, strict=False) as checkpoint:
+        assert checkpoint.tensors["a"].shard == (0 if indexed else 1)
+        assert [info.shard for info in checkpoint.tensors.values()] == sorted(
+            info.shard for info in checkpoint.tensors.values()
+        )
+
+
+def test_not_strict_follows_the_files(two: Path) -> None:
+    write_index(two, {"a": "2222.safetensors", "z": "1111.safetensors"})
+    with Checkpoint.open(two, strict=False) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+
+
+def test_tensors_that_the_index_leaves_out_are_loaded(two: Path) -> None:
+    write_index(two, {"a": "1111.safetensors", "c": "2222.safetensors"})
+    with Checkpoint.open(two) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+
+
+def test_the_last_of_many_is_broken(tmp_path: Path) -> None:
+    for number in range(40):
+        write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
+    with open(tmp_path / "0039.safetensors", "ab") as file:
+        file.write(b"!")
+    with pytest.raises(CheckpointError, match=r"0039\.safetensors: .* 1 trailing bytes"):
+        Checkpoint.open(tmp_path)
+
+
+def test_header_limit(two: Path) -> None:
+    with pytest.raises(CheckpointError, match="more than the limit of 20"):
+        Checkpoint.open(two / "1111.safetensors", header_limit=20)
+    with pytest.raises(CheckpointError, match=r"index has .* more than the limit of 20"):
+        Checkpoint.open(two, header_limit=20)
+
+
+def test_no_more_descriptors(tmp_path: Path) -> None:
+    for number in range(40):
+        write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, open_files()))
+    free = [number for number in range(soft) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], hard))  # room for 20 of the 40
+    try:
+        with pytest.raises(CheckpointUnreadable, match="ulimit -n") as caught:
+            Checkpoint.open(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caught.value.errno == errno.EMFILE
+
+
+# --- lists of files ------------------------------------------------------------------------------
+
+
+def test_of(two: Path, tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "deep" / "3333.safetensors", "d")
+    with Checkpoint.of([elsewhere, str(two / "1111.safetensors")]) as checkpoint:
+        assert list(checkpoint.tensors) == ["d", "a", "b"]
+    weight_map = {"d": "3333.safetensors", "c": "2222.safetensors"}
+    with Checkpoint.of([elsewhere, two / "2222.safetensors"], weight_map) as checkpoint:
+        assert list(checkpoint.tensors) == ["d", "c"]
+
+
+def test_of_refuses(two: Path) -> None:
+    first = two / "1111.safetensors"
+    with pytest.raises(CheckpointError, match="no files"):
+        Checkpoint.of([])
+    with pytest.raises(TypeError, match="list of files"):
+        Checkpoint.of(str(first))
+    with pytest.raises(CheckpointError, match="held by two shards"):
+        Checkpoint.of([first, first])
+    with pytest.raises(CheckpointError, match="not among the files"):
+        Checkpoint.of([first], {"a": "x.safetensors"})
+    with pytest.raises(CheckpointError, match="two files are called"):
+        Checkpoint.of([first, first], {"a": "1111.safetensors"})
+    with pytest.raises(CheckpointError, match=r"'z' is in 1111\.safetensors, but no shard"):
+        Checkpoint.of([first], {"z": "1111.safetensors"})
+
+
+# --- files that change ---------------------------------------------------------------------------
+
+
+def test_each_file_is_opened_once(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    real_open = os.open
+
+    def count(path: str, *args: Any, **options: Any) -> int:
+        opened.append(os.path.basename(path))
+        return real_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", count)
+    Checkpoint.open(two).close()
+    assert opened[0] == "model.safetensors.index.json"
+    assert sorted(opened[1:]) == ["1111.safetensors", "2222.safetensors"]
+
+
+def test_all_are_opened_before_any_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (two / "model.safetensors.index.json").unlink()
+    real_read = files.os.pread
+
+    lock, left = threading.Lock(), ["1111", "2222"]
+
+    def replace_then_read(fd: int, *args: int) -> bytes:
+        with lock:
+            while left:
+                path = two / f"{left.pop()}.safetensors"
+                pass_a_tick(path)
+                write(two / "new", "other")
+                os.replace(two / "new", path)
+        return real_read(fd, *args)
+
+    monkeypatch.setattr(files.os, "pread", replace_then_read)
+    with Checkpoint.open(two) as checkpoint:
+        monkeypatch.undo()
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+        data = {
+            name: os.pread(checkpoint.shards[info.shard].fd, 4, info.offset)
+            for name, info in checkpoint.tensors.items()
+        }
+        assert data == {"a": b"1111", "b": b"1111", "c": b"2222"}
+        with pytest.raises(FileChanged, match="it was deleted or replaced"):
+            checkpoint.verify_unchanged()
+
+
+def pass_a_tick(path: Path) -> None:
+    """Until a change would be seen: some kernels stamp files with a clock of 4 ms."""
+    scratch = path.with_name("scratch")
+    opened = path.stat().st_ctime_ns
+    scratch.touch()
+    while scratch.stat().st_ctime_ns <= opened:
+        scratch.touch()
+
+
+def grow(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"!")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 9)
+
+
+def rewrite(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(file.read(1))
+    os.utime(path, ns=(1, 1))  # whatever the clock's grain, this is another time
+
+
+def old_time(path: Path) -> None:
+    status = path.stat()
+    grow(path)
+    os.truncate(path, status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change,fragment",
+    [
+        (grow, r"its size went from \d+ to \d+ bytes"),
+        (cut, r"its size went from \d+ to 9 bytes"),
+        (rewrite, "its modification time moved"),
+        (old_time, "ctime moved"),
+        (Path.unlink, "it was deleted or replaced"),
+    ],
+    ids=["grown", "cut", "rewritten", "rewritten, time set back", "deleted"],
+)
+def test_changed(two: Path, change: Callable[[Path], None], fragment: str) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        pass_a_tick(two / "2222.safetensors")
+        change(two / "2222.safetensors")
+        with pytest.raises(FileChanged, match=rf"2222\.safetensors: the file changed .*{fragment}"):
+            checkpoint.verify_unchanged()
+
+
+def test_a_file_that_ends_before_its_size(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.os, "pread", lambda *_: b"")
+    with pytest.raises(CheckpointError, match="the file ended at byte 0"):
+        Checkpoint.open(two / "1111.safetensors")
+
+
+def test_short_reads_are_continued(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read = os.pread
+    monkeypatch.setattr(files.os, "pread", lambda fd, size, at: real_read(fd, min(size, 7), at))
+    with Checkpoint.open(two) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+
+
+def test_a_read_that_fails(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "pread", fail)
+    with pytest.raises(ReadError, match=r"1111\.safetensors: .*Input/output error") as caught:
+        Checkpoint.open(two / "1111.safetensors")
+    assert (caught.value.errno, caught.value.offset, caught.value.got) == (errno.EIO, 0, 0)
+
+
+# --- direct reads --------------------------------------------------------------------------------
+
+
+def test_reopen_direct(two: Path) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        shard = checkpoint.shards[0]
+        write(two / "new", "other")
+        os.replace(two / "new", shard.path)  # by name it would be another file now
+        twin = shard.reopen_direct()
+        if twin is None:
+            pytest.skip(f"the file system of {shard.path} does no direct reads")
+        try:
+            assert os.fstat(twin).st_ino == shard.identity.ino
+        finally:
+            os.close(twin)
+        memory, offset = shard.direct_alignment()
+        assert memory > 0 and offset > 0
+
+
+def test_reopen_direct_refused(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpoint.open(two) as checkpoint:
+
+        def refuse(*_: object) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(os, "open", refuse)
+        assert checkpoint.shards[0].reopen_direct() is None
+        monkeypatch.setattr(os, "open", lambda *_: os.dup(checkpoint.shards[1].fd))
+        with pytest.raises(OSError, match="another file"):
+            checkpoint.shards[0].reopen_direct()
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def test_each_keeps_order_and_raises_the_first_error() -> None:
+    assert list(files.each(lambda n: n * n, range(200), what=str)) == [n * n for n in range(200)]
+    kept: list[int] = []
+
+    def work(number: int) -> int:
+        if number >= 50:
+            raise CheckpointError(f"item {number}")
+        kept.append(number)
+        return number
+
+    taken, thrown = [], []
+    with pytest.raises(CheckpointError, match="item 50"):
+        for result in files.each(work, range(200), what=str, discard=thrown.append):
+            taken.append(result)
+    assert taken == list(range(50))
+    assert sorted(taken + thrown) == sorted(kept)
+
+
+def test_each_discards_what_nobody_takes() -> None:
+    done: list[int] = []
+    thrown: list[int] = []
+    results = files.each(lambda n: done.append(n) or n, range(100), what=str, discard=thrown.append)
+    assert next(results) == 0
+    results.close()
+    assert sorted(thrown) == sorted(done)[1:]
+    assert len(done) < 100
+
+
+def test_storage_that_hangs_is_named() -> None:
+    release = threading.Event()
+    thrown: list[str] = []
+    gone = threading.Event()
+
+    def hang(item: str) -> str:
+        release.wait()
+        return item
+
+    def discard(item: str) -> None:
+        thrown.append(item)
+        gone.set()
+
+    with pytest.raises(StallError, match=r"a\.bin: the storage has not answered for 0\.05 s"):
+        list(files.each(hang, ["a.bin"], what=str, discard=discard, stall_seconds=0.05))
+    release.set()
+    assert gone.wait(10)
+    assert thrown == ["a.bin"]
+    for thread in threading.enumerate():
+        if thread.name == "gdsload-open":
+            thread.join(10)
+
+
+def test_ctrl_c_does_not_wait_for_storage() -> None:
+    release, hanging = threading.Event(), threading.Event()
+
+    def hang(item: str) -> str:
+        hanging.set()
+        release.wait()
+        return item
+
+    def interrupt() -> None:
+        hanging.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    pressing = threading.Thread(target=interrupt)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(files.each(hang, ["a.bin"], what=str))
+    release.set()
+    pressing.join(10)
+    for thread in threading.enumerate():
+        if thread.name == "gdsload-open":
+            thread.join(10)

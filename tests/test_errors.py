@@ -1,0 +1,82 @@
+"""The errors: what they inherit, what they say, and that they survive a process border."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+
+import pytest
+
+from gdsload import errors
+from gdsload.dtypes import DTYPES, torch_dtype
+
+EVERY = [
+    (errors.CheckpointError("m", path="/p", tensor="t"), ValueError),
+    (errors.FileChanged("m", path="/p"), ValueError),
+    (errors.CheckpointUnreadable("m", path="/p", errno=errno.EMFILE), OSError),
+    (errors.CheckpointNotFound("m", path="/p", errno=errno.ENOENT), FileNotFoundError),
+    (errors.CheckpointAccessError("m", path="/p", errno=errno.EACCES), PermissionError),
+    (errors.PlacementError("m", missing_bytes=3), ValueError),
+    (errors.BackendUnavailable("m", {"gds": "no driver"}), RuntimeError),
+    (errors.ReadError("m", path="/p", offset=1, wanted=2, got=3, errno=errno.EIO), OSError),
+    (errors.ShortRead("m", path="/p", offset=1, wanted=2, got=1), OSError),
+    (errors.StallError("m", path="/p", hint="wait"), OSError),
+    (errors.CuFileError("m", path="/p", code=5030), OSError),
+]
+
+
+@pytest.mark.parametrize("error,builtin", EVERY, ids=lambda value: getattr(value, "__name__", ""))
+def test_inherits_the_builtin_and_survives_pickling(
+    error: errors.GdsloadError, builtin: type[Exception]
+) -> None:
+    assert isinstance(error, errors.GdsloadError)
+    assert isinstance(error, builtin)
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is type(error)
+    assert str(twin) == str(error)
+    assert vars(twin) == vars(error)
+    for fact in ("errno", "filename"):
+        assert getattr(twin, fact, None) == getattr(error, fact, None)
+
+
+def test_text_is_the_sentence_and_not_the_errno() -> None:
+    error = errors.ReadError("a.bin: it broke", path="a.bin", errno=errno.EIO, hint="try again")
+    assert str(error) == "a.bin: it broke (try again)"
+    assert error.errno == errno.EIO
+    assert error.filename == "a.bin"
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [("w", "'w'"), ("a\nb", "'a\\nb'"), (7, "7")],
+)
+def test_shown(text: object, expected: str) -> None:
+    assert errors.shown(text) == expected
+
+
+def test_shown_cuts_what_is_too_long() -> None:
+    text = errors.shown("x" * 1_000_000)
+    assert len(text) < 300
+    assert "1000000 characters" in text
+
+
+def test_a_path_cannot_break_the_line() -> None:
+    error = errors.CheckpointError("a\nb\udcff é: it broke", path="a\nb\udcff")
+    assert str(error) == "a\\nb\\udcff é: it broke"
+    assert error.path == "a\nb\udcff"
+
+
+def test_dtypes_agree_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype in DTYPES.values():
+        if dtype.torch_name is None or not hasattr(torch, dtype.torch_name):
+            with pytest.raises(errors.CheckpointError, match="torch"):
+                torch_dtype(dtype.name)
+        else:
+            elements = 2 if dtype.name == "F4" else 1
+            assert torch_dtype(dtype.name).itemsize * 8 == dtype.bits * elements
+
+
+def test_a_dtype_that_is_none() -> None:
+    with pytest.raises(errors.CheckpointError, match="'X1' is not a safetensors dtype"):
+        torch_dtype("X1")

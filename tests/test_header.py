@@ -1,0 +1,341 @@
+"""Every lie that a header can tell, one row each, and every honest oddity beside it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import safetensors
+
+from gdsload.dtypes import DTYPES
+from gdsload.errors import CheckpointError
+from gdsload.header import Header, header_length, parse_header, read_weight_map
+
+U8 = '"dtype":"U8","shape":[4],"data_offsets":[0,4]'
+ONE = "{" + U8 + "}"
+
+
+def fill(template: str, *parts: str) -> str:
+    for part in parts:
+        template = template.replace("%s", part, 1)
+    return template
+
+
+def one(dtype: str, shape: str, offsets: str, more: str = "") -> str:
+    return f'{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}{more}}}}}'
+
+
+def extra(value: str) -> str:
+    return fill('{"w":{%s,"note":%s}}', U8, value)
+
+
+def parse(text: str | bytes, data: int) -> Header:
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    return parse_header(raw, 8 + len(raw) + data, path="f.safetensors")
+
+
+def theirs_accepts(text: str | bytes, data: int) -> bool:
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    try:
+        safetensors.deserialize(len(raw).to_bytes(8, "little") + raw + bytes(data))
+    except safetensors.SafetensorError:
+        return False
+    return True
+
+
+BIG = str(2**32)
+LIES: list[tuple[str, str | bytes, int, str]] = [
+    # JSON
+    ("nothing", b"", 0, "begins with zeros only"),
+    ("no object", "[]", 0, "not a JSON object"),
+    ("null", "null", 0, "not a JSON object"),
+    ("a string", '"x"', 0, "not a JSON object"),
+    ("cut", '{"w":', 0, "broken at character 5"),
+    ("not utf-8", b'{"\xff":' + ONE.encode() + b"}", 4, "not UTF-8 (byte 2)"),
+    ("raw surrogate", fill('{"\ud800":%s}', ONE), 4, "not UTF-8"),
+    ("escaped surrogate", fill('{"\\ud800":%s}', ONE), 4, "lone surrogate"),
+    (
+        "surrogate in metadata",
+        fill('{"__metadata__":{"a":"\\uDfff"},"w":%s}', ONE),
+        4,
+        "lone surrogate",
+    ),
+    ("bom", "\ufeff{}", 0, "broken at character 0"),
+    ("trailing NUL", "{}\0", 0, "broken at character 2"),
+    ("trailing text", "{}x", 0, "broken at character 2"),
+    ("vertical tab", "\v{}", 0, "broken at character 0"),
+    ("no-break space", "{}\u00a0", 0, "broken at character 2"),
+    ("control character", fill('{"a\x01":%s}', ONE), 4, "control character"),
+    ("comma at the end", fill('{"w":%s,}', ONE), 4, "broken at character"),
+    ("NaN", extra("NaN"), 4, "NaN"),
+    ("Infinity", extra("-Infinity"), 4, "-Infinity"),
+    ("overflowing float", extra("1e999"), 4, "number out of range"),
+    ("400 digits", extra("9" * 400), 4, "number out of range"),
+    ("5,000 digits", extra("9" * 5000), 4, "thousands of digits"),
+    ("5,000 digits in the shape", one("U8", f"[{'9' * 5000}]", "[0,4]"), 4, "thousands of digits"),
+    ("128 levels", extra("[" * 126 + "]" * 126), 4, "deeper than 127"),
+    ("100,000 levels", extra("[" * 100_000 + "]" * 100_000), 4, "deeper than 127"),
+    ("100,000 levels as dtype", fill('{"w":{"dtype":%s', "[" * 100_000), 4, "deeper than 127"),
+    # names and fields
+    ("name twice", fill('{"w":%s,"w":%s}', ONE, ONE), 4, "'w': the header names it twice"),
+    ("name twice, once escaped", fill('{"w":%s,"\\u0077":%s}', ONE, ONE), 4, "names it twice"),
+    ("field twice", fill('{"w":{%s,"dtype":"U8"}}', U8), 4, "'w': it has the field 'dtype' twice"),
+    ("three fields, one twice", '{"w":{"dtype":"U8","dtype":"U8","shape":[4]}}', 4, "twice"),
+    ("extra field twice", fill('{"w":{%s,"x":1,"x":2}}', U8), 4, "the field 'x' twice"),
+    ("key twice inside an extra field", extra('{"x":1,"x":2}'), 4, "the key 'x' twice"),
+    ("no dtype", '{"w":{"shape":[4],"data_offsets":[0,4]}}', 4, "'w': it has no dtype"),
+    ("no shape", '{"w":{"dtype":"U8","data_offsets":[0,4]}}', 4, "it has no shape"),
+    ("no offsets", '{"w":{"dtype":"U8","shape":[4]}}', 4, "it has no data_offsets"),
+    ("tensor is null", '{"w":null}', 0, "'w': what the header says of it is not a JSON object"),
+    ("tensor is a string", '{"w":"abc"}', 0, "not a JSON object"),
+    ("tensor is empty", '{"w":{}}', 0, "it has no dtype"),
+    ("array of two", '{"w":["U8",[4]]}', 4, "it is an array of 2"),
+    ("array of four", '{"w":["U8",[4],[0,4],0]}', 4, "it is an array of 4"),
+    (
+        "array of pairs",
+        '{"w":[["dtype","U8"],["shape",[4]],["data_offsets",[0,4]]]}',
+        4,
+        "its dtype an array is not one",
+    ),
+    # __metadata__
+    ("metadata is a list", '{"__metadata__":[]}', 0, "__metadata__ is not a JSON object"),
+    ("metadata of a number", '{"__metadata__":{"a":1}}', 0, "'a' to something that is not a str"),
+    ("metadata of null", '{"__metadata__":{"a":null}}', 0, "'a' to something that is not a str"),
+    ("metadata key twice", '{"__metadata__":{"a":"","a":""}}', 0, "the key 'a' twice"),
+    ("metadata twice", '{"__metadata__":{},"__metadata__":{}}', 0, "__metadata__ twice"),
+    # dtype
+    ("unknown dtype", one("F33", "[1]", "[0,4]"), 4, "its dtype 'F33' is not one"),
+    ("lower-case dtype", one("u8", "[4]", "[0,4]"), 4, "its dtype 'u8' is not one"),
+    ("dtype null", '{"w":{"dtype":null,"shape":[4],"data_offsets":[0,4]}}', 4, "dtype null"),
+    ("dtype number", '{"w":{"dtype":1,"shape":[4],"data_offsets":[0,4]}}', 4, "dtype 1 is"),
+    ("dtype map", '{"w":{"dtype":{"U8":null},"shape":[4],"data_offsets":[0,4]}}', 4, "an object"),
+    # shape
+    ("shape null", one("U8", "null", "[0,0]"), 0, "its shape is not an array"),
+    ("shape object", one("U8", "{}", "[0,1]"), 1, "its shape is not an array"),
+    ("shape string", one("U8", '""', "[0,1]"), 1, "its shape is not an array"),
+    ("negative", one("U8", "[-1]", "[0,4]"), 4, "its shape holds -1"),
+    ("two negatives", one("U8", "[-2,-2]", "[0,4]"), 4, "its shape holds -2"),
+    ("minus zero", one("U8", "[-0]", "[0,0]"), 0, "its shape holds -0.0"),
+    ("spaced minus zero", one("U8", "[ 0,\n-0]", "[0,0]"), 0, "its shape holds -0.0"),
+    ("float", one("U8", "[4.0]", "[0,4]"), 4, "its shape holds 4.0"),
+    ("exponent", one("U8", "[4e0]", "[0,4]"), 4, "its shape holds 4.0"),
+    ("true", one("U8", "[true]", "[0,1]"), 1, "its shape holds true"),
+    ("string", one("U8", '["4"]', "[0,4]"), 4, "its shape holds '4'"),
+    ("nested", one("U8", "[[4]]", "[0,4]"), 4, "its shape holds an array"),
+    ("2**64", one("U8", f"[0,{2**64}]", "[0,0]"), 0, f"its shape holds {2**64}"),
+    ("4,000 digits", one("U8", f"[{'9' * 4000}]", "[0,4]"), 4, "not an unsigned 64-bit integer"),
+    ("overflow", one("U8", f"[{BIG},{BIG}]", "[0,0]"), 0, "overflows 64 bits"),
+    ("overflow before a zero", one("U8", f"[{BIG},{BIG},0]", "[0,0]"), 0, "overflows 64 bits"),
+    ("overflow in bits", one("F64", f"[{2**58}]", f"[0,{2**61}]"), 0, "bits overflows 64 bits"),
+    ("many twos", one("U8", f"[{','.join(['2'] * 100_000)}]", "[0,0]"), 0, "overflows 64 bits"),
+    ("half a byte", one("F4", "[3]", "[0,2]"), 2, "do not end at a whole byte"),
+    ("six bits", one("F6_E2M3", "[3]", "[0,3]"), 3, "do not end at a whole byte"),
+    # offsets
+    ("offsets null", one("U8", "[0]", "null"), 0, "not an array of two"),
+    ("offsets object", one("U8", "[0]", '{"a":0,"b":0}'), 0, "not an array of two"),
+    ("one offset", one("U8", "[0]", "[0]"), 0, "not an array of two"),
+    ("three offsets", one("U8", "[0]", "[0,0,0]"), 0, "not an array of two"),
+    ("negative offset", one("U8", "[4]", "[-4,0]"), 0, "data_offsets hold -4 and 0"),
+    ("minus zero offset", one("U8", "[4]", "[-0,4]"), 4, "data_offsets hold -0.0 and 4"),
+    ("float offset", one("U8", "[4]", "[0,4.0]"), 4, "data_offsets hold 0 and 4.0"),
+    ("false offset", one("U8", "[4]", "[false,4]"), 4, "data_offsets hold false and 4"),
+    ("huge offset", one("U8", "[4]", f"[{2**64},{2**64 + 4}]"), 4, "unsigned 64-bit"),
+    ("4,299 digits", one("U8", "[4]", f"[{'9' * 4299},{'9' * 4299}]"), 4, "unsigned 64-bit"),
+    ("end before begin", one("U8", "[0]", "[4,0]"), 4, "end at 0, before they begin at 4"),
+    ("too few bytes", one("F32", "[4]", "[0,4]"), 4, "hold 4 bytes, but its shape and dtype (F32)"),
+    ("too many bytes", one("U8", "[2]", "[0,4]"), 4, "hold 4 bytes, but its shape and dtype (U8)"),
+    ("a gap at the start", one("U8", "[4]", "[4,8]"), 8, "4 bytes after the end of the header"),
+    (
+        "a gap",
+        fill('{"a":%s,"b":{"dtype":"U8","shape":[1],"data_offsets":[5,6]}}', ONE),
+        6,
+        "'b': its data begins at byte 5 of the data, 1 bytes after the end of tensor 'a': a gap",
+    ),
+    (
+        "an overlap",
+        fill('{"b":{"dtype":"U8","shape":[4],"data_offsets":[3,7]},"a":%s}', ONE),
+        7,
+        "'b': its data begins at byte 3 of the data, 1 bytes before the end of tensor 'a'",
+    ),
+    ("the same bytes twice", fill('{"a":%s,"b":%s}', ONE, ONE), 4, "an overlap"),
+    (
+        "nothing, amid a tensor",
+        fill('{"a":%s,"z":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}}', ONE),
+        4,
+        "'z': its data begins at byte 2",
+    ),
+    ("truncated", fill('{"w":%s}', ONE), 3, "truncated: its header promises"),
+    ("trailing", fill('{"w":%s}', ONE), 5, "1 trailing bytes"),
+    ("trailing, no tensor", "{}", 1, "1 trailing bytes"),
+]
+
+
+@pytest.mark.parametrize("text,data,fragment", [row[1:] for row in LIES], ids=[r[0] for r in LIES])
+def test_lie(text: str | bytes, data: int, fragment: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse(text, data)
+    message = str(caught.value)
+    assert fragment in message
+    assert message.startswith("f.safetensors: ")
+    assert len(message) < 600
+    assert "\n" not in message
+    assert caught.value.path == "f.safetensors"
+
+
+# Refused by us alone: the list in the module's docstring.
+STRICTER = {
+    "name twice",
+    "name twice, once escaped",
+    "extra field twice",
+    "key twice inside an extra field",
+    "metadata key twice",
+    "dtype map",
+}
+
+
+@pytest.mark.parametrize("row", LIES, ids=[row[0] for row in LIES])
+def test_safetensors_refuses_it_too(row: tuple[str, str | bytes, int, str]) -> None:
+    assert theirs_accepts(row[1], row[2]) == (row[0] in STRICTER)
+
+
+HONEST: list[tuple[str, str, int]] = [
+    ("no tensor", "{}", 0),
+    ("white space", " \t\r\n{}\r\n ", 0),
+    ("metadata null", '{"__metadata__":null}', 0),
+    ("metadata", fill('{"w":%s,"__metadata__":{"format":"pt","":""}}', ONE), 4),
+    ("as an array", '{"w":["U8",[4],[0,4]]}', 4),
+    ("other order", '{"w":{"data_offsets":[0,4],"shape":[4],"dtype":"U8"}}', 4),
+    ("escaped field", '{"w":{"\\u0064type":"U8","shape":[4],"data_offsets":[0,4]}}', 4),
+    ("extra fields", extra('[1,-0,2.5e3,null,true,{"y":{}},"\\ud83d\\ude00"]'), 4),
+    ("127 levels", extra("[" * 125 + "]" * 125), 4),
+    ("empty name", fill('{"":%s}', ONE), 4),
+    ("NUL in the name", fill('{"\\u0000":%s}', ONE), 4),
+    ("a pair of surrogates", fill('{"\\ud83d\\ude00":%s}', ONE), 4),
+    ("escaped backslash", fill('{"\\\\ud800":%s}', ONE), 4),
+    ("-0 in a name", fill('{"a,-0":%s}', ONE), 4),
+    ("a scalar", one("F64", "[]", "[0,8]"), 8),
+    ("zero before what would overflow", one("U8", f"[0,{BIG},{BIG}]", "[0,0]"), 0),
+    ("largest extent", one("U8", f"[0,{2**64 - 1}]", "[0,0]"), 0),
+    ("100,000 dimensions", one("U8", f"[{','.join(['1'] * 100_000)}]", "[0,1]"), 1),
+    ("half bytes in pairs", one("F4", "[3,2]", "[0,3]"), 3),
+    (
+        "any order, empty ones between",
+        '{"a":' + ONE + ',"c":{"dtype":"U8","shape":[2],"data_offsets":[4,6]},'
+        '"z":{"dtype":"U8","shape":[0],"data_offsets":[4,4]},'
+        '"y":{"dtype":"F32","shape":[0,9],"data_offsets":[6,6]}}',
+        6,
+    ),
+]
+
+
+@pytest.mark.parametrize("text,data", [row[1:] for row in HONEST], ids=[row[0] for row in HONEST])
+def test_honest(text: str, data: int) -> None:
+    header = parse(text, data)
+    assert theirs_accepts(text, data)
+    start = 8 + len(text.encode())
+    position = start
+    for name, info in header.tensors.items():
+        assert info.name == name
+        assert info.offset == position
+        position += info.nbytes
+    assert position == start + data
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda dtype: dtype.name)
+def test_each_dtype(dtype: object) -> None:
+    name, bits = dtype[:2]  # type: ignore[index]
+    text = one(name, "[2,4]", f"[0,{bits}]")
+    (info,) = parse(text, bits).tensors.values()
+    assert info == ("w", name, (2, 4), 0, 8 + len(text), bits)
+    assert theirs_accepts(text, bits)
+
+
+def test_limits_that_the_program_has_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        for text in (extra("[" * 200_000 + "]" * 200_000), extra('[{"[]":' * 200_000), "[" * 128):
+            with pytest.raises(CheckpointError, match="deeper than 127"):
+                parse(text, 4)
+        for _, text, data in HONEST:
+            assert parse(text, data) is not None
+    finally:
+        sys.setrecursionlimit(before)
+    monkeypatch.setattr(sys, "get_int_max_str_digits", lambda: 0, raising=False)
+    with pytest.raises(CheckpointError, match="thousands of digits"):
+        parse(extra("9" * 4301), 4)
+
+
+FOREIGN: list[tuple[bytes, str]] = [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git-lfs pointer"),
+    (b"<!DOCTYPE html><html><body>404</body></html>", "HTML page"),
+    (b"\n  <html lang=en><head></head></html>", "HTML page"),
+    (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML answer"),
+    (b"PK\x03\x04" + bytes(60), "zip archive"),
+    (b"\x1f\x8b\x08\x00" + b"\x01" * 60, "gzip"),
+    (b"\x80\x02}q\x00" + b"\x01" * 60, "pickle"),
+    (b"GGUF\x03\x00\x00\x00" + b"\x01" * 60, "GGUF"),
+    (b'{"weight_map": {}}', "bare JSON"),
+    (bytes(64), "begins with zeros only"),
+    (b"", "the file is empty"),
+    (b"\x02\x00\x00", "3 bytes, too few"),
+    (b"\xff" * 8, "claims 18446744073709551615 bytes, but the file has only 8"),
+    (b"\x09" + bytes(7) + b"{}", "claims 9 bytes, but the file has only 10"),
+]
+
+
+@pytest.mark.parametrize("data,fragment", FOREIGN, ids=[row[1] for row in FOREIGN])
+def test_what_is_no_safetensors_file(data: bytes, fragment: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        length = header_length(data, len(data), path="f.safetensors")
+        parse_header(data[8 : 8 + length], len(data), path="f.safetensors")
+    assert fragment in str(caught.value)
+
+
+def test_header_limit_is_the_last_length_that_passes() -> None:
+    head = (100).to_bytes(8, "little")
+    assert header_length(head, 108, path="f", limit=100) == 100
+    with pytest.raises(CheckpointError, match=r"more than the limit of 99 \(header_limit"):
+        header_length(head, 108, path="f", limit=99)
+
+
+def test_a_length_that_looks_like_another_format_is_still_read() -> None:
+    text = b"{}" + b" " * (0x8B1F - 2)
+    head = len(text).to_bytes(8, "little")
+    assert head.startswith(b"\x1f\x8b")
+    assert header_length(head + text, 8 + len(text), path="f") == len(text)
+    assert parse_header(text, 8 + len(text), path="f").tensors == {}
+
+
+INDEX_LIES: list[tuple[bytes, str]] = [
+    (b"", "broken at character 0"),
+    (b"[]", "not a JSON object"),
+    (b"{}", "no weight_map object"),
+    (b'{"weight_map":null}', "no weight_map object"),
+    (b'{"weight_map":["a"]}', "no weight_map object"),
+    (b'{"weight_map":{}}', "weight_map is empty"),
+    (b'{"weight_map":{"w":1}}', "maps 'w' to something that is not a string"),
+    (b'{"weight_map":{"w":null}}', "maps 'w' to something that is not a string"),
+    (b'{"weight_map":{"w":"a","w":"a"}}', "names tensor 'w' twice"),
+    (b'{"weight_map":{"w":"a"},"weight_map":{"w":"a"}}', "the key 'weight_map' twice"),
+    (b'{"metadata":{"a":1,"a":2},"weight_map":{"w":"a"}}', "the key 'a' twice"),
+    (b'{"metadata":{"a":NaN},"weight_map":{"w":"a"}}', "NaN"),
+    (b'{"weight_map":{"w":"\\ud800"}}', "lone surrogate"),
+    (b'{"weight_map":{"\xff":"a"}}', "not UTF-8"),
+    (b'{"weight_map":{"w":"a"}}x', "broken at character"),
+    (b'{"metadata":' + b"[" * 100_000, "deeper than 127"),
+    (b'{"metadata":' + b"[" * 200 + b"]" * 200 + b',"weight_map":{"w":"a"}}', "deeper than 127"),
+]
+
+
+@pytest.mark.parametrize("raw,fragment", INDEX_LIES, ids=range(len(INDEX_LIES)))
+def test_index_lie(raw: bytes, fragment: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_weight_map(raw, path="i.json")
+    assert fragment in str(caught.value)
+    assert str(caught.value).startswith("i.json: ")
+
+
+def test_index_without_metadata() -> None:
+    raw = b'{"weight_map":{"b":"x.safetensors","a":"x.safetensors"}}'
+    assert list(read_weight_map(raw, path="i")) == ["b", "a"]

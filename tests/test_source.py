@@ -1,0 +1,397 @@
+"""Where files are found: directories, variants, indexes, links and the hub cache, all offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from gdsload.errors import (
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+)
+from gdsload.source import hub_cache, locate, name_fault, open_place
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("somebody went to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def touch(directory: Path, *names: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_bytes(b"")
+    return directory
+
+
+def write_index(path: Path, weight_map: dict[str, str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return path
+
+
+def names(*args: object, **options: object) -> list[str]:
+    found = locate(*args, **options)  # type: ignore[arg-type]
+    return [place.name for place in found.places]
+
+
+@pytest.mark.parametrize(
+    "files,options,expected",
+    [
+        (["model.safetensors", "other.safetensors"], {}, ["model.safetensors"]),
+        (["model.safetensors", "model.fp16.safetensors"], {}, ["model.safetensors"]),
+        (
+            ["model.safetensors", "model.fp16.safetensors"],
+            {"variant": "fp16"},
+            ["model.fp16.safetensors"],
+        ),
+        (["diffusion_pytorch_model.safetensors"], {}, ["diffusion_pytorch_model.safetensors"]),
+        (["adapter.safetensors", "config.json", "x.bin"], {}, ["adapter.safetensors"]),
+        (["b.safetensors", "a.safetensors"], {}, ["a.safetensors", "b.safetensors"]),
+        (["a.safetensors", "._a.safetensors"], {}, ["a.safetensors"]),
+        (["a.fp16.safetensors", "a.safetensors"], {"variant": "fp16"}, ["a.fp16.safetensors"]),
+        (
+            ["m-00002-of-00002.safetensors", "m-00001-of-00002.safetensors"],
+            {},
+            ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"],
+        ),
+        (
+            ["m-00000-of-00001.safetensors"],
+            {},
+            ["m-00000-of-00001.safetensors"],
+        ),
+    ],
+)
+def test_directory(
+    tmp_path: Path, files: list[str], options: dict[str, str], expected: list[str]
+) -> None:
+    touch(tmp_path, *files)
+    assert names(tmp_path, **options) == expected
+    assert names(str(tmp_path) + "/", **options) == expected
+
+
+def test_subfolder_and_variant_of_an_index(tmp_path: Path) -> None:
+    shard = "model.fp16-00001-of-00001.safetensors"
+    write_index(tmp_path / "u" / "model.safetensors.index.fp16.json", {"w": shard})
+    touch(tmp_path / "u", shard)
+    found = locate(tmp_path, subfolder="./u/", variant="fp16")
+    assert [place.path for place in found.places] == [str(tmp_path / "u" / shard)]
+    assert found.weight_map == {"w": shard}
+
+
+def test_index_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = write_index(tmp_path / "any.index.json", {"b": "2.safetensors", "a": "1.safetensors"})
+    assert names(index) == ["1.safetensors", "2.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    assert names("any.index.json") == ["1.safetensors", "2.safetensors"]
+
+
+def test_the_only_index_of_a_directory(tmp_path: Path) -> None:
+    write_index(tmp_path / "unet.safetensors.index.json", {"a": "1.safetensors"})
+    touch(tmp_path, "1.safetensors", "2.safetensors")
+    assert names(tmp_path) == ["1.safetensors"]
+    write_index(tmp_path / "vae.safetensors.index.json", {"a": "1.safetensors"})
+    with pytest.raises(CheckpointError, match="several indexes"):
+        locate(tmp_path)
+
+
+def test_a_shard_is_missing_and_no_index_tells(tmp_path: Path) -> None:
+    touch(tmp_path, "m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match="2 of the 3 shards of 'm' are there"):
+        locate(tmp_path)
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    touch(tmp_path, "pytorch_model.bin", "config.json")
+    with pytest.raises(CheckpointNotFound, match=r"it holds 'pytorch_model\.bin'"):
+        locate(tmp_path)
+    with pytest.raises(CheckpointNotFound, match=r"model\.fp8\.safetensors"):
+        locate(tmp_path, variant="fp8")
+    with pytest.raises(CheckpointNotFound, match="no such file or directory"):
+        locate(tmp_path, subfolder="nowhere")
+
+
+@pytest.mark.parametrize(
+    "source,options,fragment",
+    [
+        ("", {}, "empty"),
+        ("a\0b", {}, "NUL"),
+        ("https://example.org/model.safetensors", {}, "URL"),
+        ("hf://org/model", {}, "URL"),
+        ("/no/such/directory", {}, "no such file or directory"),
+        ("./org/name", {}, "no such file or directory"),
+        ("missing.safetensors", {}, "no such file or directory"),
+        ("../name", {}, "no such file or directory"),
+        (".", {"subfolder": "../x"}, "stay inside"),
+        (".", {"subfolder": "/etc"}, "stay inside"),
+        (".", {"variant": "../x"}, "not the name of a variant"),
+        ("org/name", {"revision": "../../x"}, "stay inside"),
+        ("x" * 5000, {}, "x"),
+    ],
+)
+def test_source_that_cannot_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    options: dict[str, str],
+    fragment: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=fragment):
+        locate(source, **options)  # type: ignore[arg-type]
+
+
+def test_one_file_has_no_subfolder(tmp_path: Path) -> None:
+    touch(tmp_path, "a.safetensors")
+    with pytest.raises(CheckpointError, match="one file"):
+        locate(tmp_path / "a.safetensors", subfolder="x")
+
+
+# --- what an index may name ----------------------------------------------------------------------
+
+BAD_NAMES = [
+    "../x.safetensors",
+    "sub/x.safetensors",
+    "./x.safetensors",
+    "/etc/x.safetensors",
+    "..\\x.safetensors",
+    "C:\\x.safetensors",
+    "x\0.safetensors",
+    "..",
+    ".",
+    "",
+    "/etc/passwd",
+    "model.bin",
+    "x.safetensors/",
+    "x.safetensors ",
+    "x.SAFETENSORS",
+    "file:///x.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_index_name_refused(tmp_path: Path, name: str) -> None:
+    index = write_index(
+        tmp_path / "m" / "model.safetensors.index.json", {"ok": "a.safetensors", "w": name}
+    )
+    touch(tmp_path, "x.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        locate(tmp_path / "m")
+    assert str(caught.value).startswith(f"{index}: its weight_map leads tensor 'w' to ")
+    assert caught.value.tensor == "w"
+
+
+@pytest.mark.parametrize(
+    "name", ["a.safetensors", "..a.safetensors", "é ü.safetensors", "-.safetensors"]
+)
+def test_index_name_accepted(name: str) -> None:
+    assert name_fault(name) is None
+
+
+def open_all(source: Path | str, *, follow: bool = False, **options: str) -> None:
+    for place in locate(source, **options).places:  # type: ignore[arg-type]
+        os.close(open_place(place, follow=follow)[0])
+
+
+def test_link_out_of_the_checkpoint(tmp_path: Path) -> None:
+    write_index(tmp_path / "m" / "model.safetensors.index.json", {"w": "a.safetensors"})
+    touch(tmp_path / "other", "a.safetensors")
+    (tmp_path / "m" / "a.safetensors").symlink_to("../other/a.safetensors")
+    with pytest.raises(CheckpointError, match="a link that leaves the checkpoint"):
+        open_all(tmp_path / "m")
+    open_all(tmp_path / "m", follow=True)
+    (tmp_path / "m2").mkdir()  # a neighbour whose name begins with ours is outside, too
+    touch(tmp_path / "m2", "a.safetensors")
+    (tmp_path / "m" / "a.safetensors").unlink()
+    (tmp_path / "m" / "a.safetensors").symlink_to(tmp_path / "m2" / "a.safetensors")
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        open_all(tmp_path / "m")
+
+
+def test_links_that_stay_or_that_the_user_named(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    write_index(real / "model.safetensors.index.json", {"w": "a.safetensors"})
+    touch(real / "store", "b")
+    (real / "a.safetensors").symlink_to("store/b")
+    (tmp_path / "way").symlink_to("real")
+    open_all(tmp_path / "way")
+    (tmp_path / "file.safetensors").symlink_to("real/store/b")
+    open_all(tmp_path / "file.safetensors")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "model.safetensors").symlink_to(real / "store" / "b")
+    open_all(tmp_path / "plain")
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    with pytest.raises(CheckpointNotFound, match=r"a link to .*gone, which is not there"):
+        open_all(tmp_path)
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    with pytest.raises(CheckpointUnreadable, match="cannot be opened"):
+        open_all(tmp_path / "loop.safetensors")
+    write_index(tmp_path / "i.json", {"w": "gone.safetensors"})
+    with pytest.raises(CheckpointNotFound, match=r"the index .*i\.json names this shard"):
+        open_all(tmp_path / "i.json")
+
+
+# --- what is no regular file ---------------------------------------------------------------------
+
+
+def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket.safetensors"))
+    for name, kind in (("fifo", "a FIFO"), ("socket", "a socket")):
+        with pytest.raises(CheckpointError, match=f"this is {kind}, not a regular file"):
+            open_all(tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="a character device"):
+        open_all("/dev/null")
+    (tmp_path / "d" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="a directory, not a regular file"):
+        open_all(tmp_path / "d")
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(CheckpointError, match="a FIFO"):
+        locate(tmp_path / "fifo.json")
+
+
+def test_the_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
+    touch(tmp_path, "a.safetensors")
+    (place,) = locate(tmp_path / "a.safetensors").places
+    fd, status = open_place(place)
+    try:
+        assert os.get_blocking(fd)
+        assert not os.get_inheritable(fd)
+        assert status.st_ino == (tmp_path / "a.safetensors").stat().st_ino
+    finally:
+        os.close(fd)
+
+
+def test_permission_denied_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = touch(tmp_path, "a.safetensors") / "a.safetensors"
+    path.chmod(0o600)
+
+    def forbid(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", forbid)  # root may read everything: the refusal is played
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(CheckpointAccessError) as caught:
+        open_all(path)
+    assert str(path) in str(caught.value)
+    assert "mode 0600" in str(caught.value)
+    assert "chmod a+r" in str(caught.value)
+
+
+# --- the hub cache -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """models--org--name with two shards, an index and a subfolder, on main, v1 and refs/pr/1."""
+    repo = tmp_path / "hub" / "models--org--name"
+    snapshot = repo / "snapshots" / COMMIT
+    touch(repo / "blobs", "aa", "bb", "cc")
+    index = write_index(
+        repo / "blobs" / "dd", {"x": "m-1.safetensors", "y": "m-2.safetensors"}
+    ).name
+    (snapshot / "sub").mkdir(parents=True)
+    (snapshot / "m-1.safetensors").symlink_to("../../blobs/aa")
+    (snapshot / "m-2.safetensors").symlink_to("../../blobs/bb")
+    (snapshot / "model.safetensors.index.json").symlink_to(f"../../blobs/{index}")
+    (snapshot / "sub" / "model.safetensors").symlink_to("../../../blobs/cc")
+    for reference in ("main", "v1", "refs/pr/1"):
+        (repo / "refs" / reference).parent.mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / reference).write_text(COMMIT)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1", "refs/pr/1", COMMIT])
+def test_hub_id(cache: Path, revision: str | None) -> None:
+    found = locate("org/name", cache_dir=cache, revision=revision)
+    assert [place.name for place in found.places] == ["m-1.safetensors", "m-2.safetensors"]
+    assert found.title == "org/name"
+    for place in found.places:
+        os.close(open_place(place)[0])
+
+
+def test_hub_subfolder_and_snapshot_by_path(cache: Path) -> None:
+    assert names("org/name", cache_dir=cache, subfolder="sub") == ["model.safetensors"]
+    snapshot = cache / "models--org--name" / "snapshots" / COMMIT
+    open_all(snapshot)
+    open_all(snapshot / "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "variables,expected",
+    [
+        ({"HF_HUB_CACHE": "/a", "HUGGINGFACE_HUB_CACHE": "/b", "HF_HOME": "/c"}, "/a"),
+        ({"HUGGINGFACE_HUB_CACHE": "/b", "HF_HOME": "/c"}, "/b"),
+        ({"HF_HOME": "/c", "XDG_CACHE_HOME": "/d"}, "/c/hub"),
+        ({"XDG_CACHE_HOME": "/d"}, "/d/huggingface/hub"),
+        ({}, "/home/me/.cache/huggingface/hub"),
+        ({"HF_HOME": "~/x/$WHERE", "WHERE": "y"}, "/home/me/x/y/hub"),
+    ],
+)
+def test_hub_cache_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hub_cache() == expected
+
+
+def test_hub_id_from_the_environment(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    assert len(names("org/name")) == 2
+
+
+def test_not_in_the_cache(cache: Path) -> None:
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate("org/other", cache_dir=cache)
+    assert str(cache) in str(caught.value)
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate("org/name", cache_dir=cache, revision="v2")
+    for part in ("'v2'", str(cache), "main", "v1", COMMIT):
+        assert part in str(caught.value)
+
+
+def test_a_reference_that_lies(cache: Path) -> None:
+    (cache / "models--org--name" / "refs" / "v1").write_text("../../../etc")
+    with pytest.raises(CheckpointError, match="does not hold a commit"):
+        locate("org/name", cache_dir=cache, revision="v1")
+
+
+def test_blob_of_another_model(cache: Path) -> None:
+    touch(cache / "models--org--secret" / "blobs", "ee")
+    link = cache / "models--org--name" / "snapshots" / COMMIT / "m-2.safetensors"
+    link.unlink()
+    link.symlink_to("../../../models--org--secret/blobs/ee")
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        open_all("org/name", cache_dir=str(cache))
+
+
+def test_blobs_shared_by_the_whole_cache(cache: Path) -> None:
+    digest = "ab" * 32
+    store = touch(cache / "blobs" / "ab", digest)
+    blob = cache / "models--org--name" / "blobs" / "bb"
+    blob.unlink()
+    blob.symlink_to(f"../../blobs/ab/{digest}")
+    with pytest.raises(CheckpointError, match="leaves the checkpoint"):
+        open_all("org/name", cache_dir=str(cache))
+    (store.parent / ".huggingface-shared-blobs").write_text("1\n")
+    open_all("org/name", cache_dir=str(cache))
