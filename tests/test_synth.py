@@ -1,0 +1,205 @@
+"""Synthetic checkpoints have the names, shapes, files and sizes of the published ones."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gdsload import layouts, synth
+from gdsload.errors import CheckpointError
+
+# Bytes of each file of the published checkpoint, headers included.
+PUBLISHED = {
+    "qwen3-0.6b": [1503300328],
+    "qwen2.5-7b": [3945441440, 3864726352, 3864726424, 3556377672],
+    "llama-3.1-8b": [4976698672, 4999802720, 4915916176, 1168138808],
+}
+TENSORS = {"qwen3-0.6b": 311, "qwen2.5-7b": 339, "llama-3.1-8b": 291, "qwen3-30b-a3b": 18867}
+
+
+@pytest.mark.parametrize(("model", "count"), TENSORS.items())
+def test_as_many_tensors_as_published(model: str, count: int) -> None:
+    assert len({tensor.name for tensor in synth.shapes(model)}) == count
+
+
+@pytest.mark.parametrize(("model", "sizes"), PUBLISHED.items())
+def test_files_are_as_long_as_published(model: str, sizes: list[int]) -> None:
+    files = synth.shards(model).values()
+    assert [len(synth._header(file)) + synth._nbytes(file) for file in files] == sizes
+
+
+def test_mixture_of_experts_has_sixteen_files() -> None:
+    files = synth.shards("qwen3-30b-a3b")
+    sizes = [len(synth._header(file)) + synth._nbytes(file) for file in files.values()]
+    assert len(files) == 16
+    assert (sizes[0], sizes[-1]) == (3998893112, 1085307128)
+    assert synth.total_bytes("qwen3-30b-a3b") == 30_532_122_624 * 2
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen2.5-7b", "llama-3.1-8b", "tiny"])
+def test_names_and_shapes_are_those_that_transformers_builds(model: str) -> None:
+    settings = layouts.configured(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{k: v for k, v in settings.items() if k != "torch_dtype"})
+        )
+    expected = {name: tuple(value.shape) for name, value in built.state_dict().items()}
+    assert {tensor.name: tensor.shape for tensor in synth.shapes(model)} == expected
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_transformers_builds_a_model_from_it(model: str, tmp_path: Path) -> None:
+    directory = synth.write(model, tmp_path / "model", layers=2)
+    built, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert built.config.num_hidden_layers == 2
+    with torch.inference_mode():
+        assert built(input_ids=torch.tensor([[3, 1, 4, 1, 5]])).logits.isfinite().all()
+
+
+def test_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
+    index = json.loads((tiny_checkpoint / "model.safetensors.index.json").read_text())
+    found = {}
+    for path in sorted(tiny_checkpoint.glob("*.safetensors")):
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                assert index["weight_map"][name] == path.name
+                found[name] = file.get_tensor(name)
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        tensor.name: tensor.shape for tensor in synth.shapes("tiny")
+    }
+    values = torch.cat([value.flatten() for value in found.values()]).float()
+    assert values.isfinite().all()
+    assert values.abs().min() >= 2**-11 and values.abs().max() < 2**-5
+    assert index["metadata"]["total_size"] == values.numel() * 2
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_no_two_pages_agree() -> None:
+    filling = synth.Filling(7, tied=False)
+    tensors = [synth.Tensor(name, "BF16", (3 << 20,)) for name in ("first", "second")]
+    content = b"".join(bytes(block) for tensor in tensors for block in filling.blocks(tensor))
+    pages = {content[at : at + 4096] for at in range(0, len(content), 4096)}
+    assert len(pages) == len(content) // 4096
+
+
+@pytest.mark.parametrize("count", [1, 7, 2048, 2049, 524_287, 524_289])
+def test_blocks_are_as_long_as_their_tensor(count: int) -> None:
+    blocks = synth.Filling(0, tied=False).blocks(synth.Tensor("odd", "BF16", (count,)))
+    assert sum(len(block) for block in blocks) == 2 * count
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_same_seed_same_bytes_other_seed_others(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    again = contents(synth.write("tiny", tmp_path / "again"))
+    other = contents(synth.write("tiny", tmp_path / "other", seed=1))
+    assert again == contents(tiny_checkpoint)
+    assert other.keys() == again.keys()
+    shard = "model-00001-of-00002.safetensors"
+    assert len(other[shard]) == len(again[shard])
+    assert other[shard] != again[shard]
+
+
+def test_knows_its_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert synth.holds(tiny_checkpoint, "tiny")
+    assert synth.holds(tiny_checkpoint, "tiny", layers=4)
+    assert not synth.holds(tiny_checkpoint, "tiny", layers=3)
+    assert not synth.holds(tiny_checkpoint, "tiny", seed=1)
+    assert not synth.holds(tiny_checkpoint, "tiny-moe")
+    assert not synth.holds(tmp_path, "tiny")
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+    os.truncate(copy / "model-00002-of-00002.safetensors", 1000)
+    assert not synth.holds(copy, "tiny")
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    steps: list[int] = []
+    synth.write("tiny", tmp_path / "model", progress=steps.append)
+    assert sum(steps) == synth.total_bytes("tiny")
+
+
+@pytest.mark.parametrize("layers", [0, -1, 5])
+def test_layers_that_it_has_not_are_refused(layers: int, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="tiny has 4 layers"):
+        synth.write("tiny", tmp_path / "model", layers=layers)
+
+
+def test_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no model 'gpt-5'.*qwen3-0\.6b"):
+        synth.write("gpt-5", tmp_path / "model")
+
+
+def test_empty_directory_is_taken(tmp_path: Path) -> None:
+    assert synth.holds(synth.write("tiny", tmp_path), "tiny")
+
+
+def test_nothing_in_a_full_directory_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="not empty"):
+        synth.write("tiny", tmp_path)
+    assert contents(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("a file")
+    with pytest.raises(CheckpointError, match="in the way"):
+        synth.write("tiny", tmp_path / "model")
+
+
+def test_too_small_a_disk_is_refused_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    with pytest.raises(CheckpointError, match=r"takes 1\.50 GB .* 1\.00 GB free"):
+        synth.write("qwen3-0.6b", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), CheckpointError),
+        (OSError(errno.EIO, "Input/output error"), OSError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["disk full", "disk broken", "interrupted"],
+)
+def test_nothing_is_left_of_a_failed_write(
+    trouble: BaseException, raised: type[BaseException], tmp_path: Path
+) -> None:
+    steps = itertools.count()
+
+    def progress(written: int) -> Any:
+        if next(steps) == 20:
+            raise trouble
+
+    with pytest.raises(raised):
+        synth.write("tiny", tmp_path / "model", progress=progress)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_needs_neither_torch_nor_numpy() -> None:
+    import subprocess
+
+    code = "import sys, gdsload.synth; print({'torch', 'numpy'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
