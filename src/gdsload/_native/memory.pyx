@@ -1,0 +1,229 @@
+"""Regions of memory, and tensors that view them.
+
+A `Region` is an anonymous mapping to read into, or a private mapping of a file. `Region.view`
+hands out a DLPack capsule: the tensor made from it shares the region's ownership, and when it dies
+its pages go back to the system at once, though other tensors of the region live on.
+"""
+
+cimport cython
+from cpython.pycapsule cimport (
+    PyCapsule_GetPointer,
+    PyCapsule_IsValid,
+    PyCapsule_New,
+)
+from libc.errno cimport errno
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+
+import os
+
+from gdsload._native.region cimport UNIT_BYTES, CRegion, release_region, retain_region
+
+cdef extern from "<sys/mman.h>" nogil:
+    enum:
+        PROT_READ
+        PROT_WRITE
+        MAP_PRIVATE
+        MAP_ANONYMOUS
+        MAP_NORESERVE
+        MADV_NOHUGEPAGE
+        MADV_DONTNEED
+        MADV_WILLNEED
+    void *mmap(void *address, size_t length, int protection, int flags, int fd, int64_t offset)
+    int munmap(void *address, size_t length)
+    int madvise(void *address, size_t length, int advice)
+
+cdef void *MAP_FAILED = <void *><uintptr_t>-1
+
+cdef enum:
+    PAGE_BYTES = 4096
+    # A tensor smaller than this keeps its pages until the region goes: giving them back would
+    # cost more than it frees.
+    GIVE_BACK_BYTES = 65536
+
+# DLPack 0.8, the layout that every torch since 1.10 reads.
+cdef struct DLTensor:
+    void *data
+    int32_t device_type
+    int32_t device_id
+    int32_t ndim
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+    int64_t *shape
+    int64_t *strides
+    uint64_t byte_offset
+
+cdef struct DLManagedTensor:
+    DLTensor dl_tensor
+    void *manager_ctx
+    void (*deleter)(DLManagedTensor *) noexcept nogil
+
+cdef struct View:
+    DLManagedTensor managed
+    CRegion *region
+    uint64_t nbytes
+
+
+cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
+    cdef View *view = <View *>managed.manager_ctx
+    cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
+    cdef uintptr_t end = first + view.nbytes
+    if view.region.anonymous and view.nbytes >= GIVE_BACK_BYTES:
+        # Only whole pages: the edges are shared with the neighbours.
+        first = (first + PAGE_BYTES - 1) & ~<uintptr_t>(PAGE_BYTES - 1)
+        end = end & ~<uintptr_t>(PAGE_BYTES - 1)
+        if end > first:
+            madvise(<void *>first, end - first, MADV_DONTNEED)
+    release_region(view.region)
+    free(view)
+
+
+cdef void drop_capsule(object capsule) noexcept:
+    """Runs when a capsule dies; a consumer has renamed it if it took the tensor."""
+    cdef DLManagedTensor *managed
+    if PyCapsule_IsValid(capsule, b"dltensor"):
+        managed = <DLManagedTensor *>PyCapsule_GetPointer(capsule, b"dltensor")
+        managed.deleter(managed)
+
+
+cdef CRegion *new_region(void *base, uint64_t length, int anonymous) noexcept:
+    cdef CRegion *region = <CRegion *>calloc(1, sizeof(CRegion))
+    if region == NULL:
+        munmap(base, length)
+        return NULL
+    region.base = <char *>base
+    region.length = length
+    region.anonymous = anonymous
+    region.references = 1
+    return region
+
+
+@cython.final
+cdef class Region:
+    """One mapping. Its memory lives until the last tensor and the last read of it are gone."""
+
+    cdef CRegion *region
+
+    @staticmethod
+    def anonymous(uint64_t length):
+        """Fresh zeroed memory of at least ``length`` bytes that starts on a huge page's border.
+
+        Raises MemoryError with the number of bytes where the address space is used up.
+        """
+        cdef uint64_t whole = (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
+        cdef char *mapped
+        cdef uint64_t before, after
+        cdef Region self = Region.__new__(Region)
+        if length == 0 or whole < length:
+            raise ValueError(f"a region of {length} bytes cannot be")
+        # Nothing is reserved: whether the memory is there was asked before, and a plan that reads
+        # parts of a file leaves the rest of its region untouched.
+        mapped = <char *>mmap(
+            NULL, whole + UNIT_BYTES, PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0,
+        )
+        if mapped == MAP_FAILED:
+            raise MemoryError(f"no address space for {length} bytes: {os.strerror(errno)}")
+        before = -<uintptr_t>mapped & (UNIT_BYTES - 1)
+        after = UNIT_BYTES - before
+        if before:
+            munmap(mapped, before)
+        if after:
+            munmap(mapped + before + whole, after)
+        # Small pages unless somebody measured that huge ones are cheaper now: see populate.pyx.
+        madvise(mapped + before, whole, MADV_NOHUGEPAGE)
+        self.region = new_region(mapped + before, whole, 1)
+        if self.region == NULL:
+            raise MemoryError(f"no memory to keep count of a region of {length} bytes")
+        return self
+
+    @staticmethod
+    def file(int fd, uint64_t length):
+        """A private, writable mapping of the first ``length`` bytes of an open file.
+
+        Pages are shared with the page cache until they are written to; the file never changes.
+        """
+        cdef void *mapped
+        cdef Region self = Region.__new__(Region)
+        mapped = mmap(
+            NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0
+        )
+        if mapped == MAP_FAILED:
+            raise OSError(errno, os.strerror(errno))
+        self.region = new_region(mapped, length, 0)
+        if self.region == NULL:
+            raise MemoryError(f"no memory to keep count of a mapping of {length} bytes")
+        return self
+
+    def __dealloc__(self):
+        if self.region != NULL:
+            release_region(self.region)
+
+    @property
+    def address(self):
+        """Where it starts."""
+        return <uintptr_t>self.region.base
+
+    @property
+    def length(self):
+        """Bytes mapped."""
+        return self.region.length
+
+    @property
+    def references(self):
+        """How many owners it has: this object, tensors, and reads in flight."""
+        return self.region.references
+
+    def handle(self):
+        """Its C struct, as a capsule for the pump and the populator."""
+        return PyCapsule_New(self.region, b"gdsload.region", NULL)
+
+    def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):
+        """A DLPack capsule over ``nbytes`` bytes at ``offset``: a CPU tensor of that shape.
+
+        ``code`` and ``bits`` are DLPack's (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool).
+        Two views of the same bytes must not be handed out: the first to die gives its pages back.
+        """
+        cdef int ndim = <int>len(shape)
+        cdef View *view
+        cdef int64_t *dims
+        cdef int i
+        if offset > self.region.length or nbytes > self.region.length - offset:
+            raise ValueError(
+                f"a view of {nbytes} bytes at {offset} leaves a region of {self.region.length}"
+            )
+        view = <View *>malloc(sizeof(View) + ndim * sizeof(int64_t))
+        if view == NULL:
+            raise MemoryError("no memory for a view")
+        dims = <int64_t *>(view + 1)
+        try:
+            for i in range(ndim):
+                dims[i] = shape[i]
+        except BaseException:
+            free(view)
+            raise
+        view.region = self.region
+        view.nbytes = nbytes
+        view.managed.manager_ctx = view
+        view.managed.deleter = delete_view
+        view.managed.dl_tensor.data = self.region.base + offset
+        view.managed.dl_tensor.device_type = 1  # kDLCPU
+        view.managed.dl_tensor.device_id = 0
+        view.managed.dl_tensor.ndim = ndim
+        view.managed.dl_tensor.code = <uint8_t>code
+        view.managed.dl_tensor.bits = <uint8_t>bits
+        view.managed.dl_tensor.lanes = 1
+        view.managed.dl_tensor.shape = dims
+        view.managed.dl_tensor.strides = NULL
+        view.managed.dl_tensor.byte_offset = 0
+        retain_region(self.region)
+        return PyCapsule_New(view, b"dltensor", drop_capsule)
+
+    def read(self, uint64_t offset, uint64_t nbytes):
+        """A copy of some bytes, for callers without torch."""
+        if offset > self.region.length or nbytes > self.region.length - offset:
+            raise ValueError(
+                f"{nbytes} bytes at {offset} leave a region of {self.region.length}"
+            )
+        return (<char *>self.region.base + offset)[:nbytes]

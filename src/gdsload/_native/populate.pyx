@@ -1,0 +1,222 @@
+"""Memory made ready ahead of the reads.
+
+A fresh page costs its first toucher a fault, and a reader that takes them one by one waits for the
+kernel more than for the disk. A `Populator` walks the regions in the order of the reads with a few
+threads of its own, a unit of 2 MiB at a time and a bounded way ahead. Whether a unit becomes one
+huge page or 512 small ones is measured as it goes: where the machine has backed memory at hand
+huge pages cost a tenth, where a host must first find it they cost several times as much.
+"""
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from gdsload._native.atomics cimport gds_load_flag, gds_store_flag
+from gdsload._native.populator cimport CPopulator, Range, populator_stop
+from gdsload._native.pthreads cimport (
+    monotonic_cond_init,
+    monotonic_ns,
+    pthread_cond_destroy,
+    pthread_cond_wait,
+    pthread_join,
+    pthread_mutex_destroy,
+    pthread_mutex_init,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+    start_quiet_thread,
+)
+from gdsload._native.region cimport UNIT_BYTES, CRegion, release_region, retain_region
+
+cdef extern from "<sys/mman.h>" nogil:
+    """
+    #ifndef MADV_POPULATE_WRITE
+    #define MADV_POPULATE_WRITE 23
+    #endif
+    """
+    enum:
+        MADV_HUGEPAGE
+        MADV_NOHUGEPAGE
+        MADV_POPULATE_WRITE
+    int madvise(void *address, size_t length, int advice)
+
+cdef enum:
+    MOST_THREADS = 8
+    # A unit that takes longer is slower than 4 GB/s: slow enough to ask what the other page size
+    # would cost. Backed huge pages take 70 us, small ones 350 to 700, unbacked huge ones 3,000.
+    SLOW_UNIT_NS = 500000
+    # Units between two tries of the dearer page size, doubled each time that it stays dearer.
+    FIRST_RETRY_UNITS = 16
+    LAST_RETRY_UNITS = 256
+
+
+cdef int choose_huge(CPopulator *self) noexcept nogil:
+    """Whether the next unit shall be a huge page. Called with the lock held."""
+    if self.huge_ns == 0:
+        return 1
+    if self.small_ns == 0:
+        return self.huge_ns <= SLOW_UNIT_NS
+    if self.huge_ns <= SLOW_UNIT_NS or self.huge_ns <= self.small_ns:
+        if self.huge_ns <= SLOW_UNIT_NS:
+            return 1
+        self.until_retry -= 1
+        if self.until_retry <= 0:
+            self.until_retry = self.retry_units
+            return 0
+        return 1
+    self.until_retry -= 1
+    if self.until_retry > 0:
+        return 0
+    if self.retry_units < LAST_RETRY_UNITS:
+        self.retry_units *= 2
+    self.until_retry = self.retry_units
+    return 1
+
+
+cdef void learn(int64_t *mean, int64_t cost) noexcept nogil:
+    """A short memory: the condition of free memory changes while a model loads."""
+    mean[0] = cost if mean[0] == 0 else (mean[0] + cost) // 2
+
+
+cdef int populate_unit(CRegion *region, uint64_t start, uint64_t length, int huge) noexcept nogil:
+    if huge:
+        madvise(region.base + start, length, MADV_HUGEPAGE)
+    return madvise(region.base + start, length, MADV_POPULATE_WRITE)
+
+
+cdef void *serve(void *arg) noexcept nogil:
+    cdef CPopulator *self = <CPopulator *>arg
+    cdef Range *place
+    cdef uint64_t start, length
+    cdef int64_t began, took
+    cdef int huge, failed
+    pthread_mutex_lock(&self.lock)
+    while True:
+        while self.ahead >= self.most_ahead and not self.stopping:
+            pthread_cond_wait(&self.room, &self.lock)
+        while self.range < self.count and self.unit > self.ranges[self.range].last:
+            self.range += 1
+            if self.range < self.count:
+                self.unit = self.ranges[self.range].first
+        if self.stopping or self.range >= self.count:
+            break
+        place = &self.ranges[self.range]
+        start = self.unit * UNIT_BYTES
+        self.unit += 1
+        if gds_load_flag(&place.region.ready[start // UNIT_BYTES]):
+            continue
+        length = place.region.length - start
+        if length > UNIT_BYTES:
+            length = UNIT_BYTES
+        self.ahead += length
+        huge = self.huge_pages and length == UNIT_BYTES and choose_huge(self)
+        pthread_mutex_unlock(&self.lock)
+
+        began = monotonic_ns()
+        failed = populate_unit(place.region, start, length, huge)
+        took = monotonic_ns() - began
+        # Even where the kernel cannot (before 5.14), the read itself will fault the pages in.
+        gds_store_flag(&place.region.ready[start // UNIT_BYTES], 1)
+
+        pthread_mutex_lock(&self.lock)
+        if failed:
+            self.most_ahead = 1 << 62
+            continue
+        self.busy_ns += took
+        if huge:
+            self.huge_units += 1
+            learn(&self.huge_ns, took)
+        else:
+            self.small_units += 1
+            learn(&self.small_ns, took)
+    pthread_mutex_unlock(&self.lock)
+    return NULL
+
+
+@cython.final
+cdef class Populator:
+    """Threads that populate parts of regions, in order, a bounded way ahead of the reads."""
+
+    cdef CPopulator *populator
+
+    def __cinit__(self, list parts, int threads, uint64_t most_ahead, bint huge_pages):
+        """``parts``: (region's handle, first byte, bytes) in the order of the reads."""
+        cdef CPopulator *made = <CPopulator *>calloc(1, sizeof(CPopulator))
+        cdef CRegion *region
+        cdef uint64_t first, length
+        if made == NULL:
+            raise MemoryError("no memory for a populator")
+        pthread_mutex_init(&made.lock, NULL)
+        monotonic_cond_init(&made.room)
+        made.most_ahead = <int64_t>most_ahead
+        made.huge_pages = huge_pages
+        made.retry_units = FIRST_RETRY_UNITS
+        made.until_retry = FIRST_RETRY_UNITS
+        self.populator = made
+        made.ranges = <Range *>calloc(max(len(parts), 1), sizeof(Range))
+        if made.ranges == NULL:
+            raise MemoryError("no memory for a populator")
+        for handle, start, nbytes in parts:
+            region = <CRegion *>PyCapsule_GetPointer(handle, b"gdsload.region")
+            first, length = start, nbytes
+            if length == 0 or first > region.length or length > region.length - first:
+                raise ValueError(f"{nbytes} bytes at {start} leave a region of {region.length}")
+            if region.ready == NULL:
+                region.ready = <uint8_t *>calloc(region.length // UNIT_BYTES + 1, 1)
+                if region.ready == NULL:
+                    raise MemoryError("no memory for a populator")
+            retain_region(region)
+            made.ranges[made.count].region = region
+            made.ranges[made.count].first = first // UNIT_BYTES
+            made.ranges[made.count].last = (first + length - 1) // UNIT_BYTES
+            made.count += 1
+        if made.count:
+            made.unit = made.ranges[0].first
+        while made.threads < threads and made.threads < MOST_THREADS:
+            if start_quiet_thread(&made.thread[made.threads], serve, made) != 0:
+                break
+            made.threads += 1
+        if made.threads == 0:
+            self.give_up()
+
+    cdef void give_up(self):
+        """Without a thread nobody would ever populate: let every read go ahead."""
+        cdef int i
+        cdef uint64_t unit
+        for i in range(self.populator.count):
+            for unit in range(self.populator.ranges[i].first, self.populator.ranges[i].last + 1):
+                gds_store_flag(&self.populator.ranges[i].region.ready[unit], 1)
+
+    def handle(self):
+        """Its C struct, as a capsule for the pump; valid while this object lives."""
+        return PyCapsule_New(self.populator, b"gdsload.populator", NULL)
+
+    def stop(self):
+        """Ends the threads, after the unit that each is at. Idempotent."""
+        cdef int i
+        with nogil:
+            populator_stop(self.populator)
+            for i in range(self.populator.threads):
+                pthread_join(self.populator.thread[i], NULL)
+        self.populator.threads = 0
+        self.give_up()
+
+    def counts(self):
+        """Units of 2 MiB populated as huge pages and as small ones, and the ns spent on them."""
+        return self.populator.huge_units, self.populator.small_units, self.populator.busy_ns
+
+    def __dealloc__(self):
+        cdef int i
+        if self.populator == NULL:
+            return
+        with nogil:
+            populator_stop(self.populator)
+            for i in range(self.populator.threads):
+                pthread_join(self.populator.thread[i], NULL)
+        if self.populator.ranges != NULL:
+            for i in range(self.populator.count):
+                release_region(self.populator.ranges[i].region)
+        pthread_cond_destroy(&self.populator.room)
+        pthread_mutex_destroy(&self.populator.lock)
+        free(self.populator.ranges)
+        free(self.populator)

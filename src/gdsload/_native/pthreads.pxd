@@ -1,0 +1,63 @@
+# The part of POSIX threads that the pump and its engines use. Conditions are timed on the
+# monotonic clock: a machine whose wall clock jumps, or that was suspended, must not time out.
+
+from posix.time cimport timespec
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    int pthread_create(pthread_t *, void *, void *(*)(void *) noexcept nogil, void *)
+    int pthread_join(pthread_t, void **)
+    int pthread_detach(pthread_t)
+    int pthread_mutex_init(pthread_mutex_t *, void *)
+    int pthread_mutex_destroy(pthread_mutex_t *)
+    int pthread_mutex_lock(pthread_mutex_t *)
+    int pthread_mutex_unlock(pthread_mutex_t *)
+    int pthread_cond_destroy(pthread_cond_t *)
+    int pthread_cond_signal(pthread_cond_t *)
+    int pthread_cond_broadcast(pthread_cond_t *)
+    int pthread_cond_wait(pthread_cond_t *, pthread_mutex_t *)
+    int pthread_cond_timedwait(pthread_cond_t *, pthread_mutex_t *, const timespec *)
+
+cdef extern from * nogil:
+    """
+    #include <pthread.h>
+    #include <stdint.h>
+    #include <signal.h>
+    #include <time.h>
+    static int monotonic_cond_init(pthread_cond_t *cond) {
+        pthread_condattr_t attr;
+        pthread_condattr_init(&attr);
+        pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+        int error = pthread_cond_init(cond, &attr);
+        pthread_condattr_destroy(&attr);
+        return error;
+    }
+    /* A native thread must not take the process's signals: Python wants them on its main thread. */
+    static int start_quiet_thread(pthread_t *thread, void *(*run)(void *), void *arg) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        int error = pthread_create(thread, NULL, run, arg);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        return error;
+    }
+    static inline int64_t monotonic_ns(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    }
+    static inline void deadline_in(struct timespec *until, int64_t wait_ns) {
+        int64_t at = monotonic_ns() + wait_ns;
+        until->tv_sec = at / 1000000000;
+        until->tv_nsec = at % 1000000000;
+    }
+    """
+    int monotonic_cond_init(pthread_cond_t *cond)
+    int start_quiet_thread(pthread_t *, void *(*)(void *) noexcept nogil, void *)
+    long long monotonic_ns()
+    void deadline_in(timespec *until, long long wait_ns)

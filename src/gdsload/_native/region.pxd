@@ -1,0 +1,41 @@
+# A region: one mapping that tensors live in. It is counted, because it must outlive whatever looks
+# at it: the arena, every tensor that views it, and every read in flight into it, on whichever
+# thread the last of them ends. All of it is C, so that a tensor may die without the GIL.
+
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdlib cimport free
+
+from gdsload._native.atomics cimport gds_add, gds_load_flag
+
+cdef extern from "<sys/mman.h>" nogil:
+    int munmap(void *address, size_t length)
+
+cdef enum:
+    UNIT_BYTES = 2097152  # what is populated at a time: one huge page on x86-64 and most of arm64
+
+cdef struct CRegion:
+    char *base
+    uint64_t length      # bytes mapped
+    int64_t references
+    int anonymous        # its pages can be given back one by one; a file's mapping keeps them
+    uint8_t *ready       # a flag for each unit that is populated; NULL where nobody populates
+
+cdef inline void retain_region(CRegion *region) noexcept nogil:
+    gds_add(&region.references, 1)
+
+cdef inline void release_region(CRegion *region) noexcept nogil:
+    if gds_add(&region.references, -1) > 0:
+        return
+    munmap(region.base, region.length)
+    free(region.ready)
+    free(region)
+
+cdef inline int region_ready(CRegion *region, uint64_t first, uint64_t last) noexcept nogil:
+    """Whether units first to last are populated, as far as somebody populates them at all."""
+    cdef uint64_t unit
+    if region == NULL or region.ready == NULL:
+        return 1
+    for unit in range(first, last + 1):
+        if not gds_load_flag(&region.ready[unit]):
+            return 0
+    return 1

@@ -1,0 +1,125 @@
+"""What the kernel knows of a file: how direct I/O must be aligned, and what the page cache holds.
+
+Raw system calls, because these are younger than the C libraries that this runs on.
+"""
+
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+import os
+
+cdef extern from "<sys/syscall.h>" nogil:
+    """
+    #ifndef SYS_cachestat
+    #define SYS_cachestat 451
+    #endif
+    """
+    enum:
+        SYS_statx
+        SYS_cachestat
+
+cdef extern from "<unistd.h>" nogil:
+    long syscall(long number, ...)
+
+cdef extern from "<sys/mman.h>" nogil:
+    enum:
+        PROT_READ
+        MAP_SHARED
+    void *mmap(void *address, size_t length, int protection, int flags, int fd, int64_t offset)
+    int munmap(void *address, size_t length)
+    int mincore(void *address, size_t length, unsigned char *vec)
+
+cdef void *MAP_FAILED = <void *><uintptr_t>-1
+
+cdef enum:
+    AT_EMPTY_PATH = 0x1000
+    STATX_DIOALIGN = 0x2000
+    STATX_BYTES = 256
+    DIO_MEM_ALIGN_AT = 152       # struct statx is the kernel's ABI: these places never move
+    DIO_OFFSET_ALIGN_AT = 156
+    PAGE_BYTES = 4096
+    # Pages looked at by one mincore: 4 GiB of file, 1 MiB of vector.
+    MINCORE_PAGES = 1048576
+
+cdef struct CachestatRange:
+    uint64_t off
+    uint64_t len
+
+cdef struct Cachestat:
+    uint64_t nr_cache
+    uint64_t nr_dirty
+    uint64_t nr_writeback
+    uint64_t nr_evicted
+    uint64_t nr_recently_evicted
+
+
+def direct_alignment(int fd):
+    """(address, offset and length) in bytes that direct I/O on this file must be multiples of.
+
+    (0, 0) where the filesystem says that it does none; None where the kernel (before 6.1) or the
+    filesystem does not say.
+    """
+    cdef uint8_t answer[STATX_BYTES]
+    cdef uint32_t mask, memory, offset
+    memset(answer, 0, STATX_BYTES)
+    if syscall(SYS_statx, fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, answer) != 0:
+        return None
+    memcpy(&mask, answer, 4)
+    if not mask & STATX_DIOALIGN:
+        return None
+    memcpy(&memory, answer + DIO_MEM_ALIGN_AT, 4)
+    memcpy(&offset, answer + DIO_OFFSET_ALIGN_AT, 4)
+    return memory, offset
+
+
+def cachestat(int fd, uint64_t offset, uint64_t length):
+    """Pages of a range of the file that the page cache holds (kernel 6.5 and later).
+
+    Raises OSError: ENOSYS on older kernels, EPERM where the caller neither owns the file nor may
+    write to it.
+    """
+    cdef CachestatRange what
+    cdef Cachestat found
+    cdef long answer
+    what.off, what.len = offset, length
+    with nogil:
+        answer = syscall(SYS_cachestat, fd, &what, &found, 0)
+    if answer != 0:
+        raise OSError(errno, os.strerror(errno))
+    return found.nr_cache
+
+
+def mincore_pages(int fd, uint64_t offset, uint64_t length):
+    """The same by mincore, through a mapping of the range: for kernels before cachestat."""
+    cdef uint64_t first = offset & ~<uint64_t>(PAGE_BYTES - 1)
+    cdef uint64_t end = offset + length
+    cdef uint64_t part, i, pages, resident = 0
+    cdef unsigned char *vec
+    cdef void *mapped
+    cdef int failed = 0
+    if length == 0:
+        return 0
+    vec = <unsigned char *>malloc(MINCORE_PAGES)
+    if vec == NULL:
+        raise MemoryError("no memory to look at the page cache")
+    while first < end and not failed:
+        part = min(end - first, <uint64_t>MINCORE_PAGES * PAGE_BYTES)
+        pages = (part + PAGE_BYTES - 1) // PAGE_BYTES
+        with nogil:
+            mapped = mmap(NULL, part, PROT_READ, MAP_SHARED, fd, <int64_t>first)
+            if mapped == MAP_FAILED:
+                failed = errno
+            else:
+                if mincore(mapped, part, vec) != 0:
+                    failed = errno
+                else:
+                    for i in range(pages):
+                        resident += vec[i] & 1
+                munmap(mapped, part)
+        first += part
+    free(vec)
+    if failed:
+        raise OSError(failed, os.strerror(failed))
+    return resident

@@ -1,0 +1,219 @@
+"""The ``uring`` engine: io_uring through liburing, linked statically.
+
+One thread owns the ring, which is what ``SINGLE_ISSUER`` and ``DEFER_TASKRUN`` ask for; kernels
+without them get the best that they have. Files are registered as they are first seen, buffers
+where the limit on locked memory allows it.
+"""
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
+
+cdef extern from "<sys/uio.h>" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+
+cdef extern from "<liburing.h>" nogil:
+    enum:
+        IORING_SETUP_SINGLE_ISSUER
+        IORING_SETUP_DEFER_TASKRUN
+        IORING_SETUP_COOP_TASKRUN
+        IORING_ASYNC_CANCEL_ANY
+        IORING_ASYNC_CANCEL_ALL
+        IOSQE_FIXED_FILE
+    cdef struct io_uring:
+        pass
+    cdef struct io_uring_params:
+        unsigned flags
+    cdef struct io_uring_sqe:
+        unsigned char flags
+    cdef struct io_uring_cqe:
+        uint64_t user_data
+        int res
+    cdef struct __kernel_timespec:
+        int64_t tv_sec
+        long long tv_nsec
+    int io_uring_queue_init_params(unsigned entries, io_uring *, io_uring_params *)
+    void io_uring_queue_exit(io_uring *)
+    int io_uring_register_files_sparse(io_uring *, unsigned count)
+    int io_uring_register_files_update(io_uring *, unsigned slot, const int *fds, unsigned count)
+    int io_uring_register_buffers(io_uring *, const iovec *, unsigned count)
+    io_uring_sqe *io_uring_get_sqe(io_uring *)
+    void io_uring_prep_read(io_uring_sqe *, int fd, void *, unsigned length, uint64_t offset)
+    void io_uring_prep_read_fixed(
+        io_uring_sqe *, int fd, void *, unsigned length, uint64_t offset, int buffer
+    )
+    void io_uring_prep_cancel64(io_uring_sqe *, uint64_t user_data, int flags)
+    void io_uring_sqe_set_data64(io_uring_sqe *, uint64_t)
+    int io_uring_submit(io_uring *)
+    int io_uring_submit_and_wait_timeout(
+        io_uring *, io_uring_cqe **, unsigned wait_nr, __kernel_timespec *, void *sigmask
+    )
+    unsigned io_uring_peek_batch_cqe(io_uring *, io_uring_cqe **, unsigned count)
+    void io_uring_cq_advance(io_uring *, unsigned count)
+
+cdef enum:
+    EAGAIN = 11
+    EBUSY = 16
+    EINTR = 4
+    ENOMEM = 12
+    ETIME = 62
+    SLOTS = 1024       # files in the ring's table; a file beyond it is read by its descriptor
+    REAP_BATCH = 64
+
+cdef uint64_t CANCEL_COOKIE = 0xFFFFFFFFFFFFFFFF
+
+cdef struct Uring:
+    io_uring ring
+    int depth
+    int in_flight
+    int has_table
+    int fixed_buffers
+    int slot_fd[SLOTS]  # descriptor registered in each slot, or -1
+
+
+cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
+    """The first set of flags that this kernel takes. EPERM and ENOSYS are the same for all."""
+    cdef io_uring_params params
+    cdef unsigned[3] wanted
+    cdef int error = 0
+    cdef int i
+    wanted[0] = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN
+    wanted[1] = IORING_SETUP_COOP_TASKRUN
+    wanted[2] = 0
+    for i in range(3):
+        params = io_uring_params(flags=wanted[i])
+        error = io_uring_queue_init_params(depth, ring, &params)
+        if error != -22:  # EINVAL: a flag this kernel does not know
+            break
+    return error
+
+
+cdef int open_uring(
+    void **engine, int depth, const Buffer *buffers, int count, int *fixed
+) noexcept nogil:
+    cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
+    cdef iovec *vectors
+    cdef int error, i
+    fixed[0] = 0
+    if self == NULL:
+        return -ENOMEM
+    # One more than depth, so that a cancellation always finds a place.
+    error = open_ring(&self.ring, depth + 1)
+    if error < 0:
+        free(self)
+        return error
+    self.depth = depth
+    self.has_table = io_uring_register_files_sparse(&self.ring, SLOTS) == 0
+    for i in range(SLOTS):
+        self.slot_fd[i] = -1
+    if count > 0:
+        vectors = <iovec *>calloc(count, sizeof(iovec))
+        if vectors != NULL:
+            for i in range(count):
+                vectors[i].iov_base = buffers[i].address
+                vectors[i].iov_len = buffers[i].length
+            # Refused where RLIMIT_MEMLOCK is small (8 MiB for an ordinary user): plain reads then.
+            self.fixed_buffers = io_uring_register_buffers(&self.ring, vectors, count) == 0
+            free(vectors)
+    fixed[0] = self.fixed_buffers
+    engine[0] = self
+    return 0
+
+
+cdef int registered(Uring *self, const Read *read) noexcept nogil:
+    """Whether the read may go by its slot; registers the file on its first read."""
+    cdef int fd = read.fd
+    if not self.has_table or read.slot < 0 or read.slot >= SLOTS:
+        return 0
+    if self.slot_fd[read.slot] == fd:
+        return 1
+    if io_uring_register_files_update(&self.ring, read.slot, &fd, 1) != 1:
+        return 0
+    self.slot_fd[read.slot] = fd
+    return 1
+
+
+cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil:
+    cdef Uring *self = <Uring *>engine
+    cdef io_uring_sqe *sqe
+    cdef const Read *read
+    cdef int taken = 0
+    cdef int by_slot, fd
+    while taken < count and self.in_flight < self.depth:
+        sqe = io_uring_get_sqe(&self.ring)
+        if sqe == NULL:
+            break
+        read = &reads[taken]
+        by_slot = registered(self, read)
+        fd = read.slot if by_slot else read.fd
+        if self.fixed_buffers and read.buffer >= 0:
+            io_uring_prep_read_fixed(
+                sqe, fd, read.address, <unsigned>read.length, read.offset, read.buffer
+            )
+        else:
+            io_uring_prep_read(sqe, fd, read.address, <unsigned>read.length, read.offset)
+        if by_slot:
+            sqe.flags |= IOSQE_FIXED_FILE
+        io_uring_sqe_set_data64(sqe, read.cookie)
+        self.in_flight += 1
+        taken += 1
+    # A partial or refused submission leaves its entries in the queue; reap hands them in again.
+    io_uring_submit(&self.ring)
+    return taken
+
+
+cdef int reap_uring(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+    cdef Uring *self = <Uring *>engine
+    cdef io_uring_cqe *cqes[REAP_BATCH]
+    cdef __kernel_timespec wait
+    cdef int error, taken = 0
+    cdef unsigned seen, i
+    wait.tv_sec = wait_ns // 1000000000
+    wait.tv_nsec = wait_ns % 1000000000
+    error = io_uring_submit_and_wait_timeout(&self.ring, cqes, 1, &wait, NULL)
+    if error < 0 and error != -ETIME and error != -EINTR and error != -EAGAIN and error != -EBUSY:
+        return error
+    seen = io_uring_peek_batch_cqe(&self.ring, cqes, room if room < REAP_BATCH else REAP_BATCH)
+    for i in range(seen):
+        if cqes[i].user_data == CANCEL_COOKIE:
+            continue
+        out[taken].cookie = cqes[i].user_data
+        out[taken].result = cqes[i].res
+        taken += 1
+    io_uring_cq_advance(&self.ring, seen)
+    self.in_flight -= taken
+    return taken
+
+
+cdef void cancel_uring(void *engine) noexcept nogil:
+    cdef Uring *self = <Uring *>engine
+    cdef io_uring_sqe *sqe = io_uring_get_sqe(&self.ring)
+    if sqe == NULL:
+        return
+    io_uring_prep_cancel64(sqe, 0, IORING_ASYNC_CANCEL_ANY | IORING_ASYNC_CANCEL_ALL)
+    io_uring_sqe_set_data64(sqe, CANCEL_COOKIE)
+    io_uring_submit(&self.ring)
+
+
+cdef void close_uring(void *engine) noexcept nogil:
+    cdef Uring *self = <Uring *>engine
+    io_uring_queue_exit(&self.ring)
+    free(self)
+
+
+cdef EngineOps OPS
+OPS.name = b"uring"
+OPS.open = open_uring
+OPS.submit = submit_uring
+OPS.reap = reap_uring
+OPS.cancel = cancel_uring
+OPS.close = close_uring
+
+
+def engine():
+    """The engine's functions, as a capsule for the pump."""
+    return PyCapsule_New(&OPS, b"gdsload.engine", NULL)
