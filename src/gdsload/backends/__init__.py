@@ -1,0 +1,35 @@
+"""The roads from storage to memory, behind one plugin interface."""
+
+from gdsload.backends.base import (
+    API_VERSION,
+    DRAM,
+    VRAM,
+    Backend,
+    Failure,
+    Memory,
+    OpenFile,
+    Option,
+    Progress,
+    Registration,
+    Support,
+)
+from gdsload.backends.registry import choose, find, names, probe_all, register_backend
+
+__all__ = [
+    "API_VERSION",
+    "DRAM",
+    "VRAM",
+    "Backend",
+    "Failure",
+    "Memory",
+    "OpenFile",
+    "Option",
+    "Progress",
+    "Registration",
+    "Support",
+    "choose",
+    "find",
+    "names",
+    "probe_all",
+    "register_backend",
+]

@@ -1,0 +1,176 @@
+"""The seam between a plan and the road its bytes take: what every backend is, and nothing else.
+
+A backend is asked before it is used (`probe`, `options`, `limits`), then given files and memory
+(`register`) and lists of transfers (`prepare`, `post`, `check`, `release`). It never falls back to
+another road by itself: it says what failed, operation by operation, and the loader decides. The
+verbs are those of NIXL's South Bound API.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from gdsload.plan import Limits, Transfer
+
+# (major, minor). A plugin fits if its major is the same and its minor not newer.
+API_VERSION = (1, 0)
+
+DRAM, VRAM = "dram", "vram"
+_POLL_SECONDS = 0.0005
+
+
+class Option(NamedTuple):
+    """Something a user may set on a backend."""
+
+    name: str
+    default: Any
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What a backend said when it was asked whether it can work here.
+
+    `reasons` says why not, or what it will have to do without; `mend` what would help.
+    """
+
+    usable: bool
+    reasons: tuple[str, ...] = ()
+    mend: str = ""
+
+    def __str__(self) -> str:
+        text = "; ".join(self.reasons) or ("usable" if self.usable else "not usable here")
+        return f"{text} ({self.mend})" if self.mend else text
+
+
+class OpenFile(NamedTuple):
+    """A file to register: its descriptor stays the caller's. `direct_fd` is its O_DIRECT twin, or
+    -1; direct reads start and end on multiples of `block` bytes."""
+
+    path: str
+    fd: int
+    size: int
+    direct_fd: int = -1
+    block: int = 4096
+
+
+class Memory(NamedTuple):
+    """Memory to register. `region` keeps it alive while reads are in flight, where it is the
+    library's own; `reused` says that many requests will read into it."""
+
+    kind: str
+    address: int
+    length: int
+    region: Any = None
+    reused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A backend's handle on a file or on memory: to be given back to it exactly once."""
+
+    what: OpenFile | Memory
+    handle: Any = None
+
+
+class Failure(NamedTuple):
+    """Why one transfer failed: bytes that came, the errno (0: the file ended early), and more."""
+
+    transfer: int
+    got: int
+    errno: int
+    text: str = ""
+
+
+class Progress(NamedTuple):
+    """What `check` has to tell: positions in the request that settled since it was last asked,
+    those among them that failed, whether all have settled, and how long no byte has come."""
+
+    settled: Sequence[int]
+    failures: Sequence[Failure]
+    finished: bool
+    idle_seconds: float = 0.0
+
+
+class Backend(ABC):
+    """One road from files to memory."""
+
+    name: ClassVar[str]
+    api_version: ClassVar[tuple[int, int]] = API_VERSION
+    memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM})
+
+    def __init__(self, **options: Any) -> None:
+        """Raises TypeError for an option that this backend does not have."""
+        known = {option.name: option.default for option in self.options()}
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"backend {self.name!r} has no option {name!r};"
+                    f" it has {', '.join(sorted(known)) or 'none'}"
+                )
+        self.settings: dict[str, Any] = {**known, **options}
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """What a user may set."""
+        return ()
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        """Whether it can bring bytes to this device on this machine: tried, not guessed."""
+
+    @abstractmethod
+    def limits(self, device: str = "cpu") -> Limits:
+        """What one request may look like."""
+
+    @abstractmethod
+    def register(self, what: OpenFile | Memory) -> Registration:
+        """Makes a file or memory known, once for many transfers."""
+
+    @abstractmethod
+    def deregister(self, registration: Registration) -> None:
+        """Gives a registration back. No request that uses it may be in flight."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> Any:
+        """A request for these transfers; their `shard` and `target` count in the two lists."""
+
+    @abstractmethod
+    def post(self, request: Any) -> None:
+        """Starts it and returns at once. A request that has finished can be posted again."""
+
+    @abstractmethod
+    def check(self, request: Any) -> Progress:
+        """What has become of it; returns at once."""
+
+    @abstractmethod
+    def release(self, request: Any) -> None:
+        """Ends it, also in flight: when this returns nobody writes to memory that can be freed."""
+
+    def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
+        """Returns when the transfers `first` to `last` (-1: the last one) have settled, or sooner;
+        after `seconds` at the latest."""
+        time.sleep(min(seconds, _POLL_SECONDS))
+
+    def roads(self, request: Any) -> dict[str, int]:
+        """Bytes by the road they took, for the report; empty where the backend does not tell."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - a backend may hold nothing
+        """Gives back what the backend itself holds. May be called again."""
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

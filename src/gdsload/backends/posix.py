@@ -1,0 +1,327 @@
+"""The ``posix`` backend: files to DRAM through the kernel, by one of four engines.
+
+Each engine is tried before it is used, with one real read: a kernel that blocks io_uring, a
+machine out of AIO contexts and a build without liburing all end in the next engine, and in a
+reason that the report shows. What the engines do is in `_native`; here their numbers become
+answers and errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from gdsload._native.memory import Region
+from gdsload._native.populate import Populator
+from gdsload._native.pump import Pump, Request
+from gdsload.backends.base import (
+    DRAM,
+    Backend,
+    Failure,
+    Memory,
+    OpenFile,
+    Option,
+    Progress,
+    Registration,
+    Support,
+)
+from gdsload.errors import BackendUnavailable
+from gdsload.plan import Limits, Transfer
+
+# The order in which `auto` tries them (benchmarks/engines.py).
+ENGINES = ("uring", "linuxaio", "threads", "aio")
+_MODULES = {"uring": "uring", "linuxaio": "linuxaio", "aio": "posixaio", "threads": "threads"}
+
+# 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
+REQUEST_BYTES = 4 << 20
+DEPTH = 16
+# Populated ahead of the reads, and by how many threads: more of them wait for each other on the
+# locks of the address space.
+AHEAD_BYTES = 256 << 20
+POPULATE_THREADS = 2
+# The kernel takes no larger buffer, and takes them when the ring is made.
+LARGEST_BUFFER_BYTES = 1 << 30
+# How long a release waits for reads that cannot be called back before it leaves them, with the
+# memory they point into, to the pump.
+DRAIN_SECONDS = 0.3
+
+
+class PosixBackend(Backend):
+    """Reads files into DRAM in place."""
+
+    name: ClassVar[str] = "posix"
+    memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.refusals: dict[str, str] = {}
+        self.engine = self._choose_engine(self.settings["engine"])
+        self._pump: Pump | None = None
+        self._buffers: list[tuple[int, int]] = []
+        self._slots = 0  # numbers for descriptors, never used twice
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return (
+            Option("engine", "auto", f"one of {', '.join(ENGINES)}, or auto: the first that works"),
+            Option("request_bytes", REQUEST_BYTES, "bytes of one read, at most"),
+            Option("depth", DEPTH, "reads in flight"),
+            Option("populate_threads", POPULATE_THREADS, "threads that make memory ready; 0: none"),
+            Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
+            Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
+        )
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        answers = {engine: try_engine(engine) for engine in ENGINES}
+        reasons = tuple(
+            f"engine {engine}: {answer}" for engine, answer in answers.items() if not answer.usable
+        )
+        return Support(any(answer.usable for answer in answers.values()), reasons)
+
+    def _choose_engine(self, wanted: str) -> str:
+        if wanted != "auto":
+            answer = try_engine(wanted)
+            if not answer.usable:
+                raise BackendUnavailable(
+                    f"engine {wanted!r} of backend 'posix' cannot work here: {answer}",
+                    {f"posix/{wanted}": str(answer)},
+                )
+            return wanted
+        for engine in ENGINES:
+            answer = try_engine(engine)
+            if answer.usable:
+                return engine
+            self.refusals[f"posix/{engine}"] = str(answer)
+        raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
+
+    def limits(self, device: str = "cpu") -> Limits:
+        return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
+
+    def register(self, what: OpenFile | Memory) -> Registration:
+        if isinstance(what, OpenFile):
+            self._slots += 2
+            return Registration(what, (self._slots - 2, self._slots - 1))
+        if what.kind != DRAM:
+            raise BackendUnavailable(f"backend 'posix' does not reach {what.kind}")
+        fixed = self.settings["fixed_buffers"]
+        wanted = fixed == "always" or (fixed == "auto" and what.reused)
+        # Registering pins all of it at once, which only pays for memory that many reads go to.
+        if not wanted or what.length > LARGEST_BUFFER_BYTES or self._pump is not None:
+            return Registration(what, -1)
+        self._buffers.append((what.address, what.length))
+        return Registration(what, len(self._buffers) - 1)
+
+    def deregister(self, registration: Registration) -> None:
+        """Slots and buffers go with the engine: closing it gives all of them back."""
+
+    @property
+    def pump(self) -> Pump:
+        if self._pump is not None and self._pump.pid != os.getpid():
+            raise BackendUnavailable(
+                "this backend was opened before a fork: its threads stayed in the parent",
+                {"posix": "used after fork; open a new one in the child"},
+            )
+        if self._pump is None:
+            module = _engine_module(self.engine)
+            self._pump = Pump(module.engine(), self.settings["depth"], self._buffers)
+        return self._pump
+
+    @property
+    def fixed_buffers(self) -> bool:
+        """Whether the engine reads into registered buffers."""
+        return self._pump is not None and self._pump.fixed_buffers
+
+    def prepare(
+        self,
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> PosixRequest:
+        return PosixRequest(self.pump, self.settings, transfers, files, memory)
+
+    def post(self, request: PosixRequest) -> None:
+        request.start()
+
+    def check(self, request: PosixRequest) -> Progress:
+        return request.progress()
+
+    def wait(self, request: PosixRequest, seconds: float, first: int = 0, last: int = -1) -> None:
+        request.native.wait(seconds, first, last)
+
+    def release(self, request: PosixRequest) -> None:
+        request.end()
+
+    def roads(self, request: PosixRequest) -> dict[str, int]:
+        direct, buffered, _, _ = request.native.counts()
+        return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}
+
+    def close(self) -> None:
+        if self._pump is not None:
+            self._pump.close(DRAIN_SECONDS)
+            self._pump = None
+
+
+class PosixRequest:
+    """Transfers bound to a pump, and the threads that make their memory ready."""
+
+    def __init__(
+        self,
+        pump: Pump,
+        settings: dict[str, Any],
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> None:
+        self.populator: Populator | None = None
+        table: list[tuple[int, int, int, int, int]] = []
+        direct: dict[int, int] = {}  # index in `files` -> in `table`
+        buffered: dict[int, int] = {}
+        for place, registration in enumerate(files):
+            file = registration.what
+            if not isinstance(file, OpenFile):
+                raise TypeError(f"file {place} of the request is {file!r}")
+            direct_slot, buffered_slot = registration.handle
+            direct[place] = len(table)
+            table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
+            buffered[place] = len(table)
+            table.append((file.fd, -1, file.block, direct_slot, buffered_slot))
+        handles = [getattr(entry.what, "region", None) for entry in memory]
+        regions = [None if region is None else region.handle() for region in handles]
+        bases = [entry.what.address for entry in memory if isinstance(entry.what, Memory)]
+        ops = []
+        for transfer in transfers:
+            lanes = direct if transfer.road == "direct" else buffered
+            target = transfer.target
+            ops.append(
+                (
+                    lanes[transfer.shard],
+                    transfer.offset,
+                    transfer.length,
+                    transfer.wanted,
+                    bases[target] + transfer.target_offset,
+                    regions[target],
+                    memory[target].handle,
+                )
+            )
+        if settings["populate_threads"] > 0:
+            self.populator = populator_for(
+                transfers, handles, settings["populate_threads"], settings["huge_pages"] != "never"
+            )
+        self.native = Request(pump, table, ops, self.populator)
+
+    def start(self) -> None:
+        self.native.post()
+
+    def progress(self) -> Progress:
+        native = self.native
+        settled = native.news()
+        failures = []
+        if native.failed:
+            failures = [failure(native, place) for place in settled if native.result(place)[2]]
+        finished = native.settled == native.count or not native.posted
+        return Progress(settled, failures, finished, native.idle_seconds)
+
+    def end(self) -> None:
+        self.native.cancel()
+        self.native.quiet(DRAIN_SECONDS)
+        if self.populator is not None:
+            self.populator.stop()
+
+
+def failure(native: Request, place: int) -> Failure:
+    """What the pump noted of a failed transfer."""
+    _, got, code = native.result(place)
+    return Failure(place, got, max(code, 0))
+
+
+def populator_for(
+    transfers: Sequence[Transfer], regions: Sequence[Region | None], threads: int, huge: bool
+) -> Populator | None:
+    """Threads that make the memory of these transfers ready, in their order; None for too little
+    to be worth a thread, or memory that is not the library's."""
+    parts: list[tuple[object, int, int]] = []
+    last, reach, total = -1, 0, 0
+    for transfer in transfers:
+        region = regions[transfer.target]
+        if region is None:
+            return None
+        total += transfer.length
+        if transfer.target == last and transfer.target_offset == reach:
+            handle, offset, length = parts[-1]
+            parts[-1] = (handle, offset, length + transfer.length)
+        else:
+            parts.append((region.handle(), transfer.target_offset, transfer.length))
+        last, reach = transfer.target, transfer.target_offset + transfer.length
+    if total < 4 * REQUEST_BYTES:
+        return None
+    return Populator(parts, threads, AHEAD_BYTES, huge)
+
+
+def _engine_module(engine: str) -> Any:
+    return importlib.import_module(f"gdsload._native.{_MODULES[engine]}")
+
+
+_tried: dict[tuple[str, int], Support] = {}
+
+
+def try_engine(engine: str) -> Support:
+    """Whether an engine works in this process: opened, and one byte read. Remembered."""
+    key = (engine, os.getpid())
+    if key not in _tried:
+        _tried[key] = _try_engine(engine)
+    return _tried[key]
+
+
+def _try_engine(engine: str) -> Support:
+    if engine not in _MODULES:
+        return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",))
+    try:
+        module = _engine_module(engine)
+    except ImportError:
+        return Support(
+            False,
+            ("this build has no io_uring: liburing's headers were missing",),
+            "install liburing-dev and build again" if engine == "uring" else "build again",
+        )
+    try:
+        pump = Pump(module.engine(), 2)
+    except OSError as error:
+        return Support(False, (f"{engine} cannot be opened: {error.strerror}",), _mend(error))
+    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        region = Region.anonymous(4096)
+        request = Request(
+            pump, [(fd, -1, 4096, 0, 1)], [(0, 0, 1, 1, region.address, region.handle(), -1)]
+        )
+        request.post()
+        if not request.wait(2.0):
+            return Support(False, (f"{engine} opens, but a read of one byte does not come back",))
+        code = request.result(0)[2]
+        if code:
+            return Support(False, (f"{engine} opens, but cannot read: {os.strerror(abs(code))}",))
+        return Support(True)
+    finally:
+        pump.close(DRAIN_SECONDS)
+        os.close(fd)
+
+
+def _readable_file() -> str:
+    """A small regular file that is surely there and warm: this module, or the interpreter."""
+    return __file__ if os.path.isfile(__file__) else sys.executable
+
+
+def _mend(error: OSError) -> str:
+    if error.errno == errno.EPERM:
+        return "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup, or set it to 0"
+    if error.errno == errno.ENOSYS:
+        return "this kernel, or its sandbox, does not have it"
+    if error.errno == errno.EAGAIN:
+        return "raise fs.aio-max-nr"
+    if error.errno == errno.ENOMEM:
+        return "raise the limit on locked memory (ulimit -l)"
+    return ""

@@ -1,0 +1,150 @@
+"""Which backends there are, and which one a load takes.
+
+Backends come from the entry point group ``gdsload.backends`` or from `register_backend`. One that
+does not fit or raises is reported by name and left out; it never takes a load down with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+from gdsload.backends.base import API_VERSION, DRAM, VRAM, Backend, Support
+from gdsload.errors import BackendUnavailable
+
+log = logging.getLogger("gdsload")
+
+GROUP = "gdsload.backends"
+# In `auto`, from first to last; what is not named here comes after, in the order of its names.
+PREFERENCE = ("gds", "gds_mt", "posix")
+_BUILT_IN = {"posix": "gdsload.backends.posix:PosixBackend"}
+_registered: dict[str, type[Backend]] = {}
+
+
+class Choice(NamedTuple):
+    """The backend of a load, and why others were not taken."""
+
+    backend: type[Backend]
+    refusals: dict[str, str]
+
+
+def register_backend(backend: type[Backend]) -> None:
+    """Makes a backend known to this process. It replaces one of the same name.
+
+    Raises BackendUnavailable, with the reason, where it does not fit this library.
+    """
+    complaint = misfit(backend)
+    if complaint:
+        name = getattr(backend, "name", repr(backend))
+        raise BackendUnavailable(f"backend {name!r}: {complaint}", {str(name): complaint})
+    _registered[backend.name] = backend
+
+
+def misfit(backend: Any) -> str:
+    """Why this is no backend for this library; empty where it is one."""
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
+        return "it is not a subclass of gdsload.backends.Backend"
+    if not isinstance(getattr(backend, "name", None), str) or not backend.name:
+        return "it has no name"
+    try:
+        major, minor = backend.api_version
+    except (TypeError, ValueError):
+        return f"its api_version {backend.api_version!r} is not (major, minor)"
+    if major != API_VERSION[0] or minor > API_VERSION[1]:
+        return (
+            f"it was made for plugin API {major}.{minor}, this gdsload has"
+            f" {API_VERSION[0]}.{API_VERSION[1]}"
+        )
+    missing: frozenset[str] = getattr(backend, "__abstractmethods__", frozenset())
+    return f"it does not define {', '.join(sorted(missing))}" if missing else ""
+
+
+def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
+    """All backends by name, and the plugins that were left out with the reason."""
+    found: dict[str, type[Backend]] = {}
+    refusals: dict[str, str] = {}
+    entries = list(entry_points(group=GROUP))
+    known = {entry.name for entry in entries}
+    # A source tree on the path, without its metadata, still has the built-in roads.
+    entries += [
+        EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items() if name not in known
+    ]
+    for entry in entries:
+        try:
+            backend = entry.load()
+            complaint = misfit(backend)
+        except Exception as error:
+            complaint = f"it cannot be imported: {type(error).__name__}: {error}"
+        if complaint:
+            refusals[entry.name] = complaint
+            log.warning("backend %r (%s) is left out: %s", entry.name, entry.value, complaint)
+        else:
+            found[backend.name] = backend
+    found.update(_registered)
+    return found, refusals
+
+
+def names() -> list[str]:
+    """The backends that can be asked for, in the order in which `auto` tries them."""
+    return ordered(discover()[0])
+
+
+def ordered(found: dict[str, type[Backend]]) -> list[str]:
+    rank = {name: place for place, name in enumerate(PREFERENCE)}
+    return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
+
+
+def find(name: str) -> type[Backend]:
+    """The backend of that name. Raises BackendUnavailable naming those there are."""
+    found, refusals = discover()
+    if name in found:
+        return found[name]
+    reason = refusals.get(name, f"there is none of that name; there are {', '.join(sorted(found))}")
+    raise BackendUnavailable(f"backend {name!r}: {reason}", {name: reason})
+
+
+def probe_all(device: str = "cpu") -> dict[str, Support]:
+    """What each backend says of this machine, plugins that were left out included."""
+    found, refusals = discover()
+    answers = {name: _probe(found[name], device) for name in ordered(found)}
+    answers.update({name: Support(False, (reason,)) for name, reason in refusals.items()})
+    return answers
+
+
+def choose(device: str = "cpu", wanted: str = "auto") -> Choice:
+    """The backend for a load to `device`: the wanted one, or in ``auto`` the first that works.
+
+    Raises BackendUnavailable with all reasons where there is none.
+    """
+    refusals: dict[str, str] = {}
+    if wanted != "auto":
+        backend = find(wanted)
+        support = _probe(backend, device)
+        if not support.usable:
+            raise BackendUnavailable(
+                f"backend {wanted!r} cannot load to {device}: {support}", {wanted: str(support)}
+            )
+        return Choice(backend, refusals)
+    found, left_out = discover()
+    refusals.update(left_out)
+    for name in ordered(found):
+        support = _probe(found[name], device)
+        if support.usable:
+            return Choice(found[name], refusals)
+        refusals[name] = str(support)
+    raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
+
+
+def _probe(backend: type[Backend], device: str) -> Support:
+    kind = DRAM if device.partition(":")[0] == "cpu" else VRAM
+    if kind not in backend.memory_kinds:
+        return Support(False, (f"it does not reach {kind.upper()}",))
+    try:
+        support = backend.probe(device)
+    except Exception as error:
+        log.warning("backend %r failed while it was probed", backend.name, exc_info=True)
+        return Support(False, (f"its probe raised {type(error).__name__}: {error}",))
+    if not isinstance(support, Support):
+        return Support(False, (f"its probe answered {support!r}, not a Support",))
+    return support

@@ -1,0 +1,312 @@
+"""Which bytes to read, in which order, and where to: arithmetic, and nothing but.
+
+    pieces (in the caller's order)
+      -> windows   so many bytes of pieces at a time, so that the first wanted come first
+      -> extents   inside a window: sorted by file and offset, joined over small gaps
+      -> transfers aligned to the direct-I/O block, cut to the backend's largest request
+      -> targets   the memory that extents of a window land in, congruent to their file offsets
+
+The same input gives the same plan. No memory is taken here, and only `plan` opens a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from gdsload._native import system
+from gdsload.checkpoint import Checkpoint
+
+# Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
+# 5 to 30 us, which is what one more request costs (benchmarks/gap.py).
+GAP_BYTES = 64 << 10
+# Extents that lie further apart than this do not share a target: address space is cheap, but a
+# system that does not overcommit counts it.
+TARGET_GAP_BYTES = 64 << 20
+# Where a file does not say how direct I/O is to be aligned.
+DEFAULT_BLOCK_BYTES = 4096
+
+
+class Piece(NamedTuple):
+    """Bytes that somebody wants: a tensor, or consecutive rows of one."""
+
+    name: str
+    shard: int
+    offset: int
+    nbytes: int
+
+
+class Extent(NamedTuple):
+    """A run of bytes in one shard."""
+
+    shard: int
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class Target(NamedTuple):
+    """Memory that a stretch of a shard lands in: byte 0 of it is byte `offset` of the file."""
+
+    shard: int
+    offset: int
+    length: int
+
+
+class Transfer(NamedTuple):
+    """One read. `wanted` bytes must arrive; `length` may reach past them, and past the file's end,
+    to the next multiple of the block. `road` is "direct" or "buffered"; `tag` is its number."""
+
+    shard: int
+    offset: int
+    length: int
+    wanted: int
+    target: int
+    target_offset: int
+    road: str
+    tag: int
+
+
+class Home(NamedTuple):
+    """Where a piece will be: its target, the place in it, and the transfers that bring it (both
+    ends included; first > last for a piece of no bytes)."""
+
+    target: int
+    offset: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight."""
+
+    max_request: int = 4 << 20
+    block: int = DEFAULT_BLOCK_BYTES
+    depth: int = 16
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.block & (self.block - 1):
+            raise ValueError(f"a block of {self.block} bytes is not a power of two")
+        if self.max_request < self.block or self.max_request % self.block:
+            raise ValueError(f"requests of {self.max_request} bytes do not fit {self.block}")
+        if self.depth < 1:
+            raise ValueError(f"a depth of {self.depth} reads nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The ordered transfers and what each completes. `windows` are (first, end) of transfers."""
+
+    transfers: tuple[Transfer, ...] = ()
+    targets: tuple[Target, ...] = ()
+    extents: tuple[Extent, ...] = ()
+    homes: dict[str, Home] = field(default_factory=dict)
+    windows: tuple[tuple[int, int], ...] = ()
+    wanted_bytes: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that will come from storage: the wanted ones, gaps and aligned edges."""
+        return sum(transfer.wanted for transfer in self.transfers)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        sizes = [transfer.length for transfer in self.transfers]
+        over = self.read_bytes - self.wanted_bytes
+        lines = [
+            f"{len(self.homes)} tensors, {self.wanted_bytes:,} bytes wanted",
+            f"{len(self.extents)} extents in {len(self.targets)} targets,"
+            f" {len(self.windows)} windows",
+            f"{len(sizes)} requests, {self.read_bytes:,} bytes to read"
+            f" ({over / max(self.wanted_bytes, 1):.3%} over)",
+        ]
+        if sizes:
+            lines.append(f"request sizes {min(sizes):,} to {max(sizes):,} bytes")
+        return "\n".join(lines)
+
+
+def plan(
+    source: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    *,
+    limits: Limits | None = None,
+    window_bytes: int = 0,
+    gap_bytes: int = GAP_BYTES,
+    **where: Any,
+) -> ReadPlan:
+    """How a checkpoint would be read if none of it were in the page cache; nothing is read yet.
+
+    `names` are the tensors wanted, in the order in which they are; all, in file order, where None.
+    `limits` default to those of the posix backend. `where` is passed to `Checkpoint.open`, whose
+    errors are raised. Raises KeyError for a name that the checkpoint does not have.
+    """
+    with Checkpoint.open(source, **where) as checkpoint:
+        alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
+        return plan_reads(
+            pieces_of(checkpoint, names),
+            [shard.size for shard in checkpoint.shards],
+            limits or Limits(),
+            blocks=[max(pair) or DEFAULT_BLOCK_BYTES if pair else DEFAULT_BLOCK_BYTES
+                    for pair in alignments],
+            window_bytes=window_bytes,
+            gap_bytes=gap_bytes,
+        )  # fmt: skip
+
+
+def pieces_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[Piece]:
+    """The whole tensors of these names, in that order; all, in file order, where None.
+
+    Raises KeyError for a name that the checkpoint does not have.
+    """
+    if names is None:
+        return [Piece(i.name, i.shard, i.offset, i.nbytes) for i in checkpoint.tensors.values()]
+    tensors = checkpoint.tensors
+    found = [tensors[name] for name in dict.fromkeys(names)]
+    return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in found]
+
+
+def plan_reads(
+    pieces: Sequence[Piece],
+    sizes: Sequence[int],
+    limits: Limits,
+    *,
+    blocks: Sequence[int] | None = None,
+    window_bytes: int = 0,
+    gap_bytes: int = GAP_BYTES,
+    road_of: Callable[[int, int, int], str] | None = None,
+) -> ReadPlan:
+    """Plans the reads that bring `pieces`, given in the order in which they will be asked for.
+
+    `sizes` are the shards' file sizes, `blocks` their direct-I/O blocks where they differ from
+    `limits.block`. A window closes when it holds `window_bytes` (0: one window for all).
+    `road_of(shard, offset, length)` says "direct" or "buffered" for each transfer.
+    """
+    transfers: list[Transfer] = []
+    targets: list[Target] = []
+    extents: list[Extent] = []
+    homes: dict[str, Home] = {}
+    windows: list[tuple[int, int]] = []
+    wanted = 0
+    for window in _windows(pieces, window_bytes):
+        first = len(transfers)
+        ordered = sorted(window, key=_place)
+        for extent, members in _extents(ordered, gap_bytes, limits.block):
+            wanted += sum(piece.nbytes for piece in members)
+            extents.append(extent)
+            block = blocks[extent.shard] if blocks else limits.block
+            align = max(block, DEFAULT_BLOCK_BYTES)  # a whole page: targets begin on one
+            start = extent.offset // align * align
+            end = -(-extent.end // align) * align
+            target = _place_target(targets, extent.shard, start, end, fresh=len(transfers) == first)
+            base = targets[target].offset
+            number = len(transfers)
+            step = max(limits.max_request // align * align, align)
+            for offset in range(start, end, step):
+                length = min(step, end - offset)
+                road = road_of(extent.shard, offset, length) if road_of else "direct"
+                need = min(offset + length, sizes[extent.shard]) - offset
+                transfers.append(
+                    Transfer(
+                        extent.shard, offset, length, need, target, offset - base, road,
+                        len(transfers),
+                    )
+                )  # fmt: skip
+            for name, _, offset, nbytes in members:
+                homes[name] = Home(
+                    target,
+                    offset - base,
+                    number + (offset - start) // step,
+                    number + (offset + nbytes - 1 - start) // step,
+                )
+        for piece in ordered:
+            if piece.nbytes == 0:
+                homes[piece.name] = Home(-1, 0, 0, -1)
+        if len(transfers) > first:
+            windows.append((first, len(transfers)))
+    return ReadPlan(tuple(transfers), tuple(targets), tuple(extents), homes, tuple(windows), wanted)
+
+
+def extents_of(pieces: Sequence[Piece], gap_bytes: int = GAP_BYTES) -> list[Extent]:
+    """The runs of bytes that these pieces make up, in file order."""
+    ordered = sorted(pieces, key=_place)
+    return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.shard, piece.offset
+
+
+def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Piece]]:
+    if not window_bytes:
+        yield pieces
+        return
+    window: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        if window and held + piece.nbytes > window_bytes:
+            yield window
+            window, held = [], 0
+        window.append(piece)
+        held += piece.nbytes
+    if window:
+        yield window
+
+
+def _extents(
+    ordered: Sequence[Piece], gap_bytes: int, block: int
+) -> Iterator[tuple[Extent, list[Piece]]]:
+    """Joins pieces that lie close together; pieces of no bytes are left out.
+
+    Never less than a block is a gap: two extents would read the same block twice, the second time
+    perhaps over a tensor that its owner has changed already.
+    """
+    gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
+    members: list[Piece] = []
+    shard = start = end = -1
+    for piece in ordered:
+        if piece.nbytes == 0:
+            continue
+        if members and piece.shard == shard and piece.offset <= end + gap:
+            members.append(piece)
+            end = max(end, piece.offset + piece.nbytes)
+            continue
+        if members:
+            yield Extent(shard, start, end - start), members
+        members = [piece]
+        shard, start, end = piece.shard, piece.offset, piece.offset + piece.nbytes
+    if members:
+        yield Extent(shard, start, end - start), members
+
+
+def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:
+    """The target for file bytes start to end: the last one where they lie close to it.
+
+    Every window has targets of its own (`fresh`): its reads must not touch memory that was handed
+    out with an earlier one.
+    """
+    if targets and not fresh:
+        last = targets[-1]
+        reach = last.offset + last.length
+        if last.shard == shard and reach <= start <= reach + TARGET_GAP_BYTES:
+            targets[-1] = last._replace(length=end - last.offset)
+            return len(targets) - 1
+    targets.append(Target(shard, start, end - start))
+    return len(targets) - 1
+
+
+class _Callable(ModuleType):
+    """`gdsload.plan` is this module and the function of that name, whichever was imported first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ReadPlan:
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,77 @@
+"""What the page cache holds of a file, so that each byte can be read by its cheapest road.
+
+`cachestat` answers in microseconds where the kernel has it; `mincore` is asked elsewhere. Neither
+reads from the disk, and neither says anything of what other hosts have cached.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+
+from gdsload._native import system
+
+PAGE_BYTES = 4096
+
+
+def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: int = 0) -> int:
+    """Bytes of `file` (descriptor or path) between `offset` and `offset + length` in page cache.
+
+    Counted in whole pages and cut to the range; `length` 0 means up to the end of the file. Raises
+    OSError where the file cannot be opened or asked about.
+    """
+    if not isinstance(file, int):
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return resident_bytes(fd, offset, length)
+        finally:
+            os.close(fd)
+    length = length or os.fstat(file).st_size - offset
+    if length <= 0:
+        return 0
+    try:
+        pages = system.cachestat(file, offset, length)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
+            raise
+        pages = system.mincore_pages(file, offset, length)
+    return min(pages * PAGE_BYTES, length)
+
+
+def wholly_resident(fd: int, offset: int, length: int) -> bool:
+    """Whether every page that the range touches is in the page cache."""
+    first = offset // PAGE_BYTES * PAGE_BYTES
+    length = offset + length - first
+    length = -(-length // PAGE_BYTES) * PAGE_BYTES
+    try:
+        return resident_bytes(fd, first, length) >= length
+    except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
+        return False
+
+
+def evict(path: str | os.PathLike[str]) -> int:
+    """Asks the kernel to forget a file's pages: how many bytes are resident afterwards.
+
+    Pages that are dirty, mapped by a process or being read stay; a benchmark has to look at the
+    answer. Raises OSError where the file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a read-only filesystem has nothing to write back
+            os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return resident_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+def drop_caches() -> bool:
+    """Drops the page cache of the whole machine; False where this process may not."""
+    try:
+        with open("/proc/sys/vm/drop_caches", "w") as knob:
+            os.sync()
+            knob.write("1\n")
+    except OSError:
+        return False
+    return True
