@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError, FileChanged, shown
 from gdsload.files import each, read_exactly
 from gdsload.header import (
@@ -255,6 +256,7 @@ class Checkpoint:
         return cls._of_source(Source(title, places, index), strict, header_limit)
 
     @classmethod
+    @collector_paused()
     def _of_source(cls, found: Source, strict: bool, header_limit: int) -> Checkpoint:
         shards: list[Shard] = []
         headers: list[Header] = []

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from gdsload._native import system
 from gdsload.checkpoint import Checkpoint
+from gdsload.collector import collector_paused
 
 # Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
 # 5 to 30 us, which is what one more request costs (benchmarks/gap.py).
@@ -173,6 +174,7 @@ def pieces_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> lis
     return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in found]
 
 
+@collector_paused()
 def plan_reads(
     pieces: Sequence[Piece],
     sizes: Sequence[int],

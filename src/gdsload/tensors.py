@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError
 from gdsload.load import STALL_SECONDS, Batch, Session, require_cpu_or_torch
 from gdsload.plan import Piece
@@ -185,6 +186,7 @@ def _info(checkpoint: Checkpoint, name: str) -> TensorInfo:
     return info
 
 
+@collector_paused()
 def _pieces(infos: Iterable[TensorInfo]) -> list[Piece]:
     return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in infos]
 
