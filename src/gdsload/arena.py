@@ -106,7 +106,7 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
         if dtype == "F4":
             shape = packed_shape(info)
         if nbytes == 0:
-            tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype))
+            tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
         region, offset = spots[name]
         if (region.address + offset) % recipe.align:

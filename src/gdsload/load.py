@@ -379,12 +379,23 @@ def _some_resident(fd: int) -> bool:
         return False
 
 
-def require_cpu_or_torch(device: object) -> str:
-    """The name of a device, "cuda:0" for 0. Raises PlacementError for what is none."""
-    if isinstance(device, bool) or not isinstance(device, (str, int)):
-        text = str(device) if type(device).__name__ == "device" else ""
-    else:
-        text = f"cuda:{device}" if isinstance(device, int) else device
-    if not text:
+def require_device(device: object) -> str:
+    """The name of a device that is there, "cuda:0" for 0; torch is asked for all but the CPU.
+
+    Raises PlacementError, before a byte is read, for what is no device or not on this machine.
+    """
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = f"cuda:{device}"
+    text = str(device)
+    if text in ("cpu", "cpu:0"):
+        return "cpu"
+    import torch
+
+    if not isinstance(device, (str, torch.device)):
         raise PlacementError(f"{device!r} is not a device")
+    try:
+        torch.empty(0, device=text)
+    except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
+        why = str(error).partition("\n")[0] or repr(error)
+        raise PlacementError(f"device {text!r} cannot be used: {why}") from error
     return text
