@@ -19,16 +19,16 @@ FLOORS = (
     "_native collector errors dtypes",
     "checkpoint source header files strictjson layouts synth",
     "plan",
-    "arena ring residency report",
-    "backends",
-    "load doctor tensors prefetch",
-    "model warmup run seam loading weights labels slices feed cuts swaps",
+    "arena ring residency report claims twins",
+    "backends outcome",
+    "load doctor tensors prefetch early ahead",
+    "model warmup run seam loading weights labels slices feed cuts swaps converters",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 # What a process that only wants to read may not wait for.
 HEAVY = {"torch", "numpy", "transformers", "accelerate"}
-LIGHT = ("checkpoint", "plan", "residency", "warmup", "synth", "errors", "dtypes")
+LIGHT = ("early", "checkpoint", "plan", "residency", "warmup", "synth", "errors", "dtypes")
 
 
 def sources() -> Iterator[Path]:

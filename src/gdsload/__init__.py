@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint, TensorInfo
+    from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -38,6 +39,7 @@ _HOMES = {
     "GdsloadError": "errors",
     "LoadReport": "report",
     "PlacementError": "errors",
+    "Prefetch": "early",
     "ReadError": "errors",
     "ShortRead": "errors",
     "StallError": "errors",
@@ -48,6 +50,7 @@ _HOMES = {
     "last_report": "report",
     "load_file": "tensors",
     "plan": "plan",
+    "prefetch": "early",
     "safe_open": "tensors",
     "stream": "tensors",
     "uninstall": "model",
@@ -62,6 +65,7 @@ __all__ = [
     "GdsloadError",
     "LoadReport",
     "PlacementError",
+    "Prefetch",
     "ReadError",
     "ShortRead",
     "StallError",
@@ -73,6 +77,7 @@ __all__ = [
     "last_report",
     "load_file",
     "plan",
+    "prefetch",
     "safe_open",
     "stream",
     "uninstall",

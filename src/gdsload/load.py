@@ -12,18 +12,19 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from gdsload import residency
-from gdsload._native import system
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, map_shard
 from gdsload.backends import Backend, Memory, OpenFile, Registration, choose
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
+from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
-from gdsload.errors import PlacementError, ReadError, ShortRead, StallError
+from gdsload.errors import PlacementError, ReadError, StallError
+from gdsload.outcome import note, read_error, silence_error, stall_error
 from gdsload.plan import (
     DEFAULT_BLOCK_BYTES,
     Piece,
@@ -32,7 +33,8 @@ from gdsload.plan import (
     extents_of,
     plan_reads,
 )
-from gdsload.report import LoadReport, Span
+from gdsload.report import LoadReport
+from gdsload.twins import open_direct
 
 log = logging.getLogger("gdsload")
 
@@ -56,8 +58,12 @@ class Session:
         cache: str = "auto",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
+        adopt: bool = True,
     ) -> None:
-        """Raises ValueError for an unknown `cache`; a backend is opened with the first read."""
+        """Raises ValueError for an unknown `cache`; a backend is opened with the first read.
+
+        What a prefetch has of the same files is taken from it, unless `adopt` is False.
+        """
         if cache not in CACHES:
             raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
         self.checkpoint = checkpoint
@@ -73,6 +79,9 @@ class Session:
         self._blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
         self._mapped: dict[int, Region] = {}
         self._warm: dict[int, bool] = {}
+        self._adopts = adopt and cache != "mapped"
+        self._claims: dict[str, Claim] = {}
+        self._givers: list[Landing] = []
         if backend != "auto" or self._options:
             self._open_backend()  # what was asked for by name must work, also when all is warm
 
@@ -92,28 +101,52 @@ class Session:
 
     @collector_paused()
     def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
-        """Pieces that are there already, in the mapping of a warm shard; and those to be read."""
+        """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
+        those to be read."""
+        spots = self._adopt(pieces)
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
-            by_shard[piece.shard].append(piece)
-        spots: dict[str, Spot] = {}
+            if piece.name not in spots:
+                by_shard[piece.shard].append(piece)
         cold: set[int] = set()
         mapped_bytes = 0
         for shard, members in by_shard.items():
             if not self._is_mapped(shard, members):
                 cold.add(shard)
                 continue
-            if shard not in self._mapped:
-                self._mapped[shard] = map_shard(self.checkpoint, shard)
             if self.cache == "mapped":
                 self._read_ahead(shard, members)
-            region = self._mapped[shard]
+            region = self._mapping(shard)
             for piece in members:
                 spots[piece.name] = Spot(region, piece.offset)
                 mapped_bytes += piece.nbytes
         if mapped_bytes:
             self.report.roads["mapped"] = self.report.roads.get("mapped", 0) + mapped_bytes
-        return spots, [piece for piece in pieces if piece.shard in cold]
+        return spots, [p for p in pieces if p.shard in cold and p.name not in spots]
+
+    def _adopt(self, pieces: Sequence[Piece]) -> dict[str, Spot]:
+        """Claims what others have read ahead; it may still be on its way to these spots."""
+        if not self._adopts:
+            return {}
+        claims, givers = claim_pieces(
+            self.checkpoint, pieces, self.stall_seconds, mapped=self.cache != "direct"
+        )
+        self._givers += [giver for giver in givers if giver not in self._givers]
+        self._claims.update(claims)
+        return {
+            name: claim.spot or Spot(self._mapping(claim.piece.shard), claim.piece.offset)
+            for name, claim in claims.items()
+        }
+
+    def claims_of(self, spots: Mapping[str, Spot]) -> dict[str, Claim]:
+        """The claims behind these spots, once: their bytes may still be on the way."""
+        mine, self._claims = self._claims, {}
+        return {name: claim for name, claim in mine.items() if name in spots}
+
+    def _mapping(self, shard: int) -> Region:
+        if shard not in self._mapped:
+            self._mapped[shard] = map_shard(self.checkpoint, shard)
+        return self._mapped[shard]
 
     def _is_mapped(self, shard: int, pieces: Sequence[Piece]) -> bool:
         if self.cache != "auto":
@@ -137,7 +170,7 @@ class Session:
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self.checkpoint.shards[shard]
         if shard not in self._warm:
-            self._warm[shard] = _some_resident(opened.fd)
+            self._warm[shard] = residency.partly_resident(opened.fd)
         if not self._warm[shard]:
             return "direct"
         length = min(length, opened.size - offset)
@@ -146,7 +179,7 @@ class Session:
     def plan(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> ReadPlan:
         """The reads for these pieces, with the road of each as the page cache is now."""
         for shard in sorted({piece.shard for piece in pieces}):
-            self._register(shard)
+            self.register(shard)
         return plan_reads(
             pieces,
             [shard.size for shard in self.checkpoint.shards],
@@ -156,7 +189,7 @@ class Session:
             road_of=self._road_of,
         )
 
-    def _register(self, shard: int) -> Registration:
+    def register(self, shard: int) -> Registration:
         known = self._files[shard]
         if known is not None:
             return known
@@ -173,19 +206,7 @@ class Session:
     def _direct_twin(self, shard: int) -> int:
         """A descriptor for direct reads of a shard, or -1 with the reason in the report."""
         opened = self.checkpoint.shards[shard]
-        alignment = system.direct_alignment(opened.fd)
-        refusal = ""
-        twin: int | None = None
-        if alignment is not None and alignment[1] == 0:
-            refusal = "its filesystem says that it does no direct I/O"
-        else:
-            if alignment is not None:
-                self._blocks[shard] = max(alignment)
-            try:
-                twin = opened.reopen_direct()
-                refusal = "its filesystem does no direct I/O"
-            except OSError as error:
-                refusal = f"it cannot be opened for direct I/O: {error.strerror}"
+        twin, self._blocks[shard], refusal = open_direct(opened)
         if twin is None:
             if self.cache == "direct":
                 raise ReadError(
@@ -207,7 +228,13 @@ class Session:
         return Batch(self, plan, spots)
 
     def close(self) -> None:
-        """Ends the backend and gives its descriptors back; mappings stay with their tensors."""
+        """Ends the backend and gives its descriptors back; mappings stay with their tensors.
+
+        A prefetch that this session took from may let go of what was left of these files.
+        """
+        for giver in self._givers:
+            giver.leave(shard.identity for shard in self.checkpoint.shards)
+        self._givers.clear()
         if self._backend is not None:
             for registration in self._files:
                 if registration is not None:
@@ -234,11 +261,48 @@ class Batch:
         self.session = session
         self.plan = plan
         self.spots = spots
+        self.claims = session.claims_of(spots)
         self._memory: list[Registration] = []
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
-                self._post(Arena(plan))
+                self._post(self._memory_for(plan))
+
+    def settled(self, name: str) -> bool:
+        """Whether a piece that a prefetch reads is at its spot; True for one that none does.
+
+        What the prefetch has lost (it was cancelled, or failed) is read here, and waited for.
+        """
+        claim = self.claims.get(name)
+        if claim is None:
+            return True
+        state = claim.state()
+        if state == COMING:
+            idle = claim.flight.idle_seconds()
+            if idle > self.session.stall_seconds:
+                raise silence_error(self.session.checkpoint, claim.piece, idle)
+            return False
+        if state == LOST:
+            self._read_anew([c for c in self.claims.values() if c.state() == LOST])
+        else:
+            del self.claims[name]
+            roads = self.session.report.roads
+            roads["prefetched"] = roads.get("prefetched", 0) + claim.piece.nbytes
+        return True
+
+    def _read_anew(self, claims: Sequence[Claim]) -> None:
+        pieces = [claim.piece for claim in claims]
+        again = Batch(self.session, self.session.plan(pieces), {})
+        try:
+            again.wait()
+            self.spots.update(again.spots)
+        finally:
+            again.release()
+        for piece in pieces:
+            del self.claims[piece.name]
+
+    def _memory_for(self, plan: ReadPlan) -> Arena:
+        return Arena(plan)
 
     def _post(self, arena: Arena) -> None:
         backend, plan = self.session.backend, self.plan
@@ -260,6 +324,12 @@ class Batch:
         Raises ReadError and its kinds, naming file, offset and tensor, with the first failure;
         StallError when no byte came for the session's `stall_seconds`.
         """
+        with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
+            for claim in list(self.claims.values()):
+                while not self.settled(claim.piece.name):
+                    claim.pause(_LOOK_SECONDS)
+                if moved is not None:
+                    moved(claim.piece.nbytes)
         if self._request is None:
             return
         session, backend, transfers = self.session, self.session.backend, self.plan.transfers
@@ -291,78 +361,19 @@ class Batch:
             )
 
     def _error(self, failure: Failure) -> ReadError:
-        transfer = self.plan.transfers[failure.transfer]
-        path = self.session.checkpoint.shards[transfer.shard].path
-        tensor = self._tensor_at(transfer)
-        facts: dict[str, Any] = {
-            "path": path,
-            "offset": transfer.offset,
-            "wanted": transfer.wanted,
-            "got": failure.got,
-        }
-        if failure.errno == 0 and not failure.text:
-            return ShortRead(
-                f"{path}: the file ended at byte {transfer.offset + failure.got}, while bytes up to"
-                f" {transfer.offset + transfer.wanted} were read for tensor {tensor!r}",
-                hint="it was truncated after it was opened",
-                **facts,
-            )
-        why = failure.text or os.strerror(failure.errno)
-        return ReadError(
-            f"{path}: reading {transfer.wanted} bytes at {transfer.offset} failed after"
-            f" {failure.got}: {why} (tensor {tensor!r})",
-            errno=failure.errno or None,
-            **facts,
-        )
+        return read_error(self.session.checkpoint, self.plan, failure)
 
     def _stall(self, transfer: Transfer, idle: float) -> StallError:
-        path = self.session.checkpoint.shards[transfer.shard].path
-        return StallError(
-            f"{path}: no byte has come for {idle:.0f} s while {transfer.wanted} bytes at"
-            f" {transfer.offset} were read for tensor {self._tensor_at(transfer)!r}",
-            path=path,
-            offset=transfer.offset,
-            wanted=transfer.wanted,
-            errno=errno.ETIMEDOUT,
-            hint="stall_seconds sets the limit",
-        )
-
-    def _tensor_at(self, transfer: Transfer) -> str:
-        for name, home in self.plan.homes.items():
-            if home.first <= transfer.tag <= home.last:
-                return name
-        return "?"
+        return stall_error(self.session.checkpoint, self.plan, transfer, idle)
 
     def release(self) -> None:
         """Ends the request, finished or not, and notes in the report what it did."""
         request, self._request = self._request, None
         if request is None:
             return
-        backend, report = self.session.backend, self.session.report
+        session, backend = self.session, self.session.backend
         backend.release(request)
-        for road, size in backend.roads(request).items():
-            report.roads[road] = report.roads.get(road, 0) + size
-        report.requests += len(self.plan.transfers)
-        report.read_bytes += self.plan.read_bytes
-        native = getattr(request, "native", None)
-        if native is not None:
-            _, _, short_reads, retries = native.counts()
-            report.short_reads += short_reads
-            report.retries += retries
-            report.spans += [
-                Span(f"read {transfer.length >> 10} KiB at {transfer.offset}",
-                     f"requests of {self.session.checkpoint.shards[transfer.shard].name}",
-                     posted * 1e-9, done * 1e-9)
-                for transfer, (posted, done, _) in zip(
-                    self.plan.transfers, native.trace(), strict=True
-                )
-                if done
-            ]  # fmt: skip
-        populator = getattr(request, "populator", None)
-        if populator is not None:
-            huge, small, _ = populator.counts()
-            report.pages["huge"] = report.pages.get("huge", 0) + huge
-            report.pages["small"] = report.pages.get("small", 0) + small
+        note(session.report, backend, session.checkpoint, self.plan, request)
         for registration in self._memory:
             backend.deregister(registration)
         self._memory = []
@@ -370,13 +381,6 @@ class Batch:
 
 # Stands in a request for a shard that none of its transfers read.
 _NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
-
-
-def _some_resident(fd: int) -> bool:
-    try:
-        return residency.resident_bytes(fd) > 0
-    except OSError:
-        return False
 
 
 def require_device(device: object) -> str:

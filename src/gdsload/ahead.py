@@ -1,0 +1,168 @@
+"""Reads that nobody waits for yet: a batch whose transfers can be asked about from any thread.
+
+Ahead      into memory of its own, for a load to adopt
+Warming    through a small scratch buffer, for what it leaves in the page cache
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from gdsload import residency
+from gdsload._native.memory import Region
+from gdsload.arena import Arena, Spot
+from gdsload.checkpoint import Identity
+from gdsload.claims import COMING, LANDED, LOST, Stretch
+from gdsload.errors import ReadError
+from gdsload.load import Batch, Session
+from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
+
+# One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
+WARM_REQUEST_BYTES = 4 << 20
+SCRATCH_BYTES = 64 << 20
+_PENDING, _HERE, _FAILED = 0, 1, 2
+
+
+class Ahead(Batch):
+    """Pieces on their way into memory that nobody has asked for yet. A `claims.Flight`."""
+
+    def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
+        super().__init__(session, plan, spots)
+        self.error: ReadError | None = None
+        self._lock = threading.Lock()
+        self._states = bytearray(len(plan.transfers))
+        self._left = len(plan.transfers)
+        self._idle_seconds = 0.0
+
+    @classmethod
+    def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
+        """Puts them on their way and returns at once."""
+        with session.report.phase("plan"):
+            spots, to_read = session.sort(pieces)
+            plan = session.plan(to_read) if to_read else ReadPlan()
+        return cls(session, plan, spots)
+
+    def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:
+        """What there is to claim, file by file."""
+        rows: dict[Identity, list[Stretch]] = {}
+        shards = self.session.checkpoint.shards
+        for name, shard, offset, nbytes in pieces:
+            if nbytes:
+                home = self.plan.homes.get(name)
+                first, last = (home.first, home.last) if home else (0, -1)
+                rows.setdefault(shards[shard].identity, []).append(
+                    Stretch(offset, offset + nbytes, self.spots.get(name), first, last)
+                )
+        return rows
+
+    def look(self) -> bool:
+        """Notes what has landed since it was last asked; True when nothing more will."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> bool:
+        if self._request is None:
+            return True
+        progress = self.session.backend.check(self._request)
+        for place in progress.settled:
+            self._states[place] = _HERE
+        for failure in progress.failures:
+            self._states[failure.transfer] = _FAILED
+            self.error = self.error or self._error(failure)
+        self._left -= len(progress.settled)
+        self._idle_seconds = progress.idle_seconds
+        return progress.finished
+
+    def state(self, first: int, last: int) -> str:
+        """COMING, LANDED or LOST for these transfers."""
+        with self._lock:
+            ended = self._look()
+            states = self._states[first : last + 1]
+            if _FAILED in states or (ended and _PENDING in states):
+                return LOST
+            return COMING if _PENDING in states else LANDED
+
+    def pause(self, first: int, last: int, seconds: float) -> None:
+        """Returns when these transfers have settled, or after so many seconds."""
+        request = self._request
+        if request is not None:
+            self.session.backend.wait(request, seconds, first, last)
+
+    def idle_seconds(self) -> float:
+        """How long no byte has come, as of the last look."""
+        return self._idle_seconds
+
+    def hurry(self) -> None:
+        """Somebody waits for it now."""
+
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes that have come: whole transfers only."""
+        with self._lock:
+            transfers, states = self.plan.transfers, self._states
+            return sum(t.wanted for t, state in zip(transfers, states, strict=True) if state == 1)
+
+    def release(self) -> None:
+        """Ends the request, finished or not; what has landed stays."""
+        with self._lock:
+            if self._request is not None:
+                self._look()
+                super().release()
+
+
+class Warming(Ahead):
+    """Pieces on their way into the page cache."""
+
+    @classmethod
+    def of(cls, session: Session, pieces: Sequence[Piece]) -> Warming:
+        """Reads what is not there yet. The kernel's own read-ahead calls do at most some 100 KiB
+        each on many disks, and hold the interpreter up between two of them."""
+        with session.report.phase("plan"):
+            plan = _warming_plan(session, pieces)
+            for shard in sorted({transfer.shard for transfer in plan.transfers}):
+                session.register(shard)
+        return cls(session, plan, {})
+
+    def _memory_for(self, plan: ReadPlan) -> Arena:
+        return _Scratch(plan)
+
+
+class _Scratch(Arena):
+    """One small region for all transfers. Several may land in the same place at once."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self.regions = [Region.anonymous(target.length) for target in plan.targets]
+
+    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
+        return {}
+
+
+def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:
+    """Buffered reads of all that is not in the page cache, in file order."""
+    transfers: list[Transfer] = []
+    ends: list[tuple[int, int]] = []
+    extents = extents_of(pieces, 0)
+    slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
+    for extent in extents:
+        fd = session.checkpoint.shards[extent.shard].fd
+        for offset in range(extent.offset, extent.end, WARM_REQUEST_BYTES):
+            length = min(WARM_REQUEST_BYTES, extent.end - offset)
+            if residency.wholly_resident(fd, offset, length):
+                continue
+            tag = len(transfers)
+            place = tag % slots * WARM_REQUEST_BYTES
+            transfers.append(
+                Transfer(extent.shard, offset, length, length, 0, place, "buffered", tag)
+            )
+            ends.append((extent.shard, offset + length))
+    homes = {}
+    starts = [(transfer.shard, transfer.offset) for transfer in transfers]
+    for name, shard, offset, nbytes in pieces:
+        first = bisect_right(ends, (shard, offset))
+        last = bisect_left(starts, (shard, offset + nbytes)) - 1
+        homes[name] = Home(-1, 0, first, last)
+    targets = (Target(0, 0, min(len(transfers), slots) * WARM_REQUEST_BYTES),) if transfers else ()
+    wanted = sum(piece.nbytes for piece in pieces)
+    return ReadPlan(tuple(transfers), targets, tuple(extents), homes, (), wanted)

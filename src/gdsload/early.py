@@ -1,0 +1,350 @@
+"""Reading before anybody asks: weights on their way while the process still imports.
+
+    prefetch() ──► thread: open, plan, post ──► native threads read ──► a load claims it, or close()
+
+`prefetch` returns at once and imports no torch. A load of the same files in this process takes
+what has landed and waits for what is on its way; it finds it by the files' identity, so nothing
+has to be passed along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload import claims, residency
+from gdsload.ahead import Ahead, Warming
+from gdsload.arena import available_bytes
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import CheckpointError, GdsloadError, StallError
+from gdsload.load import CACHES, STALL_SECONDS, Session
+from gdsload.plan import Piece, pieces_of
+from gdsload.report import LoadReport
+
+if TYPE_CHECKING:
+    import torch
+
+TIERS = ("memory", "pagecache")
+# In this order; the last four are ends.
+OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
+    "opening", "reading", "landed", "cancelled", "failed", "closed",
+)  # fmt: skip
+# Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
+# that must share the interpreter with `import torch` takes ten times as long.
+HEAD_START_SECONDS = 0.01
+_LOOK_SECONDS = 0.1
+
+
+class PrefetchCancelled(GdsloadError, RuntimeError):
+    """Somebody waited for a prefetch that was cancelled or closed before it had landed."""
+
+
+class Progress(NamedTuple):
+    """How far a prefetch is. `state` is "opening", "reading", "landed", "cancelled", "failed" or
+    "closed". `wanted_bytes` is 0 while opening; `claimed_bytes` is what loads have taken;
+    `resident_bytes` is what the page cache held at the end of a prefetch into it, else 0."""
+
+    state: str
+    wanted_bytes: int
+    landed_bytes: int
+    claimed_bytes: int
+    resident_bytes: int
+    seconds: float
+
+
+class Prefetch:
+    """One checkpoint being read ahead. Close it, leave its `with`, or let a load take it all."""
+
+    def __init__(
+        self, source: str, device: str, tier: str, session: Mapping[str, Any], names: Iterable[str] | None,
+        limit_bytes: int | None, keep: bool, where: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.source = source
+        self.tier = tier
+        self.report = LoadReport(source, device=device)
+        self._arguments = dict(session), None if names is None else tuple(names), dict(where)
+        self._limit_bytes = limit_bytes
+        self._landing = claims.Landing(source, keep=keep)
+        self._ahead: Ahead | None = None
+        self._error: GdsloadError | None = None
+        self._state = OPENING
+        self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
+        self._warm_bytes = 0
+        self._start = time.monotonic()
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        self._posted = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gdsload-prefetch", daemon=True)
+
+    def _begin(self) -> None:
+        claims.offer(self._landing)
+        with _lock:
+            _alive.append(self)
+        self._thread.start()
+        self._posted.wait(HEAD_START_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            session, names, where = self._arguments
+            with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
+                pieces = pieces_of(checkpoint, names)
+                if self.tier == "pagecache":
+                    pieces = _limited(pieces, self._limit_bytes)
+                with Session(checkpoint, self.report, adopt=False, **session) as opened:
+                    self._read(opened, pieces)
+                    checkpoint.verify_unchanged()
+                    self._measure(checkpoint, pieces)
+        except KeyError as error:
+            self._fail(CheckpointError(f"{self.source}: there is no tensor {error} in it"))
+        except GdsloadError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(GdsloadError(f"{self.source}: the prefetch failed: {error!r}"))
+            raise
+        finally:
+            self._end(LANDED)
+
+    def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
+        """Puts the pieces on their way, offers them, and waits for them without the GIL."""
+        pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
+        ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
+        try:
+            stretches = ahead.stretches(pieces)
+            ahead.spots.clear()  # the landing holds the memory now, for as long as it is wanted
+            with self._lock:
+                self._ahead = ahead
+                self._wanted_bytes = sum(piece.nbytes for piece in pieces)
+                self._warm_bytes = max(self._wanted_bytes - ahead.plan.read_bytes, 0)
+                if self._state == OPENING:
+                    self._state = READING
+                    self._landing.fill(ahead, stretches)
+            del stretches
+            self._posted.set()
+            self.report.tensors = len(pieces)
+            self.report.wanted_bytes = self._wanted_bytes
+            while self._state == READING and not ahead.look():
+                if ahead.idle_seconds() > session.stall_seconds:
+                    raise StallError(
+                        f"{self.source}: no byte has come for {ahead.idle_seconds():.0f} s",
+                        path=self.source,
+                        hint="stall_seconds sets the limit",
+                    )
+                ahead.pause(0, -1, _LOOK_SECONDS)
+            if ahead.error is not None:
+                raise ahead.error
+        finally:
+            ahead.release()
+
+    def _elsewhere(self, session: Session, piece: Piece) -> bool:
+        """Whether another prefetch reads it already, into the same tier."""
+        file = session.checkpoint.shards[piece.shard].identity
+        return any(
+            other is not self and other.tier == self.tier and other._landing.has(file, piece)
+            for other in prefetches()
+        )
+
+    def _measure(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+        if self.tier == "pagecache":
+            self._resident_bytes = sum(
+                residency.resident_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
+                for p in pieces
+                if p.nbytes
+            )
+
+    def _fail(self, error: GdsloadError) -> None:
+        with self._lock:
+            if self._state in (OPENING, READING):
+                self._error = error
+                self._state = FAILED
+                self.report.failure = f"{type(error).__name__}: {error}"
+
+    def _end(self, state: str) -> None:
+        with self._lock:
+            if self._state in (OPENING, READING):
+                self._state = state
+            if self._ahead is not None:
+                self._landed_bytes = self._warm_bytes + self._ahead.landed_bytes
+            if not self._ended.is_set():
+                self._seconds = self.report.seconds = time.monotonic() - self._start
+            # What the page cache has is found there, by whoever looks, from now on.
+            over = self._state != LANDED or self.tier == "pagecache"
+        if over:
+            self._withdraw()
+        self._posted.set()
+        self._ended.set()
+
+    def _withdraw(self) -> None:
+        claims.withdraw(self._landing)
+        with _lock:
+            if self in _alive:
+                _alive.remove(self)
+
+    def progress(self) -> Progress:
+        """How far it is, at once."""
+        ahead = self._ahead
+        if ahead is not None and not self._ended.is_set():
+            ahead.look()
+            landed = min(self._warm_bytes + ahead.landed_bytes, self._wanted_bytes)
+        else:
+            landed = min(self._landed_bytes, self._wanted_bytes)
+        ended = self._ended.is_set()
+        return Progress(
+            self._state, self._wanted_bytes, landed, self._landing.claimed_bytes,
+            self._resident_bytes, self._seconds if ended else time.monotonic() - self._start,
+        )  # fmt: skip
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until all has landed: True; or False after `timeout` seconds.
+
+        Raises what ended it: CheckpointError and its kinds, ReadError, PlacementError,
+        BackendUnavailable; PrefetchCancelled where somebody cancelled or closed it before.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.is_set():
+            left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._ended.wait(min(left, _LOOK_SECONDS))
+        if self._error is not None:
+            raise self._error
+        if self._state != LANDED and self._landed_bytes < self._wanted_bytes:
+            raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
+        return True
+
+    def cancel(self) -> None:
+        """Ends the reads. Loads that claimed some of it keep what has landed, and read the rest
+        themselves; what nobody claimed is let go. May be called again, and at any time."""
+        self._stop(CANCELLED)
+
+    def close(self) -> None:
+        """Ends the reads and lets go of what nobody has claimed. May be called again."""
+        self._stop(CLOSED)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LOOK_SECONDS if self._state == OPENING else None)
+
+    def _stop(self, state: str) -> None:
+        with self._lock:
+            if self._state in (OPENING, READING) or (state == CLOSED and self._state == LANDED):
+                self._state = state
+            ahead = self._ahead
+        if ahead is not None:
+            ahead.release()
+        self._withdraw()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        progress = self.progress()
+        return (
+            f"<Prefetch {self.source} ({self.tier}): {progress.state},"
+            f" {progress.landed_bytes} of {progress.wanted_bytes} bytes>"
+        )
+
+
+def prefetch(
+    source: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    tier: str = "memory",
+    names: Iterable[str] | None = None,
+    limit_bytes: int | None = None,
+    keep: bool = False,
+    backend: str = "auto",
+    cache: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    **where: Any,
+) -> Prefetch:
+    """Starts reading a checkpoint, and returns within milliseconds; torch is not imported.
+
+    `tier` "memory" reads into memory that a later `load_file`, `stream`, `safe_open` or
+    `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
+    Each byte is taken once, since tensors own their memory; a second load reads again. What the
+    first load leaves is let go when it ends, unless `keep`, which holds it until `close`. Weights
+    for a GPU wait in host memory. `tier` "pagecache" only fills the page cache, with at most
+    `limit_bytes` (None: the memory that is available), for this process and for others.
+
+    The files are told apart by device, inode, size and times: a load that finds another version
+    takes nothing from this one. Errors do not leave the thread that reads: `wait` raises them, and
+    a load that would have adopted the bytes reads them itself. `names`, `backend`, `cache`,
+    `options`, `stall_seconds` and `where` are those of `load_file`.
+
+    Raises ValueError for an unknown `tier` or `cache`. Whether the device is there is found out by
+    the load: it takes torch to know.
+    """
+    if tier not in TIERS:
+        raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    if isinstance(names, str):
+        raise TypeError(f"names is a list of tensor names, not the string {names!r}")
+    if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
+        raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    session = {
+        "device": "cpu",  # host memory in any case: a GPU's own reads begin when its load does
+        "backend": backend,
+        "cache": cache,
+        "options": options,
+        "stall_seconds": stall_seconds,
+    }
+    made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
+    made._begin()
+    return made
+
+
+def prefetches() -> list[Prefetch]:
+    """Those of this process that still read, or hold what nobody has taken; oldest first."""
+    pid = os.getpid()
+    with _lock:
+        mine = [one for one in _alive if one._landing.pid == pid]
+        for one in mine:
+            if one._ended.is_set() and one._landing.empty:
+                _alive.remove(one)
+                mine = [other for other in mine if other is not one]
+    return mine
+
+
+def _limited(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
+    """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
+    left = limit_bytes if limit_bytes is not None else available_bytes()
+    kept: list[Piece] = []
+    for piece in pieces:
+        size = piece.nbytes if left is None else min(piece.nbytes, left)
+        if size < piece.nbytes:
+            piece = piece._replace(nbytes=size)
+        if left is not None:
+            left -= size
+        kept.append(piece)
+        if left == 0:
+            break
+    return kept
+
+
+_lock = threading.Lock()
+_alive: list[Prefetch] = []
+
+
+def _close_all() -> None:
+    for one in prefetches():
+        one.close()
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+# Daemon threads that wake while the interpreter goes down are stopped for good: end them before.
+atexit.register(_close_all)

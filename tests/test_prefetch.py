@@ -1,0 +1,363 @@
+"""Bytes read ahead: adopted once, never read twice, and never from another version of a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file as reference_load_file
+
+import gdsload
+from gated import Gate, gated
+from gdsload import claims, load, residency
+from gdsload.early import PrefetchCancelled, prefetches
+from gdsload.errors import CheckpointError, FileChanged, ReadError
+
+PATIENCE_SECONDS = 30
+# Through the page cache into memory: works on every filesystem, and never ends in a mapping.
+READ = {"cache": "buffered"}
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with gated() as gate:
+        yield gate
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a load has claimed something."""
+    event, real = threading.Event(), load.claim_pieces
+
+    def claim(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found[0]:
+            event.set()
+        return found
+
+    monkeypatch.setattr(load, "claim_pieces", claim)
+    return event
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    left = prefetches()
+    for one in left:
+        one.close()
+    assert left == [] and claims.offered() == []
+
+
+def reference(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors.update(reference_load_file(file))
+    return tensors
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_what_has_landed_is_adopted_and_not_read_again(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        wanted = ahead.progress().wanted_bytes
+        assert ahead.progress()[:3] == ("landed", wanted, wanted)
+        got = gdsload.load_file(checkpoint)
+        report = gdsload.last_report()
+        assert report.roads == {"prefetched": wanted} and report.requests == 0
+        assert ahead.progress().claimed_bytes == wanted
+        assert prefetches() == []  # all is taken: nothing is held any more
+    assert_same(got, reference(checkpoint))
+
+
+def test_what_is_on_its_way_is_waited_for(
+    checkpoint: Path, gate: Gate, claimed: threading.Event
+) -> None:
+    loaded: list[dict[str, torch.Tensor]] = []
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        gate.open(count=1)
+        loader = threading.Thread(target=lambda: loaded.append(gdsload.load_file(checkpoint)))
+        loader.start()
+        assert claimed.wait(PATIENCE_SECONDS)
+        assert ahead.progress().state == "reading" and loaded == []
+        gate.open()
+        loader.join(PATIENCE_SECONDS)
+    assert len(gate.requests) == 1, "somebody read again"
+    assert_same(loaded[0], reference(checkpoint))
+
+
+def test_a_load_waits_for_a_prefetch_that_still_opens_the_files(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go = threading.Event(), threading.Event()
+    real = gdsload.Checkpoint.open
+
+    def slow(source: str, **where: object) -> object:
+        if threading.current_thread().name == "gdsload-prefetch":
+            opening.set()
+            assert go.wait(PATIENCE_SECONDS)
+        return real(source, **where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gdsload.Checkpoint, "open", slow)
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        assert opening.wait(PATIENCE_SECONDS) and ahead.progress().state == "opening"
+        monkeypatch.setattr(
+            claims.Landing, "await_opening", lambda self, s: (go.set(), self._known.wait(s))[1]
+        )
+        gdsload.load_file(checkpoint)
+    assert set(gdsload.last_report().roads) == {"prefetched"}
+
+
+def test_a_second_load_reads_for_itself_and_shares_nothing(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, **READ):
+        first = gdsload.load_file(checkpoint)
+        second = gdsload.load_file(checkpoint, **READ)
+    assert "prefetched" not in gdsload.last_report().roads
+    for name in first:
+        first[name].view(torch.uint8).zero_()
+    assert_same(second, reference(checkpoint))
+
+
+def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
+    wanted = reference(checkpoint)
+    with gdsload.prefetch(checkpoint, **READ):
+        assert_same(dict(gdsload.stream(checkpoint, window_bytes=100_000)), wanted)
+        assert set(gdsload.last_report().roads) == {"prefetched"}
+    with gdsload.prefetch(checkpoint, **READ), gdsload.safe_open(checkpoint) as opened:
+        assert_same(opened.get_tensors(), wanted)
+    assert set(gdsload.last_report().roads) == {"prefetched"}
+
+
+def test_rows_are_adopted_one_by_one(checkpoint: Path) -> None:
+    name = "model.embed_tokens.weight"
+    wanted = reference(checkpoint)[name]
+    ahead = gdsload.prefetch(checkpoint, names=[name], **READ)
+    with ahead, gdsload.safe_open(checkpoint) as opened:
+        rows = opened.get_slice(name)
+        assert torch.equal(rows[2:5], wanted[2:5]) and torch.equal(rows[5:7], wanted[5:7])
+        assert torch.equal(rows[0:2], wanted[0:2])
+        taken = ahead.progress().claimed_bytes
+        assert taken == 7 * wanted[0].nbytes
+        assert torch.equal(rows[4:6], wanted[4:6])  # they are somebody's: read again
+        assert ahead.progress().claimed_bytes == taken
+
+
+def test_what_the_first_load_leaves_is_let_go_unless_kept(checkpoint: Path) -> None:
+    name = "model.norm.weight"
+    with gdsload.prefetch(checkpoint, **READ):
+        gdsload.load_file(checkpoint, names=[name])
+        gdsload.load_file(checkpoint, names=["model.embed_tokens.weight"], **READ)
+        assert "prefetched" not in gdsload.last_report().roads
+    with gdsload.prefetch(checkpoint, keep=True, **READ):
+        gdsload.load_file(checkpoint, names=[name])
+        gdsload.load_file(checkpoint, names=["model.embed_tokens.weight"], **READ)
+        assert set(gdsload.last_report().roads) == {"prefetched"}
+
+
+def test_another_version_of_the_file_is_not_adopted(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        changed = []
+        for file in checkpoint.glob("*.safetensors"):
+            with open(file, "r+b") as out:
+                out.seek(-64, os.SEEK_END)
+                out.write(bytes(range(64)))
+            changed.append(file)
+        assert changed
+        got = gdsload.load_file(checkpoint)
+        assert "prefetched" not in gdsload.last_report().roads
+        assert ahead.progress().claimed_bytes == 0
+    assert_same(got, reference(checkpoint))
+
+
+def test_a_change_under_the_reads_is_noticed(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        gate.request()
+        for file in checkpoint.glob("*.safetensors"):
+            os.utime(file, ns=(0, 0))
+        gate.open()
+        with pytest.raises(FileChanged):
+            ahead.wait(PATIENCE_SECONDS)
+    assert ahead.progress().state == "failed"
+
+
+def test_a_load_that_adopted_from_a_file_that_changes_gives_nothing(
+    checkpoint: Path, gate: Gate, claimed: threading.Event
+) -> None:
+    errors: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            gdsload.load_file(checkpoint)
+        except BaseException as error:
+            errors.append(error)
+
+    with gdsload.prefetch(checkpoint, backend="gated", **READ):
+        gate.request()
+        loader = threading.Thread(target=load)
+        loader.start()
+        assert claimed.wait(PATIENCE_SECONDS)
+        for file in checkpoint.glob("*.safetensors"):
+            os.utime(file, ns=(0, 0))
+        gate.open()
+        loader.join(PATIENCE_SECONDS)
+    assert [type(error) for error in errors] == [FileChanged]
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "fail"])
+def test_what_a_prefetch_loses_the_load_reads_itself(
+    checkpoint: Path, gate: Gate, claimed: threading.Event, end: str
+) -> None:
+    loaded: list[dict[str, torch.Tensor]] = []
+    ahead = gdsload.prefetch(checkpoint, backend="gated", **READ)
+    gate.open(count=2)
+    loader = threading.Thread(target=lambda: loaded.append(gdsload.load_file(checkpoint, **READ)))
+    loader.start()
+    assert claimed.wait(PATIENCE_SECONDS)
+    if end == "fail":
+        gate.open(count=1, error=errno.EIO)
+        gate.open()  # the others go on
+    else:
+        getattr(ahead, end)()
+    loader.join(PATIENCE_SECONDS)
+    assert_same(loaded[0], reference(checkpoint))
+    with pytest.raises(ReadError if end == "fail" else PrefetchCancelled):
+        ahead.wait(PATIENCE_SECONDS)
+    ahead.close()
+
+
+def test_cancelling_one_leaves_the_others_alone(checkpoint: Path, gate: Gate) -> None:
+    other = shutil.copytree(checkpoint, checkpoint.with_name("other"))
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
+        gate.request(0)
+        with gdsload.prefetch(other, backend="gated", **READ) as second:
+            gate.request(1)
+            first.cancel()
+            first.cancel()
+            assert first.progress().state == "cancelled"
+            gate.open(1)
+            assert second.wait(PATIENCE_SECONDS) and prefetches() == [second]
+
+
+def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ):
+        gate.request(0)
+        with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
+            assert again.wait(PATIENCE_SECONDS) and len(gate.requests) == 1
+            gate.open(0)
+            gdsload.load_file(checkpoint)
+            assert set(gdsload.last_report().roads) == {"prefetched"}
+
+
+def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        gate.request()
+        assert ahead.wait(0.0) is False
+        assert "reading" in repr(ahead)
+
+
+def test_errors_come_where_somebody_waits(tmp_path: Path, checkpoint: Path) -> None:
+    with gdsload.prefetch(tmp_path / "nowhere") as ahead, pytest.raises(CheckpointError):
+        ahead.wait(PATIENCE_SECONDS)
+    with (
+        gdsload.prefetch(checkpoint, names=["nobody"]) as ahead,
+        pytest.raises(CheckpointError, match="nobody"),
+    ):
+        ahead.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tier": "tape"}, {"cache": "x"}, {"limit_bytes": 1}, {"limit_bytes": 0, "tier": "pagecache"}],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        gdsload.prefetch("model", **arguments)  # type: ignore[arg-type]
+
+
+def test_page_cache_is_filled_and_counted(checkpoint: Path) -> None:
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if any(residency.evict(file) for file in files):
+        pytest.skip("this filesystem keeps its pages")
+    with gdsload.prefetch(checkpoint, tier="pagecache") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        progress = ahead.progress()
+        assert progress.resident_bytes == progress.landed_bytes == progress.wanted_bytes > 0
+        assert claims.offered() == []
+    assert sum(residency.resident_bytes(file) for file in files) >= progress.wanted_bytes
+    gdsload.load_file(checkpoint)
+    assert set(gdsload.last_report().roads) == {"mapped"}
+
+
+def test_page_cache_is_not_filled_past_the_limit(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, tier="pagecache", limit_bytes=70_000) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert ahead.progress().wanted_bytes == ahead.progress().resident_bytes == 70_000
+
+
+def test_what_is_on_its_way_into_the_page_cache_is_mapped_when_it_is_there(
+    checkpoint: Path, gate: Gate, claimed: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "wholly_resident", lambda *place: False)
+    loaded: list[dict[str, torch.Tensor]] = []
+    with gdsload.prefetch(checkpoint, tier="pagecache", backend="gated"):
+        gate.open(count=1)
+        loader = threading.Thread(target=lambda: loaded.append(gdsload.load_file(checkpoint)))
+        loader.start()
+        assert claimed.wait(PATIENCE_SECONDS)
+        assert loaded == []
+        gate.open()
+        loader.join(PATIENCE_SECONDS)
+    assert len(gate.requests) == 1
+    assert_same(loaded[0], reference(checkpoint))
+
+
+def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if prefetches() == [] == claims.offered() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert prefetches() == [ahead]
+
+
+def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:
+    code = (
+        "import sys, gdsload; p = gdsload.prefetch(sys.argv[1], cache='buffered');"
+        "gdsload.prefetch(sys.argv[1], tier='pagecache'); p.wait(30); print(p.progress().state,"
+        " 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "landed False False\n", "")
+
+
+def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
+    ahead = gdsload.prefetch(checkpoint, **READ)
+    assert ahead.wait(PATIENCE_SECONDS)
+    (landing,) = claims.offered()
+    region = next(iter(landing._free.values()))[0].spot.region  # type: ignore[union-attr]
+    held = sys.getrefcount(region)
+    ahead.close()
+    # The name here and getrefcount's own argument: nobody else keeps the mapping.
+    assert held > sys.getrefcount(region) == 2
