@@ -112,8 +112,20 @@ class Ahead(Batch):
                 super().release()
 
 
+class _Scratch(Arena):
+    """One small region for all transfers. Several may land in the same place at once."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        self.regions = [Region.anonymous(target.length) for target in plan.targets]
+
+    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
+        return {}
+
+
 class Warming(Ahead):
     """Pieces on their way into the page cache."""
+
+    memory_of = _Scratch
 
     @classmethod
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Warming:
@@ -124,19 +136,6 @@ class Warming(Ahead):
             for shard in sorted({transfer.shard for transfer in plan.transfers}):
                 session.register(shard)
         return cls(session, plan, {})
-
-    def _memory_for(self, plan: ReadPlan) -> Arena:
-        return _Scratch(plan)
-
-
-class _Scratch(Arena):
-    """One small region for all transfers. Several may land in the same place at once."""
-
-    def __init__(self, plan: ReadPlan) -> None:
-        self.regions = [Region.anonymous(target.length) for target in plan.targets]
-
-    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
-        return {}
 
 
 def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:

@@ -60,8 +60,8 @@ class Prefetch:
     """One checkpoint being read ahead. Close it, leave its `with`, or let a load take it all."""
 
     def __init__(
-        self, source: str, device: str, tier: str, session: Mapping[str, Any], names: Iterable[str] | None,
-        limit_bytes: int | None, keep: bool, where: Mapping[str, Any],
+        self, source: str, device: str, tier: str, session: Mapping[str, Any],
+        names: Iterable[str] | None, limit_bytes: int | None, keep: bool, where: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.source = source
         self.tier = tier

@@ -8,12 +8,11 @@ mappings of warm shards. A `Batch` is some pieces on their way. `load_file`, `st
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from gdsload import residency
 from gdsload._native.memory import Region
@@ -35,8 +34,6 @@ from gdsload.plan import (
 )
 from gdsload.report import LoadReport
 from gdsload.twins import open_direct
-
-log = logging.getLogger("gdsload")
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 # Without a single byte for this long, storage is taken for dead. Longer than an NFS server's
@@ -140,8 +137,7 @@ class Session:
 
     def claims_of(self, spots: Mapping[str, Spot]) -> dict[str, Claim]:
         """The claims behind these spots, once: their bytes may still be on the way."""
-        mine, self._claims = self._claims, {}
-        return {name: claim for name, claim in mine.items() if name in spots}
+        return {name: self._claims.pop(name) for name in spots if name in self._claims}
 
     def _mapping(self, shard: int) -> Region:
         if shard not in self._mapped:
@@ -257,6 +253,8 @@ class Session:
 class Batch:
     """Pieces on their way: memory, one request, and what became of it."""
 
+    memory_of: ClassVar[type[Arena]] = Arena
+
     def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
         self.session = session
         self.plan = plan
@@ -266,7 +264,7 @@ class Batch:
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
-                self._post(self._memory_for(plan))
+                self._post(self.memory_of(plan))
 
     def settled(self, name: str) -> bool:
         """Whether a piece that a prefetch reads is at its spot; True for one that none does.
@@ -300,9 +298,6 @@ class Batch:
             again.release()
         for piece in pieces:
             del self.claims[piece.name]
-
-    def _memory_for(self, plan: ReadPlan) -> Arena:
-        return Arena(plan)
 
     def _post(self, arena: Arena) -> None:
         backend, plan = self.session.backend, self.plan
