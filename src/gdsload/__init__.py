@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gdsload import warmup
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Modules that are reached as attributes: gdsload.warmup.hook(...).
+_MODULES = ("warmup",)
 _HOMES = {
     "BackendUnavailable": "errors",
     "Checkpoint": "checkpoint",
@@ -81,10 +84,13 @@ __all__ = [
     "safe_open",
     "stream",
     "uninstall",
+    "warmup",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"gdsload.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'gdsload' has no attribute {name!r}")

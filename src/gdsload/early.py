@@ -13,6 +13,7 @@ import atexit
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
 # that must share the interpreter with `import torch` takes ten times as long.
 HEAD_START_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
+REMEMBERED = 32  # prefetches that `warmup.status` can still tell of when they have ended
 
 
 class PrefetchCancelled(GdsloadError, RuntimeError):
@@ -85,6 +87,7 @@ class Prefetch:
         claims.offer(self._landing)
         with _lock:
             _alive.append(self)
+            _started.append(self)
         self._thread.start()
         self._posted.wait(HEAD_START_SECONDS)
 
@@ -169,6 +172,7 @@ class Prefetch:
                 self._state = state
             if self._ahead is not None:
                 self._landed_bytes = self._warm_bytes + self._ahead.landed_bytes
+                self._ahead = None  # loads that still take from it have it in their claims
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
             # What the page cache has is found there, by whoever looks, from now on.
@@ -314,6 +318,12 @@ def prefetches() -> list[Prefetch]:
     return mine
 
 
+def started() -> list[Prefetch]:
+    """The last ones of this process, oldest first, ended or not."""
+    with _lock:
+        return list(_started)
+
+
 def _limited(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
     """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
     left = limit_bytes if limit_bytes is not None else available_bytes()
@@ -332,6 +342,7 @@ def _limited(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
 
 _lock = threading.Lock()
 _alive: list[Prefetch] = []
+_started: deque[Prefetch] = deque(maxlen=REMEMBERED)
 
 
 def _close_all() -> None:
@@ -343,6 +354,7 @@ def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _alive.clear()
+    _started.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,202 @@
+"""Prefetches that servers, environments and command lines start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gdsload
+from command import answer, process, run
+from gated import Gate, gated
+from gdsload import early, residency, warmup
+from gdsload.errors import CheckpointNotFound
+
+PATIENCE_SECONDS = 30
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with gated() as gate:
+        yield gate
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    for one in early.prefetches():
+        one.close()
+
+
+def test_status_tells_of_what_ended_and_of_what_failed(checkpoint: Path, tmp_path: Path) -> None:
+    with gdsload.prefetch(checkpoint, cache="buffered") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        landed = warmup.status()[-1]
+        assert landed[:4] == (str(checkpoint), "cpu", "memory", "landed")
+        assert landed.landed_bytes == landed.wanted_bytes > 0 and landed.error == ""
+        gdsload.load_file(checkpoint)
+        assert warmup.status()[-1].claimed_bytes == landed.wanted_bytes
+    with (
+        gdsload.prefetch(tmp_path / "nowhere", 1) as lost,
+        pytest.raises(CheckpointNotFound),
+    ):
+        lost.wait(PATIENCE_SECONDS)
+    failed = warmup.status()[-1]
+    assert (failed.state, failed.device) == ("failed", "cuda:1") and "nowhere" in failed.error
+
+
+def test_status_forgets_in_the_end(checkpoint: Path) -> None:
+    for _ in range(early.REMEMBERED + 1):
+        gdsload.prefetch(checkpoint, names=[]).close()
+    assert len(warmup.status()) == early.REMEMBERED
+
+
+def test_a_hook_is_a_plain_function(checkpoint: Path) -> None:
+    hook = warmup.hook(checkpoint, wait=True, cache="buffered")
+    ahead = hook()
+    assert ahead.progress().state == "landed" and hook() is ahead
+
+
+def test_a_hook_is_the_life_of_an_application(checkpoint: Path, gate: Gate) -> None:
+    app = object()
+
+    async def live() -> None:
+        async with warmup.hook(checkpoint, backend="gated", cache="buffered")(app) as state:
+            ahead = state["gdsload"]
+            assert ahead.progress().state in ("opening", "reading")
+        assert ahead.progress().state == "closed"
+
+    asyncio.run(live())
+
+
+def test_an_application_that_waits_starts_with_the_bytes(checkpoint: Path) -> None:
+    async def live() -> None:
+        async with warmup.hook(checkpoint, wait=True, cache="buffered")(object()) as state:
+            assert state["gdsload"].progress().state == "landed"
+
+    asyncio.run(live())
+
+
+def test_an_application_that_waits_gets_the_error(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with warmup.hook(tmp_path / "nowhere", wait=True)(object()):
+            pytest.fail("it started")
+
+    with pytest.raises(CheckpointNotFound):
+        asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("model", ("model", "cpu")),
+        ("org/model@cuda:0", ("org/model", "cuda:0")),
+        ("model@cpu", ("model", "cpu")),
+        ("a@b@cuda", ("a@b", "cuda")),
+        ("model@2", ("model@2", "cpu")),
+    ],
+)
+def test_the_environment_names_source_and_device(text: str, wanted: tuple[str, str]) -> None:
+    assert warmup.source_and_device(text) == wanted
+
+
+def test_a_directory_may_look_like_a_device(tmp_path: Path) -> None:
+    directory = tmp_path / "model@cuda"
+    directory.mkdir()
+    assert warmup.source_and_device(str(directory)) == (str(directory), "cpu")
+
+
+def test_the_environment_starts_one(checkpoint: Path) -> None:
+    assert warmup.from_environment({}) is None
+    ahead = warmup.from_environment({warmup.VARIABLE: f"{checkpoint}@cuda:1"})
+    assert ahead is not None
+    assert (ahead.source, ahead.report.device) == (str(checkpoint), "cuda:1")
+
+
+def test_words_start_one_and_leave_the_rest(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(warmup.VARIABLE, "elsewhere")
+    words = ["--model", str(checkpoint), "--tier=pagecache", "script.py", "--model", "x"]
+    ahead, rest = warmup.from_words(words)
+    assert ahead is not None and rest == ["script.py", "--model", "x"]
+    assert (ahead.source, ahead.tier) == (str(checkpoint), "pagecache")
+    monkeypatch.delenv(warmup.VARIABLE)
+    assert warmup.from_words(["script.py", "--device", "x"]) == (
+        None,
+        ["script.py", "--device", "x"],
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--model"], ["--device", "cpu", "script.py"], ["--model", "x", "--tier", "tape"]]
+)
+def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="gdsload: --"):
+        warmup.from_words(words)
+
+
+def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if any(residency.evict(file) for file in files):
+        pytest.skip("this filesystem keeps its pages")
+    facts = answer("warmup", checkpoint, "--tier", "pagecache", "--wait")
+    assert facts["state"] == "landed"
+    assert facts["resident_bytes"] == facts["wanted_bytes"] > 0
+    assert sum(residency.resident_bytes(file) for file in files) >= facts["wanted_bytes"]
+    assert "in the page cache" in run("warmup", checkpoint, "--wait").output
+
+
+def test_the_command_keeps_to_its_limit(checkpoint: Path) -> None:
+    facts = answer("warmup", checkpoint, "--limit", "64K", "--wait")
+    assert facts["wanted_bytes"] == 64 << 10
+
+
+def test_the_command_fails_where_there_is_nothing(tmp_path: Path) -> None:
+    for words in (["--wait"], []):
+        result = run("warmup", tmp_path / "nowhere", *words)
+        assert result.exit_code == 1 and "nowhere" in result.output
+    assert run("warmup", tmp_path, "--tier", "tape").exit_code == 2
+
+
+def test_the_command_says_so_where_pages_do_not_stay(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "resident_bytes", lambda *place: 0)
+    assert run("warmup", checkpoint, "--wait").exit_code == 3
+
+
+def test_the_command_goes_on_in_another_process(checkpoint: Path) -> None:
+    pid = answer("warmup", checkpoint)["pid"]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    said = run("warmup", checkpoint).output
+    pid = int(said.partition("process ")[2].split()[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_command_needs_no_torch(checkpoint: Path) -> None:
+    code = (
+        "import sys; from gdsload.cli import main; main(standalone_mode=False);"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    ran = process(code, "warmup", checkpoint, "--wait", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["state"] == "landed"
+
+
+def test_it_is_reached_as_an_attribute() -> None:
+    code = "import gdsload; print(gdsload.warmup.status())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
