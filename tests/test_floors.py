@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
-    "_native collector errors dtypes",
-    "checkpoint source header files strictjson layouts synth",
+    "_native collector errors dtypes quiet",
+    "checkpoint shard source header files strictjson layouts synth",
     "plan",
     "arena ring residency report claims twins",
-    "backends outcome",
+    "backends outcome roads",
     "load doctor tensors prefetch early ahead",
     "model warmup run seam loading weights labels slices feed cuts swaps converters",
     "cli integrations bench __main__",

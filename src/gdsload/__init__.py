@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from gdsload.model import accelerated, from_pretrained, install, uninstall
     from gdsload.plan import plan
+    from gdsload.quiet import quiesce, resume
     from gdsload.report import LoadReport, last_report
     from gdsload.tensors import load_file, safe_open, stream
 
@@ -54,6 +55,8 @@ _HOMES = {
     "load_file": "tensors",
     "plan": "plan",
     "prefetch": "early",
+    "quiesce": "quiet",
+    "resume": "quiet",
     "safe_open": "tensors",
     "stream": "tensors",
     "uninstall": "model",
@@ -81,6 +84,8 @@ __all__ = [
     "load_file",
     "plan",
     "prefetch",
+    "quiesce",
+    "resume",
     "safe_open",
     "stream",
     "uninstall",

@@ -9,15 +9,14 @@ is replaced meanwhile cannot give the names of one version over the bytes of ano
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple
 
+from gdsload import quiet
 from gdsload.collector import collector_paused
-from gdsload.errors import CheckpointError, FileChanged, shown
+from gdsload.errors import CheckpointError, shown
 from gdsload.files import each, read_exactly
 from gdsload.header import (
     HEADER_LIMIT_BYTES,
@@ -27,132 +26,12 @@ from gdsload.header import (
     header_length,
     parse_header,
 )
+from gdsload.shard import Identity, Shard
 from gdsload.source import PathLike, Place, Source, locate, open_place, text_of
 
 __all__ = ["Checkpoint", "Identity", "Shard", "TensorInfo"]
 
 _FIRST_READ_BYTES = 128 << 10  # one request fetches length and header of a usual shard together
-_PAGE_BYTES = 4096  # a direct read aligned to this is accepted by every file system we know
-
-
-class Identity(NamedTuple):
-    """What tells one version of a file from another, as fstat gives it."""
-
-    dev: int
-    ino: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Identity:
-        return cls(
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        )
-
-
-class Shard:
-    """One opened file. It owns its descriptor: close() gives it back, and so does the collector.
-
-    `path` is for messages, `name` is what an index calls the file, `size` and `data_start` are in
-    bytes, `identity` was taken on the descriptor when it was opened.
-    """
-
-    __slots__ = ("__weakref__", "_fd", "data_start", "identity", "metadata", "name", "path", "size")
-
-    def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
-        self._fd = fd
-        self.path = path
-        self.name = name
-        self.identity = identity
-        self.size = identity.size
-        self.data_start = 0
-        self.metadata: dict[str, str] = {}
-
-    @property
-    def fd(self) -> int:
-        """The descriptor, open for buffered reading. Raises CheckpointError once closed."""
-        if self._fd < 0:
-            raise CheckpointError(f"{self.path}: the checkpoint is closed", path=self.path)
-        return self._fd
-
-    @property
-    def closed(self) -> bool:
-        return self._fd < 0
-
-    def reopen_direct(self) -> int | None:
-        """A descriptor of the same file that bypasses the page cache; the caller closes it.
-
-        It is opened through the descriptor, never by name. None where the file system does not
-        do direct reads; raises OSError when it fails otherwise.
-        """
-        try:
-            twin = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return None
-            raise
-        status = os.fstat(twin)
-        if (status.st_dev, status.st_ino) != self.identity[:2]:
-            os.close(twin)
-            raise OSError(errno.ESTALE, "reopening gave another file", self.path)
-        return twin
-
-    def direct_alignment(self) -> tuple[int, int]:
-        """Bytes that address, and offset and length, of a direct read must be multiples of."""
-        statx: Callable[..., object] | None = getattr(os, "statx", None)  # Python 3.15
-        mask = getattr(os, "STATX_DIOALIGN", None)
-        if statx is None or mask is None:
-            return _PAGE_BYTES, _PAGE_BYTES
-        status = statx(self.fd, mask)
-        memory = getattr(status, "stx_dio_mem_align", None) or _PAGE_BYTES
-        return memory, getattr(status, "stx_dio_offset_align", None) or _PAGE_BYTES
-
-    def verify_unchanged(self) -> None:
-        """Raises FileChanged when the file is no longer what was opened."""
-        try:
-            status = os.fstat(self.fd)
-        except OSError as error:
-            raise FileChanged(
-                f"{self.path}: the file cannot be looked at any more: {error.strerror}",
-                path=self.path,
-            ) from error
-        now = Identity.of(status)
-        if now == self.identity:
-            return
-        if now.size != self.size:
-            what = f"its size went from {self.size} to {now.size} bytes"
-        elif now.mtime_ns != self.identity.mtime_ns:
-            what = "it was written to (its modification time moved)"
-        elif now[:2] != self.identity[:2]:
-            what = "it became another file"
-        elif status.st_nlink == 0:
-            what = "it was deleted or replaced"
-        else:
-            what = "its status changed (ctime moved: mode, owner, links or times)"
-        raise FileChanged(
-            f"{self.path}: the file changed while it was read: {what}", path=self.path
-        )
-
-    def close(self) -> None:
-        """Gives the descriptor back. May be called again."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
-        # The default keeps os.close alive while the interpreter goes down.
-        fd = getattr(self, "_fd", -1)
-        if fd >= 0:
-            self._fd = -1
-            _close(fd)
-
-    def __reduce__(self) -> str:
-        raise TypeError("a Shard owns a file descriptor and cannot be copied or pickled")
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"fd {self._fd}"
-        return f"<Shard {self.path} ({self.size} bytes, {state})>"
 
 
 class Checkpoint:
@@ -175,6 +54,7 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata)
         self.total_bytes = sum(info.nbytes for info in self.tensors.values())
+        quiet.hold(self)
 
     @classmethod
     def open(
@@ -299,8 +179,23 @@ class Checkpoint:
     def closed(self) -> bool:
         return all(shard.closed for shard in self.shards)
 
+    def busy(self) -> str:
+        """For `quiesce`: descriptors can be given back at any time."""
+        return ""
+
+    def rest(self) -> None:
+        """Gives the descriptors back; each file is opened again when it is next asked for."""
+        for shard in self.shards:
+            shard.rest()
+
+    def wake(self) -> None:
+        """Opens the files again after `rest`. Raises FileChanged where they are others by now."""
+        if not self.closed:
+            self.verify_unchanged()
+
     def close(self) -> None:
         """Closes all files. May be called again."""
+        quiet.let_go(self)
         for shard in self.shards:
             shard.close()
 

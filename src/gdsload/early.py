@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload import claims, residency
+from gdsload import claims, quiet, residency
 from gdsload.ahead import Ahead, Warming
 from gdsload.arena import available_bytes
 from gdsload.checkpoint import Checkpoint
@@ -85,6 +85,7 @@ class Prefetch:
 
     def _begin(self) -> None:
         claims.offer(self._landing)
+        quiet.hold(self)
         with _lock:
             _alive.append(self)
             _started.append(self)
@@ -239,6 +240,17 @@ class Prefetch:
         if ahead is not None:
             ahead.release()
         self._withdraw()
+
+    def busy(self) -> str:
+        """For `quiesce`: reads under way; what has landed is memory, and stays."""
+        return "" if self._ended.is_set() else f"{self.source} is being prefetched"
+
+    def rest(self) -> None:
+        """Its files were closed with the last byte; its thread ends here."""
+        self._thread.join()
+
+    def wake(self) -> None:
+        """Nothing to take back."""
 
     def __enter__(self) -> Prefetch:
         return self

@@ -7,17 +7,15 @@ mappings of warm shards. A `Batch` is some pieces on their way. `load_file`, `st
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
-from gdsload import residency
+from gdsload import quiet
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, map_shard
-from gdsload.backends import Backend, Memory, OpenFile, Registration, choose
+from gdsload.backends import Backend, Memory, Registration, choose
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
@@ -25,17 +23,16 @@ from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, StallError
 from gdsload.outcome import note, read_error, silence_error, stall_error
 from gdsload.plan import (
-    DEFAULT_BLOCK_BYTES,
     Piece,
     ReadPlan,
     Transfer,
-    extents_of,
     plan_reads,
 )
 from gdsload.report import LoadReport
-from gdsload.twins import open_direct
+from gdsload.roads import CACHES, Roads
 
-CACHES = ("auto", "direct", "buffered", "mapped")
+__all__ = ["CACHES", "STALL_SECONDS", "Batch", "Session", "require_device"]
+
 # Without a single byte for this long, storage is taken for dead. Longer than an NFS server's
 # restart usually takes.
 STALL_SECONDS = 60.0
@@ -61,8 +58,7 @@ class Session:
 
         What a prefetch has of the same files is taken from it, unless `adopt` is False.
         """
-        if cache not in CACHES:
-            raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+        self._roads = Roads(checkpoint, report, cache)
         self.checkpoint = checkpoint
         self.report = report
         self.device = device
@@ -71,14 +67,12 @@ class Session:
         self._wanted = backend
         self._options = dict(options or {})
         self._backend: Backend | None = None
-        self._files: list[Registration | None] = [None] * len(checkpoint.shards)
-        self._twins: list[int] = []
-        self._blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
         self._mapped: dict[int, Region] = {}
-        self._warm: dict[int, bool] = {}
         self._adopts = adopt and cache != "mapped"
         self._claims: dict[str, Claim] = {}
         self._givers: list[Landing] = []
+        self.posted = 0  # batches whose reads may still be under way
+        quiet.hold(self)
         if backend != "auto" or self._options:
             self._open_backend()  # what was asked for by name must work, also when all is warm
 
@@ -108,11 +102,11 @@ class Session:
         cold: set[int] = set()
         mapped_bytes = 0
         for shard, members in by_shard.items():
-            if not self._is_mapped(shard, members):
+            if not self._roads.mapped(shard, members):
                 cold.add(shard)
                 continue
             if self.cache == "mapped":
-                self._read_ahead(shard, members)
+                self._roads.read_ahead(shard, members)
             region = self._mapping(shard)
             for piece in members:
                 spots[piece.name] = Spot(region, piece.offset)
@@ -144,34 +138,6 @@ class Session:
             self._mapped[shard] = map_shard(self.checkpoint, shard)
         return self._mapped[shard]
 
-    def _is_mapped(self, shard: int, pieces: Sequence[Piece]) -> bool:
-        if self.cache != "auto":
-            return self.cache == "mapped"
-        fd = self.checkpoint.shards[shard].fd
-        return all(
-            residency.mostly_resident(fd, extent.offset, extent.length)
-            for extent in extents_of(pieces)
-        )
-
-    def _read_ahead(self, shard: int, pieces: Sequence[Piece]) -> None:
-        """Starts the kernel reading what was mapped cold: page faults would come one by one."""
-        fd = self.checkpoint.shards[shard].fd
-        with suppress(OSError):  # only a hint
-            for extent in extents_of(pieces):
-                os.posix_fadvise(fd, extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
-
-    def _road_of(self, shard: int, offset: int, length: int) -> str:
-        """The cheapest road for a transfer: warm bytes are copied, cold ones go direct."""
-        if self.cache != "auto":
-            return "buffered" if self.cache == "buffered" else "direct"
-        opened = self.checkpoint.shards[shard]
-        if shard not in self._warm:
-            self._warm[shard] = residency.partly_resident(opened.fd)
-        if not self._warm[shard]:
-            return "direct"
-        length = min(length, opened.size - offset)
-        return "buffered" if residency.wholly_resident(opened.fd, offset, length) else "direct"
-
     def plan(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> ReadPlan:
         """The reads for these pieces, with the road of each as the page cache is now."""
         for shard in sorted({piece.shard for piece in pieces}):
@@ -180,41 +146,19 @@ class Session:
             pieces,
             [shard.size for shard in self.checkpoint.shards],
             self.backend.limits(self.device),
-            blocks=self._blocks,
+            blocks=self._roads.blocks,
             window_bytes=window_bytes,
-            road_of=self._road_of,
+            road_of=self._roads.road_of,
         )
 
-    def register(self, shard: int) -> Registration:
-        known = self._files[shard]
-        if known is not None:
-            return known
-        opened = self.checkpoint.shards[shard]
-        direct = -1
-        if self.cache in ("auto", "direct"):
-            direct = self._direct_twin(shard)
-        registration = self.backend.register(
-            OpenFile(opened.path, opened.fd, opened.size, direct, self._blocks[shard])
-        )
-        self._files[shard] = registration
-        return registration
+    @property
+    def files(self) -> list[Registration]:
+        """A registration for each shard, as `Backend.prepare` takes them."""
+        return self._roads.files
 
-    def _direct_twin(self, shard: int) -> int:
-        """A descriptor for direct reads of a shard, or -1 with the reason in the report."""
-        opened = self.checkpoint.shards[shard]
-        twin, self._blocks[shard], refusal = open_direct(opened)
-        if twin is None:
-            if self.cache == "direct":
-                raise ReadError(
-                    f"{opened.path}: cache='direct', but {refusal}",
-                    path=opened.path,
-                    errno=errno.EINVAL,
-                    hint="cache='auto' reads it through the page cache",
-                )
-            self.report.refusals[f"direct I/O on {opened.name}"] = refusal
-            return -1
-        self._twins.append(twin)
-        return twin
+    def register(self, shard: int) -> None:
+        """Opens a shard's roads, once."""
+        self._roads.register(self.backend, shard)
 
     def start(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> Batch:
         """Puts pieces on their way and returns at once."""
@@ -222,6 +166,21 @@ class Session:
             spots, to_read = self.sort(pieces)
             plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
         return Batch(self, plan, spots)
+
+    def busy(self) -> str:
+        """For `quiesce`: what is under way."""
+        return f"{self.checkpoint.source} is being read" if self.posted else ""
+
+    def rest(self) -> None:
+        """Gives back the backend and all that it needed; the next batch opens it again."""
+        self._roads.close(self._backend)
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+        self._mapped.clear()
+
+    def wake(self) -> None:
+        """Nothing is opened before it is needed."""
 
     def close(self) -> None:
         """Ends the backend and gives its descriptors back; mappings stay with their tensors.
@@ -231,17 +190,8 @@ class Session:
         for giver in self._givers:
             giver.leave(shard.identity for shard in self.checkpoint.shards)
         self._givers.clear()
-        if self._backend is not None:
-            for registration in self._files:
-                if registration is not None:
-                    self._backend.deregister(registration)
-            self._backend.close()
-            self._backend = None
-        self._files = [None] * len(self._files)
-        for twin in self._twins:
-            os.close(twin)
-        self._twins.clear()
-        self._mapped.clear()
+        quiet.let_go(self)
+        self.rest()
 
     def __enter__(self) -> Session:
         return self
@@ -306,8 +256,8 @@ class Batch:
             backend.register(Memory(DRAM, region.address, region.length, region))
             for region in arena.regions
         ]
-        files = [entry or _NO_FILE for entry in self.session._files]
-        self._request = backend.prepare(plan.transfers, files, self._memory)
+        self._request = backend.prepare(plan.transfers, self.session.files, self._memory)
+        self.session.posted += 1
         backend.post(self._request)
         # An engine that could not be opened after all has left its place to the next.
         self.session.report.engine = getattr(backend, "engine", "")
@@ -368,14 +318,11 @@ class Batch:
             return
         session, backend = self.session, self.session.backend
         backend.release(request)
+        session.posted -= 1
         note(session.report, backend, session.checkpoint, self.plan, request)
         for registration in self._memory:
             backend.deregister(registration)
         self._memory = []
-
-
-# Stands in a request for a shard that none of its transfers read.
-_NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
 
 
 def require_device(device: object) -> str:

@@ -1,0 +1,96 @@
+"""A process made still, so that it can be dumped: by CRIU, cuda-checkpoint, or a snapshot.
+
+Whoever holds what a dump cannot carry (rings, contexts, descriptors, pins) registers itself here
+and gives it back when asked; it takes it again when it is next used. Nothing here knows what the
+holders are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from gdsload.errors import GdsloadError
+
+_LOOK_SECONDS = 0.005
+
+
+class Holder(Protocol):
+    """Somebody who holds what a dump cannot carry."""
+
+    def busy(self) -> str:
+        """What is under way, in a few words; empty where it can be made still now."""
+
+    def rest(self) -> None:
+        """Gives everything back. What is asked of it later takes it again."""
+
+    def wake(self) -> None:
+        """Takes back what it can only have if the world is still the same; raises if not."""
+
+
+def quiesce(timeout: float = 30.0) -> None:
+    """Closes every ring, AIO context, descriptor, pin and native thread of gdsload.
+
+    Reads under way are waited for, `timeout` seconds at most. What is in memory stays there:
+    tensors, and what a prefetch has landed. What is held beyond it (an opened `safe_open`, a
+    `Checkpoint`) opens its files again when it is next used, or with `resume`, and raises
+    FileChanged where they are not the same any more. Call it while no thread starts a load.
+
+    Raises GdsloadError, having closed nothing, where a load or a prefetch is still under way after
+    `timeout` seconds: a stream that is half-way does not end by itself.
+    """
+    deadline = time.monotonic() + timeout
+    held = holders()
+    while reasons := [reason for holder in held if (reason := holder.busy())]:
+        if time.monotonic() >= deadline:
+            raise GdsloadError(f"this process cannot be made still: {'; '.join(reasons)}")
+        _never.wait(_LOOK_SECONDS)
+    for holder in held:
+        holder.rest()
+
+
+def resume() -> None:
+    """Opens again what `quiesce` closed and somebody still holds. Loads do so by themselves; this
+    finds out at once whether the files are still what they were.
+
+    Raises FileChanged, CheckpointNotFound and their kinds where they are not.
+    """
+    for holder in holders():
+        holder.wake()
+
+
+def hold(holder: Holder) -> None:
+    """Registers somebody, for as long as it lives."""
+    with _lock:
+        _holders.append(weakref.ref(holder))
+
+
+def holders() -> list[Holder]:
+    """Who is registered and alive, oldest first."""
+    with _lock:
+        alive = [(ref, holder) for ref in _holders if (holder := ref()) is not None]
+        _holders[:] = [ref for ref, _ in alive]
+    return [holder for _, holder in alive]
+
+
+def let_go(holder: Holder) -> None:
+    """Undoes `hold`; also where it was undone before."""
+    with _lock:
+        _holders[:] = [ref for ref in _holders if ref() not in (None, holder)]
+
+
+_never = threading.Event()
+_lock = threading.Lock()
+_holders: list[weakref.ref[Holder]] = []
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _holders.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

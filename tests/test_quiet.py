@@ -1,0 +1,165 @@
+"""A process that is made still holds nothing that a dump cannot carry, and goes on afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file as reference_load_file
+
+import gdsload
+from gated import Gate, gated
+from gdsload import early, quiet
+from gdsload.backends.posix import ENGINES, PosixBackend, try_engine
+from gdsload.errors import CheckpointError, FileChanged, GdsloadError
+
+PATIENCE_SECONDS = 30
+NAME = "model.norm.weight"
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with gated() as gate:
+        yield gate
+
+
+def undumpable(checkpoint: Path) -> list[str]:
+    """Rings, AIO contexts and descriptors of the checkpoint that this process holds."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # the directory's own
+        if "io_uring" in target or target.startswith(f"{checkpoint}/"):
+            found.append(target)
+    with open("/proc/self/maps") as lines:
+        found += [line.split(maxsplit=5)[-1] for line in lines if "[aio]" in line]
+    return found
+
+
+def native_threads() -> set[str]:
+    names = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as comm:
+            names[task] = comm.read()
+    # The kernel's own workers for a ring end some time after it.
+    return {task for task, name in names.items() if not name.startswith("iou-")}
+
+
+def wanted(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors.update(reference_load_file(file))
+    return tensors
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_left_that_a_dump_cannot_carry(checkpoint: Path, engine: str) -> None:
+    support = try_engine(engine)
+    if not support.usable:
+        pytest.skip(str(support))
+    PosixBackend.probe()  # it tries POSIX AIO, whose own thread ends when the C library likes
+    threads = native_threads()
+    with gdsload.safe_open(checkpoint, cache="buffered", options={"engine": engine}) as opened:
+        first = opened.get_tensor(NAME)
+        held = undumpable(checkpoint)
+        assert [target for target in held if str(checkpoint) in target]
+        if engine == "uring":
+            assert [target for target in held if "io_uring" in target]
+        if engine == "linuxaio":
+            assert [target for target in held if "aio" in target]
+        gdsload.quiesce(PATIENCE_SECONDS)
+        assert undumpable(checkpoint) == []
+        if engine != "aio":
+            assert native_threads() <= threads
+        again = opened.get_tensor("model.embed_tokens.weight")
+        assert undumpable(checkpoint)
+    expected = wanted(checkpoint)
+    assert torch.equal(first, expected[NAME])
+    assert torch.equal(again, expected["model.embed_tokens.weight"])
+    assert undumpable(checkpoint) == []
+
+
+def test_what_a_prefetch_has_landed_survives(checkpoint: Path) -> None:
+    with gdsload.prefetch(checkpoint, cache="buffered"):
+        gdsload.quiesce(PATIENCE_SECONDS)
+        assert undumpable(checkpoint) == []
+        gdsload.resume()
+        got = gdsload.load_file(checkpoint)
+    assert set(gdsload.last_report().roads) == {"prefetched"}
+    for name, tensor in wanted(checkpoint).items():
+        assert torch.equal(got[name], tensor)
+
+
+def test_reads_under_way_are_named(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", cache="buffered"):
+        gate.request()
+        with pytest.raises(GdsloadError, match="is being prefetched"):
+            gdsload.quiesce(0.0)
+        gate.open()
+        gdsload.quiesce(PATIENCE_SECONDS)
+
+
+def test_a_stream_that_is_half_way_is_named(checkpoint: Path) -> None:
+    stream = gdsload.stream(checkpoint, cache="buffered", window_bytes=100_000)
+    next(stream)
+    with pytest.raises(GdsloadError, match="is being read"):
+        gdsload.quiesce(0.0)
+    assert undumpable(checkpoint), "it closed what it could not close all of"
+    stream.close()
+    gdsload.quiesce(0.0)
+    assert undumpable(checkpoint) == []
+
+
+def test_another_file_is_found_out_on_the_way_back(checkpoint: Path) -> None:
+    with gdsload.Checkpoint.open(checkpoint) as opened, gdsload.safe_open(checkpoint) as lazy:
+        gdsload.quiesce()
+        for file in checkpoint.glob("*.safetensors"):
+            os.utime(file, ns=(0, 0))
+        with pytest.raises(FileChanged):
+            gdsload.resume()
+        with pytest.raises(CheckpointError):
+            lazy.get_tensor(NAME)
+        with pytest.raises(CheckpointError):
+            _ = opened.shards[0].fd
+    gdsload.resume()
+    assert undumpable(checkpoint) == []
+
+
+def test_a_relative_path_still_leads_back(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    with gdsload.Checkpoint.open(checkpoint.name) as opened:
+        gdsload.quiesce()
+        gdsload.quiesce()
+        monkeypatch.chdir("/")
+        assert not opened.closed and opened.shards[0].fd >= 0
+        gdsload.quiesce()
+    assert opened.closed
+    with pytest.raises(CheckpointError, match="closed"):
+        _ = opened.shards[0].fd
+
+
+def test_whoever_is_gone_is_forgotten(checkpoint: Path) -> None:
+    gdsload.Checkpoint.open(checkpoint)
+    with gdsload.Checkpoint.open(checkpoint) as opened:
+        assert opened in quiet.holders()
+    assert opened not in quiet.holders()
+
+
+def test_a_closed_prefetch_is_no_hindrance(checkpoint: Path, gate: Gate) -> None:
+    gdsload.prefetch(checkpoint, backend="gated", cache="buffered").close()
+    gdsload.quiesce(PATIENCE_SECONDS)
+    assert early.prefetches() == []
