@@ -28,6 +28,8 @@ _PENDING, _HERE, _FAILED = 0, 1, 2
 class Ahead(Batch):
     """Pieces on their way into memory that nobody has asked for yet. A `claims.Flight`."""
 
+    ahead = True
+
     def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
         super().__init__(session, plan, spots)
         self.error: ReadError | None = None
@@ -95,7 +97,10 @@ class Ahead(Batch):
         return self._idle_seconds
 
     def hurry(self) -> None:
-        """Somebody waits for it now."""
+        """Somebody waits for it now: it yields no more."""
+        with self._lock:
+            if self._request is not None:
+                self.session.backend.yield_to_loads(self._request, False)
 
     @property
     def landed_bytes(self) -> int:

@@ -204,6 +204,7 @@ class Batch:
     """Pieces on their way: memory, one request, and what became of it."""
 
     memory_of: ClassVar[type[Arena]] = Arena
+    ahead: ClassVar[bool] = False  # whether it yields to what somebody waits for
 
     def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
         self.session = session
@@ -257,6 +258,8 @@ class Batch:
             for region in arena.regions
         ]
         self._request = backend.prepare(plan.transfers, self.session.files, self._memory)
+        if self.ahead:
+            backend.yield_to_loads(self._request, True)
         self.session.posted += 1
         backend.post(self._request)
         # An engine that could not be opened after all has left its place to the next.

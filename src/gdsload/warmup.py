@@ -43,6 +43,24 @@ def status() -> list[Status]:
     ]
 
 
+def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
+    """Holds the reads of this process to a rate: all of them, or (`of` "ahead") only what is read
+    before somebody waits for it. None lifts the limit. It holds from the next read on.
+
+    Without a limit, too, reads ahead yield: while a load is under way they go on one by one.
+    Raises ValueError for a rate below 1, or for another `of` than "ahead" and "all".
+    """
+    from gdsload._native.pump import limit_traffic, traffic
+
+    if bytes_per_second is not None and bytes_per_second < 1:
+        raise ValueError(f"{bytes_per_second} bytes per second is no rate; None lifts the limit")
+    rates = dict(zip(("all", "ahead"), traffic()[:2], strict=True))
+    if of not in rates:
+        raise ValueError(f"of={of!r} is none of {', '.join(rates)}")
+    rates[of] = bytes_per_second or 0
+    limit_traffic(rates["all"], rates["ahead"])
+
+
 class Hook:
     """A prefetch that begins when it is called: by a server as its lifespan, or by anybody.
 

@@ -15,6 +15,7 @@ from posix.time cimport timespec
 
 import os
 
+from gdsload._native.atomics cimport gds_store
 from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
 from gdsload._native.populator cimport populator_advance, populator_starved
 from gdsload._native.pthreads cimport (
@@ -37,6 +38,7 @@ from gdsload._native.pumping cimport (
     CPump,
     CRequest,
     Op,
+    count_load,
     describe,
     free_request,
     handle,
@@ -44,6 +46,7 @@ from gdsload._native.pumping cimport (
     settle,
 )
 from gdsload._native.region cimport UNIT_BYTES, region_ready
+from gdsload._native.traffic cimport CTraffic, traffic_admits
 
 cdef enum:
     BATCH = 64                 # reads handed to the engine, or taken from it, at a time
@@ -57,8 +60,11 @@ cdef enum:
     STARVED_NS = 20000000
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not asked in a tight loop
 
+cdef CTraffic TRAFFIC
+pthread_mutex_init(&TRAFFIC.lock, NULL)
 
-cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
+
+cdef Op *next_op(CPump *self, int staged, int64_t now) noexcept nogil:
     """The op to submit next, or NULL where there is none that may go."""
     cdef CRequest *request = self.first
     cdef Op *op
@@ -77,6 +83,11 @@ cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
                     if request.in_flight == 0 and request.populator != NULL:
                         populator_starved(request.populator)
                     break
+            if not traffic_admits(
+                self.traffic, request.ahead, self.in_flight + staged, op.length, now
+            ):
+                gds_store(&request.progress_ns, now)  # held back here: storage is not silent
+                break
             request.next += 1
             request.in_flight += 1
             if request.populator != NULL:
@@ -97,6 +108,7 @@ cdef int drop_quiet(CPump *self) noexcept nogil:
             link[0] = request.next_posted
             request.next_posted = NULL
             request.posted = 0
+            count_load(self, request)
             dropped += 1
             if request.orphaned:
                 free_request(request)
@@ -168,7 +180,7 @@ cdef void *serve(void *arg) noexcept nogil:
         now = monotonic_ns()
         staged_count = unstage(self, staged, staged_count, now)
         while staged_count < BATCH and self.in_flight + staged_count < self.depth:
-            op = next_op(self, now)
+            op = next_op(self, staged_count, now)
             if op == NULL:
                 break
             if op.posted_ns == 0:
@@ -264,6 +276,7 @@ cdef class Pump:
         if made == NULL:
             raise MemoryError("no memory for a pump")
         made.references = 1
+        made.traffic = &TRAFFIC
         made.depth = depth
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
         pthread_mutex_init(&made.lock, NULL)
@@ -358,3 +371,29 @@ cdef class Pump:
         if self.pump.running:
             self.close(0.0)
         release_pump(self.pump)
+
+
+def limit_traffic(int64_t all, int64_t ahead):
+    """Bytes per second that all pumps together may ask for, and that reads ahead may; 0: as many
+    as they like. A read is never cut for it: the next one waits."""
+    with nogil:
+        pthread_mutex_lock(&TRAFFIC.lock)
+        TRAFFIC.all.rate = all
+        TRAFFIC.all.free_ns = 0
+        TRAFFIC.ahead.rate = ahead
+        TRAFFIC.ahead.free_ns = 0
+        pthread_mutex_unlock(&TRAFFIC.lock)
+
+
+def traffic():
+    """What `limit_traffic` was told, and the loads under way."""
+    return TRAFFIC.all.rate, TRAFFIC.ahead.rate, TRAFFIC.loads
+
+
+def _after_fork():
+    """In a child: the loads under way stayed in the parent, and so did whoever held the lock."""
+    pthread_mutex_init(&TRAFFIC.lock, NULL)
+    TRAFFIC.loads = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -15,6 +15,7 @@ from gdsload._native.pthreads cimport (
     pthread_t,
 )
 from gdsload._native.region cimport CRegion, release_region
+from gdsload._native.traffic cimport CTraffic, traffic_count
 
 cdef enum:
     EINTR = 4
@@ -68,6 +69,8 @@ cdef struct CRequest:
     int told                   # how many of them `check` has told of
     int posted
     int cancelled
+    int ahead                  # nobody waits for it yet: it yields to loads
+    int counted                # among the loads under way
     int orphaned               # nobody waits for it any more: the pump frees it when it is quiet
     int64_t direct_bytes
     int64_t buffered_bytes
@@ -97,6 +100,15 @@ cdef struct CPump:
     CRequest *first            # posted and not yet quiet, oldest first
     Op **again                 # ops to be asked once more
     int again_count
+    CTraffic *traffic          # of all pumps
+
+cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:
+    """Tells all pumps whether the request is a load under way."""
+    cdef int is_load = request.posted and not request.ahead
+    if is_load != request.counted:
+        traffic_count(self.traffic, is_load - request.counted)
+        request.counted = is_load
+
 
 cdef inline void free_request(CRequest *request) noexcept nogil:
     cdef int i

@@ -23,7 +23,16 @@ from gdsload._native.pthreads cimport (
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
-from gdsload._native.pumping cimport FAILED, PENDING, CPump, CRequest, File, Op, free_request
+from gdsload._native.pumping cimport (
+    FAILED,
+    PENDING,
+    CPump,
+    CRequest,
+    File,
+    Op,
+    count_load,
+    free_request,
+)
 from gdsload._native.region cimport CRegion, retain_region
 
 
@@ -157,12 +166,29 @@ cdef class Request:
                 while link[0] != NULL:
                     link = &link[0].next_posted
                 link[0] = self.request
+                count_load(pump, self.request)
                 pthread_cond_signal(&pump.news)
             pthread_mutex_unlock(&pump.lock)
         if error == 2:
             raise RuntimeError("this request is under way already")
         if error:
             raise OSError(-pump.broken or 9, "the pump has ended")
+
+    @property
+    def ahead(self):
+        """Whether it yields to loads: nobody waits for it yet. May be set at any time."""
+        return bool(self.request.ahead)
+
+    @ahead.setter
+    def ahead(self, bint ahead):
+        cdef CPump *pump = self.to
+        self.require_own_process()
+        with nogil:
+            pthread_mutex_lock(&pump.lock)
+            self.request.ahead = ahead
+            count_load(pump, self.request)
+            pthread_cond_signal(&pump.news)
+            pthread_mutex_unlock(&pump.lock)
 
     def wait(self, double timeout, int first=0, int last=-1):
         """Waits until these ops (default: all) have settled, or never will: the request was

@@ -162,6 +162,10 @@ class Backend(ABC):
         after `seconds` at the latest."""
         time.sleep(min(seconds, _POLL_SECONDS))
 
+    def yield_to_loads(self, request: Any, ahead: bool) -> None:  # noqa: B027 - it need not
+        """Says whether a request is read ahead of its asking, and shall yield to loads that
+        somebody waits for; before it is posted or after. What knows no classes may ignore it."""
+
     def roads(self, request: Any) -> dict[str, int]:
         """Bytes by the road they took, for the report; empty where the backend does not tell."""
         return {}

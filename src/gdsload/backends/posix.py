@@ -190,6 +190,9 @@ class PosixBackend(Backend):
     def release(self, request: PosixRequest) -> None:
         request.end()
 
+    def yield_to_loads(self, request: PosixRequest, ahead: bool) -> None:
+        request.native.ahead = ahead
+
     def roads(self, request: PosixRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}

@@ -1,0 +1,168 @@
+"""One scheduler over all pumps: reads ahead yield to loads, and both keep to their rates."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import faulty
+import gdsload
+from faulty import FOR_EVER, HANG, Faults, rule
+from gated import Gate, gated
+from gdsload import warmup
+from gdsload._native import threads
+from gdsload._native.memory import Region
+from gdsload._native.pump import Pump, limit_traffic, traffic
+from gdsload._native.request import Request
+from gdsload.early import prefetches
+
+PATIENCE_SECONDS = 30.0
+COUNT = 8
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    file = tmp_path / "data"
+    file.write_bytes(os.urandom(COUNT * 4096))
+    opened = os.open(file, os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    with faulty.installed(monkeypatch) as installed:
+        yield installed
+
+
+@pytest.fixture(autouse=True)
+def open_lanes() -> Iterator[None]:
+    assert traffic() == (0, 0, 0)
+    yield
+    limit_traffic(0, 0)
+    assert traffic() == (0, 0, 0), "a load is still counted"
+
+
+def reads(pump: Pump, fd: int, *, ahead: bool, first: int = 0, count: int = COUNT) -> Request:
+    region = Region.anonymous(COUNT * 4096)
+    ops = [
+        (0, place * 4096, 4096, 4096, region.address + place * 4096, region.handle(), -1)
+        for place in range(first, first + count)
+    ]
+    request = Request(pump, [(fd, -1, 4096, 0, 1)], ops)  # type: ignore[arg-type]
+    request.ahead = ahead
+    return request
+
+
+def overlaps(request: Request) -> int:
+    """Reads that were asked for before the one before them had come back."""
+    spans = sorted((posted, done) for posted, done, _ in request.trace())
+    return sum(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
+
+
+def test_reads_ahead_go_one_by_one_while_a_load_is_under_way(fd: int, faults: Faults) -> None:
+    load_pump, ahead_pump = Pump(faulty.capsule(), 4), Pump(threads.engine(), 4)
+    faults.script(rule(HANG, last=1, times=FOR_EVER))
+    load = reads(load_pump, fd, ahead=False, count=1)
+    load.post()
+    faults.wait_hung()
+    assert traffic()[2] == 1
+    ahead = reads(ahead_pump, fd, ahead=True)
+    ahead.post()
+    assert ahead.wait(PATIENCE_SECONDS), "it must come to an end all the same"
+    assert overlaps(ahead) == 0
+    faults.let_go()
+    assert load.wait(PATIENCE_SECONDS) and load.quiet(PATIENCE_SECONDS)
+    again = reads(ahead_pump, fd, ahead=True)
+    again.post()
+    assert again.wait(PATIENCE_SECONDS)
+    assert overlaps(again) > 0, "alone it uses all of the depth"
+    load_pump.close(1.0)
+    ahead_pump.close(1.0)
+
+
+def test_a_read_ahead_that_somebody_waits_for_is_a_load(fd: int, faults: Faults) -> None:
+    pump = Pump(faulty.capsule(), 4)
+    faults.script(rule(HANG, last=1, times=FOR_EVER))
+    request = reads(pump, fd, ahead=True)
+    request.post()
+    faults.wait_hung()
+    assert traffic()[2] == 0
+    request.ahead = False
+    assert (request.ahead, traffic()[2]) == (False, 1)
+    request.ahead = True
+    assert (request.ahead, traffic()[2]) == (True, 0)
+    request.ahead = False
+    faults.let_go()
+    assert request.wait(PATIENCE_SECONDS) and request.quiet(PATIENCE_SECONDS)
+    pump.close(1.0)
+
+
+@pytest.mark.parametrize("of", ["ahead", "all"])
+def test_a_rate_holds_reads_back_until_it_is_lifted(fd: int, of: str) -> None:
+    pump, other = Pump(threads.engine(), 4), Pump(threads.engine(), 4)
+    warmup.limit_bandwidth(1, of=of)  # the second read may go in an hour
+    request = reads(pump, fd, ahead=True)
+    request.post()
+    assert request.wait(PATIENCE_SECONDS, 0, 0)
+    load = reads(other, fd, ahead=False)
+    if of == "ahead":
+        load.post()
+        assert load.wait(PATIENCE_SECONDS), "loads have a lane of their own"
+    assert request.settled == 1 and request.idle_seconds < PATIENCE_SECONDS
+    warmup.limit_bandwidth(None, of=of)
+    assert request.wait(PATIENCE_SECONDS)
+    pump.close(1.0)
+    other.close(1.0)
+
+
+def test_the_limits_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmup.limit_bandwidth(1 << 30)
+    warmup.limit_bandwidth(2 << 30, of="all")
+    assert traffic()[:2] == (2 << 30, 1 << 30)
+    warmup.limit_bandwidth(None)
+    assert traffic()[:2] == (2 << 30, 0)
+    for arguments in ({"bytes_per_second": 0}, {"bytes_per_second": 1, "of": "me"}):
+        with pytest.raises(ValueError):
+            warmup.limit_bandwidth(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_child_starts_with_open_lanes(fd: int, faults: Faults) -> None:
+    pump = Pump(faulty.capsule(), 4)
+    faults.script(rule(HANG, last=1, times=FOR_EVER))
+    request = reads(pump, fd, ahead=False, count=1)
+    request.post()
+    faults.wait_hung()
+    child = os.fork()
+    if child == 0:
+        os._exit(traffic()[2])
+    assert os.waitpid(child, 0)[1] == 0 and traffic()[2] == 1
+    request.cancel()
+    faults.let_go()
+    assert request.quiet(PATIENCE_SECONDS)
+    pump.close(1.0)
+
+
+def test_a_prefetch_yields_and_a_load_that_adopts_from_it_does_not(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    limit_traffic(0, 1)
+    with gdsload.prefetch(checkpoint, cache="buffered", options={"engine": "threads"}) as ahead:
+        got = gdsload.load_file(checkpoint)  # as a load it is out of that lane: or it would hang
+        assert set(gdsload.last_report().roads) == {"prefetched"}
+        assert got.keys() and ahead.wait(PATIENCE_SECONDS)
+    assert prefetches() == []
+
+
+def test_a_backend_of_no_classes_is_left_alone(tiny_checkpoint: Path) -> None:
+    with gated() as gate:
+        assert isinstance(gate, Gate)
+        with gdsload.prefetch(tiny_checkpoint, backend="gated", cache="buffered") as ahead:
+            gate.open()
+            assert ahead.wait(PATIENCE_SECONDS)
