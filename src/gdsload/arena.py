@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload._native.memory import Region
+from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.collector import collector_paused
 from gdsload.dtypes import DTYPES, torch_dtype
@@ -58,9 +58,13 @@ class Arena:
         Raises PlacementError where the machine (or its cgroup) has less memory than the plan
         reads.
         """
-        require_room(plan.read_bytes)
+        pool = current_pool()
+        if pool is not None:
+            make_room(pool, plan.read_bytes)
+        require_room(plan.read_bytes - (pool.idle if pool is not None else 0))
+        take = Region.anonymous if pool is None else pool.take
         try:
-            self.regions = [Region.anonymous(target.length) for target in plan.targets]
+            self.regions = [take(target.length) for target in plan.targets]
         except MemoryError as error:
             raise PlacementError(str(error)) from error
 
@@ -144,6 +148,34 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
             tensor=info.name,
         )
     return (*shape[:-1], shape[-1] // 2)
+
+
+_pools: list[Pool] = []
+
+
+def current_pool() -> Pool | None:
+    """The pool that this process's loads take their memory from, if any."""
+    for pool in reversed(_pools):
+        if pool.pid == os.getpid():  # what a fork has copied belongs to the parent's tensors
+            return pool
+    return None
+
+
+def use_pool(pool: Pool) -> None:
+    """Loads take their memory from it from now on, until `drop_pool`."""
+    _pools.append(pool)
+
+
+def drop_pool(pool: Pool) -> None:
+    """Undoes `use_pool`; also where it was undone before."""
+    _pools[:] = [other for other in _pools if other is not pool]
+
+
+def make_room(pool: Pool, nbytes: int) -> None:
+    """Idle memory goes back to the system where the machine, or its cgroup, runs short of it."""
+    available = available_bytes()
+    if available is not None and nbytes + SPARE_BYTES > available + pool.idle:
+        pool.trim(0)
 
 
 def require_room(nbytes: int) -> None:
