@@ -73,6 +73,8 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
     except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
         return False
     return found >= WARM_SHARE * size * len(spots)
+
+
 def partly_resident(fd: int) -> bool:
     """Whether any page of a file is in the page cache, as far as it can be asked."""
     try:
