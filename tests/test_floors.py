@@ -19,9 +19,9 @@ FLOORS = (
     "_native collector errors dtypes quiet",
     "checkpoint shard source header files strictjson layouts synth",
     "plan",
-    "arena ring residency report claims twins",
+    "arena ring residency report claims twins order",
     "backends outcome roads",
-    "load doctor tensors prefetch early ahead",
+    "load doctor tensors prefetch early ahead asynchronous",
     "model warmup run seam loading weights labels slices feed cuts swaps converters",
     "cli integrations bench __main__",
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdsload import warmup
+    from gdsload.asynchronous import astream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
@@ -49,6 +50,7 @@ _HOMES = {
     "StallError": "errors",
     "TensorInfo": "checkpoint",
     "accelerated": "model",
+    "astream": "asynchronous",
     "from_pretrained": "model",
     "install": "model",
     "last_report": "report",
@@ -78,6 +80,7 @@ __all__ = [
     "TensorInfo",
     "__version__",
     "accelerated",
+    "astream",
     "from_pretrained",
     "install",
     "last_report",

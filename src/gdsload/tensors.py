@@ -18,6 +18,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError
 from gdsload.load import STALL_SECONDS, Batch, Session, require_device
+from gdsload.order import in_layers
 from gdsload.plan import Piece, wanted_info, wanted_infos
 from gdsload.report import LoadReport
 
@@ -94,6 +95,7 @@ def stream(
     device: str | int | torch.device = "cpu",
     *,
     names: Iterable[str] | None = None,
+    order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
     options: Mapping[str, Any] | None = None,
@@ -104,16 +106,23 @@ def stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) while the next tensors are read, in the order of `names` or the files.
 
+    With `order` "layers" it is the order in which a model uses them, as far as names tell:
+    embeddings, layer after layer, then norms and heads.
+
     Memory is bounded by two windows of `window_bytes` (or the largest tensor, where that is more)
     and the tensors that the caller keeps. Closing the iterator early ends the reads. Arguments and
     errors are those of `load_file`; a file that changed is noticed at the end of each window.
     """
+    if order not in ("file", "layers"):
+        raise ValueError(f'order={order!r} is none of "file", "layers"')
     target = require_device(device)
     report = LoadReport(os.fspath(source), device=target)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(Checkpoint.open(source, **where))
             infos = wanted_infos(checkpoint, names)
+            if order == "layers":
+                infos = in_layers(infos)
         _count(report, infos)
         session = stack.enter_context(
             Session(

@@ -1,0 +1,102 @@
+"""Tensors in the order in which a model uses them, and without blocking an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import gdsload
+from gated import gated
+from gdsload import quiet
+from gdsload.checkpoint import TensorInfo
+from gdsload.errors import CheckpointNotFound
+from gdsload.order import in_layers
+
+
+def ordered(*names: str) -> list[str]:
+    shuffled = list(names)
+    random.Random(3).shuffle(shuffled)
+    return [i.name for i in in_layers(TensorInfo(name, "U8", (), 0, 0, 1) for name in shuffled)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.embed_tokens.weight", "model.layers.0.a", "model.layers.2.a", "model.layers.10.a",
+         "lm_head.weight", "model.norm.weight"),
+        ("wpe.weight", "wte.weight", "h.0.attn", "h.1.attn", "ln_f.weight"),
+        ("model.encoder.layers.0.a", "model.encoder.layers.11.a", "model.decoder.layers.0.a"),
+        ("model.layers.0.mlp.experts.2.w", "model.layers.0.mlp.experts.10.w", "model.layers.1.a"),
+    ],
+)  # fmt: skip
+def test_names_tell_the_order(names: tuple[str, ...]) -> None:
+    assert ordered(*names) == list(names)
+
+
+def test_a_stream_keeps_to_it(tiny_checkpoint: Path) -> None:
+    got = [name for name, _ in gdsload.stream(tiny_checkpoint, order="layers", window_bytes=1)]
+    assert got[0] == "model.embed_tokens.weight" and sorted(got) == sorted(
+        gdsload.load_file(tiny_checkpoint)
+    )
+    layers = [int(name.split(".")[2]) for name in got if ".layers." in name]
+    assert layers == sorted(layers)
+    with pytest.raises(ValueError, match="order"):
+        next(gdsload.stream(tiny_checkpoint, order="size"))
+
+
+def test_an_event_loop_goes_on(tiny_checkpoint: Path) -> None:
+    """The reads come when another task of the same loop lets them through."""
+
+    async def both() -> dict[str, torch.Tensor]:
+        with gated() as gate:
+            tensors = gdsload.astream(tiny_checkpoint, backend="gated", cache="buffered")
+            first = asyncio.ensure_future(anext(tensors))
+            gate_opener = asyncio.ensure_future(asyncio.to_thread(gate.open))
+            name, tensor = await first
+            await gate_opener
+            return {name: tensor} | {name: tensor async for name, tensor in tensors}
+
+    got = asyncio.run(both())
+    for name, tensor in gdsload.load_file(tiny_checkpoint).items():
+        assert torch.equal(got[name], tensor)
+
+
+def test_leaving_the_loop_ends_the_reads(tiny_checkpoint: Path) -> None:
+    async def some() -> None:
+        words = {"cache": "buffered", "window_bytes": 1000}
+        async with contextlib.aclosing(gdsload.astream(tiny_checkpoint, **words)) as tensors:
+            async for _ in tensors:
+                break
+
+    asyncio.run(some())
+    assert [holder.busy() for holder in quiet.holders() if holder.busy()] == []
+
+
+def test_cancelling_waits_for_nobody_for_ever(tiny_checkpoint: Path) -> None:
+    async def cancelled() -> None:
+        with gated() as gate:
+            tensors = gdsload.astream(tiny_checkpoint, backend="gated", cache="buffered")
+            first = asyncio.ensure_future(anext(tensors))
+            await asyncio.to_thread(gate.request)
+            first.cancel()
+            opener = asyncio.ensure_future(asyncio.to_thread(gate.open))
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            await opener
+
+    asyncio.run(cancelled())
+    assert [holder.busy() for holder in quiet.holders() if holder.busy()] == []
+
+
+def test_errors_come_out_of_it(tmp_path: Path) -> None:
+    async def none() -> None:
+        async for _ in gdsload.astream(tmp_path / "nowhere"):
+            pytest.fail("there is nothing")
+
+    with pytest.raises(CheckpointNotFound):
+        asyncio.run(none())
