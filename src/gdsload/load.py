@@ -91,10 +91,13 @@ class Session:
         return backend
 
     @collector_paused()
-    def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
+    def sort(
+        self, pieces: Sequence[Piece], *, adopt: bool = False
+    ) -> tuple[dict[str, Spot], list[Piece]]:
         """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
-        those to be read."""
-        spots = self._adopt(pieces)
+        those to be read. With `adopt` a spot may be one whose bytes are on their way to it: the
+        batch that gets it says when they are there (`Batch.settled`)."""
+        spots = self._adopt(pieces) if adopt else {}
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
             if piece.name not in spots:
@@ -163,7 +166,7 @@ class Session:
     def start(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> Batch:
         """Puts pieces on their way and returns at once."""
         with self.report.phase("plan"):
-            spots, to_read = self.sort(pieces)
+            spots, to_read = self.sort(pieces, adopt=True)
             plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
         return Batch(self, plan, spots)
 
