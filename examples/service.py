@@ -1,0 +1,101 @@
+"""A server that is ready as soon as its weights are: they are on their way before the imports.
+
+    MODEL=./model uvicorn --app-dir examples service:app
+
+GET /health      503 until the model is ready, then 200, with the progress of the weights
+POST /next       {"tokens": [1, 2, 3]} -> {"token": 42}
+GET /metrics     seconds to ready by phase, and bytes read ahead, for Prometheus
+"""
+
+# ruff: noqa: E402 - the order of the imports is the point
+from __future__ import annotations
+
+import os
+import time
+
+START = time.monotonic()
+
+import gdsload
+
+MODEL = os.environ["MODEL"]
+ahead = gdsload.prefetch(MODEL)  # in milliseconds; what follows takes seconds
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Body, FastAPI, HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST, Gauge, generate_latest
+
+log = logging.getLogger("uvicorn.error")
+seconds = Gauge("model_ready_seconds", "Seconds from process start to a phase's end", ["phase"])
+landed = Gauge("model_prefetch_bytes", "Bytes that were read ahead")
+landed.set_function(lambda: ahead.progress().landed_bytes)
+state: dict[str, Any] = {}
+
+
+def note(phase: str) -> None:
+    took = time.monotonic() - START
+    seconds.labels(phase).set(took)
+    log.info("%s after %.2f s", phase, took)
+
+
+def load() -> None:
+    """Runs in a thread, so that /health answers meanwhile."""
+    import torch
+    import transformers  # noqa: F401
+
+    note("imports")
+    state["torch"] = torch
+    state["model"] = gdsload.from_pretrained(MODEL, dtype="auto")
+    note("ready")
+    ahead.close()
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    note("server")
+    loading = asyncio.create_task(asyncio.to_thread(load))
+    loading.add_done_callback(failed)
+    yield
+    ahead.close()
+    await asyncio.wait([loading])
+
+
+def failed(loading: asyncio.Task[None]) -> None:
+    if (error := loading.exception()) is not None:
+        state["error"] = str(error)
+        log.error("the model cannot be loaded: %s", error)
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.get("/health")
+def health(response: Response) -> dict[str, Any]:
+    progress = ahead.progress()
+    ready = "model" in state
+    response.status_code = 200 if ready else 503
+    return {
+        "ready": ready,
+        "error": state.get("error", ""),
+        "landed_bytes": progress.landed_bytes,
+        "wanted_bytes": progress.wanted_bytes,
+    }
+
+
+@app.post("/next")
+def next_token(tokens: list[int] = Body(embed=True)) -> dict[str, int]:  # noqa: B008
+    if "model" not in state:
+        raise HTTPException(503, "the model is not ready")
+    torch = state["torch"]
+    with torch.inference_mode():
+        logits = state["model"](torch.tensor([tokens])).logits
+    return {"token": int(logits[0, -1].argmax())}
+
+
+@app.get("/metrics")
+def metrics() -> Response:
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
