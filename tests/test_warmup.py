@@ -148,6 +148,26 @@ def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
         warmup.from_words(words)
 
 
+@pytest.mark.parametrize("way", ["words", "environment"])
+def test_a_script_starts_with_its_weights_on_their_way(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    pytest.importorskip("gdsload.run")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; assert 'torch' not in sys.modules\n"
+        "from gdsload import early, load_file, last_report\n"
+        "(ahead,) = early.prefetches(); assert ahead.wait(30)\n"
+        "assert len(load_file(ahead.source)) and ahead.progress().claimed_bytes\n"
+        "print(*sys.argv[1:])\n"
+    )
+    words = ["--model", str(checkpoint), "--device", "cpu"] if way == "words" else []
+    if way == "environment":
+        monkeypatch.setenv(warmup.VARIABLE, f"{checkpoint}@cpu")
+    ran = process("from gdsload.cli import main; main()", "run", *words, script, "--model", "x")
+    assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
+
+
 def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
     files = sorted(checkpoint.glob("*.safetensors"))
     if any(residency.evict(file) for file in files):

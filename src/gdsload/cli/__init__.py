@@ -7,7 +7,7 @@ code 2. `main` is the group that commands are added to; torch is imported by `lo
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import click
 
@@ -88,16 +88,23 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
     nargs=-1,
     required=True,
     type=click.UNPROCESSED,
-    metavar="(SCRIPT | -m MODULE) [ARGUMENT]...",
+    metavar="[--model SOURCE [--device DEVICE]] (SCRIPT | -m MODULE) [ARGUMENT]...",
 )
 @click.pass_context
 def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Runs a Python script, with gdsload in place of transformers' own loading."""
+    """Runs a Python script, with gdsload in place of transformers' own loading.
+
+    With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, the weights are on their
+    way before the script imports anything; --tier pagecache only fills the page cache.
+    """
     from gdsload.run import run as run_script
+    from gdsload.warmup import from_words
 
     ctx.meta[DEBUG] = True  # the script's errors are its own
     ctx.find_root().close()  # and so is its logging
-    run_script(arguments)
+    ahead, rest = from_words(arguments)
+    with ahead or nullcontext():
+        run_script(rest)
 
 
 for _command in (inspect, plan, load, warmup):
