@@ -19,10 +19,10 @@ FLOORS = (
     "_native collector errors dtypes quiet",
     "checkpoint shard source header files strictjson layouts synth",
     "plan",
-    "arena ring residency report claims twins order",
+    "arena ring residency report claims order",
     "backends outcome roads",
-    "load doctor tensors prefetch early ahead asynchronous",
-    "model warmup run seam loading weights labels slices feed cuts swaps converters",
+    "load doctor tensors early ahead asynchronous",
+    "model warmup run seam loading weights labels slices feed cuts swaps",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

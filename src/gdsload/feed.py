@@ -67,7 +67,7 @@ class Stage(Batch):
         """Puts them on their way and returns at once."""
         pieces = [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
         with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces)
+            spots, to_read = session.sort(pieces, adopt=True)
             plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
         return cls(session, plan, spots, cuts)
 
@@ -118,11 +118,18 @@ class Stage(Batch):
         return all(part.name in self._made or self._is_there(part) for part in cut.parts)
 
     def _is_there(self, info: TensorInfo) -> bool:
+        if not self.settled(info.name):  # a prefetch has it on its way
+            return False
         home = self.plan.homes.get(info.name)
         return home is None or self._arrived.find(0, home.first, home.last + 1) < 0
 
     def pause(self, cut: Cut, seconds: float) -> None:
         """Waits, without the GIL, until the cut may be there; returns after `seconds` at most."""
+        for part in cut.parts:
+            claim = self.claims.get(part.name)
+            if claim is not None:
+                claim.pause(seconds)
+                return
         request, homes = self._request, self.plan.homes
         if request is None or self.session.checkpoint.closed:
             return
