@@ -164,8 +164,10 @@ def test_a_script_starts_with_its_weights_on_their_way(
     words = ["--model", str(checkpoint), "--device", "cpu"] if way == "words" else []
     if way == "environment":
         monkeypatch.setenv(warmup.VARIABLE, f"{checkpoint}@cpu")
-    ran = process("from gdsload.cli import main; main()", "run", *words, script, "--model", "x")
-    assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
+    for entry in ("gdsload.cli", "gdsload.__main__"):
+        code = f"from {entry} import main; main()"
+        ran = process(code, "run", *words, script, "--model", "x")
+        assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
 
 
 def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:

@@ -9,10 +9,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from gdsload.model import install, uninstall
+from gdsload.warmup import from_words
 
-USAGE = "usage: python -m gdsload run (script.py | -m module) [argument ...]"
+USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"
 
 
 def activate() -> bool:
@@ -26,8 +28,17 @@ def activate() -> bool:
 def run(arguments: Sequence[str]) -> None:
     """Runs a script, or a module after -m, as `python` would, with gdsload installed.
 
+    ``--model SOURCE [--device DEVICE] [--tier TIER]`` in front of it, or GDSLOAD_PREFETCH in the
+    environment, has the weights on their way before the script imports anything.
+
     Raises SystemExit with the usage where there is neither, and whatever the script raises.
     """
+    ahead, arguments = from_words(arguments)
+    with ahead or nullcontext():
+        _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> None:
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         raise SystemExit(USAGE)
     before = sys.argv, list(sys.path)

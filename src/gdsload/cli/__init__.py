@@ -7,7 +7,7 @@ code 2. `main` is the group that commands are added to; torch is imported by `lo
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import click
 
@@ -98,13 +98,10 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     way before the script imports anything; --tier pagecache only fills the page cache.
     """
     from gdsload.run import run as run_script
-    from gdsload.warmup import from_words
 
     ctx.meta[DEBUG] = True  # the script's errors are its own
     ctx.find_root().close()  # and so is its logging
-    ahead, rest = from_words(arguments)
-    with ahead or nullcontext():
-        run_script(rest)
+    run_script(arguments)
 
 
 for _command in (inspect, plan, load, warmup):
