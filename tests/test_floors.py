@@ -16,13 +16,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
-    "_native errors dtypes",
+    "_native collector errors dtypes",
     "checkpoint source header files strictjson layouts synth",
     "plan",
     "arena ring residency report",
     "backends",
     "load doctor tensors prefetch",
-    "model warmup",
+    "model warmup run seam weights labels slices feed cuts converters swaps",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

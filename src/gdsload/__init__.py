@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ShortRead,
         StallError,
     )
+    from gdsload.model import accelerated, from_pretrained, install, uninstall
     from gdsload.plan import plan
     from gdsload.report import LoadReport, last_report
     from gdsload.tensors import load_file, safe_open, stream
@@ -41,11 +42,15 @@ _HOMES = {
     "ShortRead": "errors",
     "StallError": "errors",
     "TensorInfo": "checkpoint",
+    "accelerated": "model",
+    "from_pretrained": "model",
+    "install": "model",
     "last_report": "report",
     "load_file": "tensors",
     "plan": "plan",
     "safe_open": "tensors",
     "stream": "tensors",
+    "uninstall": "model",
 }
 
 __all__ = [
@@ -62,11 +67,15 @@ __all__ = [
     "StallError",
     "TensorInfo",
     "__version__",
+    "accelerated",
+    "from_pretrained",
+    "install",
     "last_report",
     "load_file",
     "plan",
     "safe_open",
     "stream",
+    "uninstall",
 ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.collector import collector_paused
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError, PlacementError
 from gdsload.plan import ReadPlan
@@ -63,6 +64,7 @@ class Arena:
         except MemoryError as error:
             raise PlacementError(str(error)) from error
 
+    @collector_paused()
     def spots(self, plan: ReadPlan) -> dict[str, Spot]:
         """Where each piece of the plan lies; those of no bytes are left out."""
         regions = self.regions
@@ -84,6 +86,7 @@ def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
         ) from error
 
 
+@collector_paused()
 def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[str, torch.Tensor]:
     """A CPU tensor for each info, over the memory where its bytes are.
 
@@ -103,7 +106,7 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
         if dtype == "F4":
             shape = packed_shape(info)
         if nbytes == 0:
-            tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype))
+            tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
         region, offset = spots[name]
         if (region.address + offset) % recipe.align:

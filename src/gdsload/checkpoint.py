@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
+from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError, FileChanged, shown
 from gdsload.files import each, read_exactly
 from gdsload.header import (
@@ -255,6 +257,7 @@ class Checkpoint:
         return cls._of_source(Source(title, places, index), strict, header_limit)
 
     @classmethod
+    @collector_paused()
     def _of_source(cls, found: Source, strict: bool, header_limit: int) -> Checkpoint:
         shards: list[Shard] = []
         headers: list[Header] = []
@@ -322,7 +325,21 @@ class Checkpoint:
 
 
 def _header_text(shard: Shard, limit: int) -> bytes:
-    """The JSON of a shard's header."""
+    """The JSON of a shard's header.
+
+    Without the kernel's read-ahead, which would bring megabytes of data into the page cache, and
+    make the beginning of a cold file look warm.
+    """
+    with suppress(OSError):
+        os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        return _read_header(shard, limit)
+    finally:
+        with suppress(OSError):
+            os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_NORMAL)
+
+
+def _read_header(shard: Shard, limit: int) -> bytes:
     first = read_exactly(shard.fd, 0, min(shard.size, _FIRST_READ_BYTES), shard.path)
     length = header_length(first, shard.size, path=shard.path, limit=limit)
     text = first[LENGTH_BYTES : LENGTH_BYTES + length]

@@ -12,6 +12,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gdsload import residency
@@ -21,6 +22,7 @@ from gdsload.arena import Arena, Spot, map_shard
 from gdsload.backends import Backend, Memory, OpenFile, Registration, choose
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
+from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, ShortRead, StallError
 from gdsload.plan import (
     DEFAULT_BLOCK_BYTES,
@@ -71,7 +73,7 @@ class Session:
         self._blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
         self._mapped: dict[int, Region] = {}
         self._warm: dict[int, bool] = {}
-        if backend != "auto":
+        if backend != "auto" or self._options:
             self._open_backend()  # what was asked for by name must work, also when all is warm
 
     @property
@@ -88,6 +90,7 @@ class Session:
         self.report.engine = getattr(backend, "engine", "")
         return backend
 
+    @collector_paused()
     def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
         """Pieces that are there already, in the mapping of a warm shard; and those to be read."""
         by_shard: dict[int, list[Piece]] = defaultdict(list)
@@ -102,6 +105,8 @@ class Session:
                 continue
             if shard not in self._mapped:
                 self._mapped[shard] = map_shard(self.checkpoint, shard)
+            if self.cache == "mapped":
+                self._read_ahead(shard, members)
             region = self._mapped[shard]
             for piece in members:
                 spots[piece.name] = Spot(region, piece.offset)
@@ -118,6 +123,13 @@ class Session:
             residency.wholly_resident(fd, extent.offset, extent.length)
             for extent in extents_of(pieces)
         )
+
+    def _read_ahead(self, shard: int, pieces: Sequence[Piece]) -> None:
+        """Starts the kernel reading what was mapped cold: page faults would come one by one."""
+        fd = self.checkpoint.shards[shard].fd
+        with suppress(OSError):  # only a hint
+            for extent in extents_of(pieces):
+                os.posix_fadvise(fd, extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
     def _road_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest road for a transfer: warm bytes are copied, cold ones go direct."""
@@ -238,6 +250,9 @@ class Batch:
         files = [entry or _NO_FILE for entry in self.session._files]
         self._request = backend.prepare(plan.transfers, files, self._memory)
         backend.post(self._request)
+        # An engine that could not be opened after all has left its place to the next.
+        self.session.report.engine = getattr(backend, "engine", "")
+        self.session.report.refusals.update(getattr(backend, "refusals", {}))
 
     def wait(self, moved: Callable[[int], None] | None = None) -> None:
         """Waits for all of it. `moved` is told of bytes as they land.
@@ -249,6 +264,7 @@ class Batch:
             return
         session, backend, transfers = self.session, self.session.backend, self.plan.transfers
         waiting = set(range(len(transfers)))
+        silent = False
         with session.report.phase("read"):
             while True:
                 progress = backend.check(self._request)
@@ -259,8 +275,14 @@ class Batch:
                     raise self._error(progress.failures[0])
                 if progress.finished:
                     break
+                # Twice in a row: a process that was stopped for a while finds a long silence when
+                # it goes on, though the bytes are about to be counted.
                 if progress.idle_seconds > session.stall_seconds and waiting:
-                    raise self._stall(transfers[min(waiting)], progress.idle_seconds)
+                    if silent:
+                        raise self._stall(transfers[min(waiting)], progress.idle_seconds)
+                    silent = True
+                else:
+                    silent = False
                 backend.wait(self._request, _LOOK_SECONDS)
         if waiting:
             raise ReadError(
@@ -357,12 +379,23 @@ def _some_resident(fd: int) -> bool:
         return False
 
 
-def require_cpu_or_torch(device: object) -> str:
-    """The name of a device, "cuda:0" for 0. Raises PlacementError for what is none."""
-    if isinstance(device, bool) or not isinstance(device, (str, int)):
-        text = str(device) if type(device).__name__ == "device" else ""
-    else:
-        text = f"cuda:{device}" if isinstance(device, int) else device
-    if not text:
+def require_device(device: object) -> str:
+    """The name of a device that is there, "cuda:0" for 0; torch is asked for all but the CPU.
+
+    Raises PlacementError, before a byte is read, for what is no device or not on this machine.
+    """
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = f"cuda:{device}"
+    text = str(device)
+    if text in ("cpu", "cpu:0"):
+        return "cpu"
+    import torch
+
+    if not isinstance(device, (str, torch.device)):
         raise PlacementError(f"{device!r} is not a device")
+    try:
+        torch.empty(0, device=text)
+    except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
+        why = str(error).partition("\n")[0] or repr(error)
+        raise PlacementError(f"device {text!r} cannot be used: {why}") from error
     return text

@@ -19,7 +19,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gdsload._native import system
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.collector import collector_paused
+from gdsload.errors import CheckpointError, shown
 
 # Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
 # 5 to 30 us, which is what one more request costs (benchmarks/gap.py).
@@ -146,7 +148,7 @@ def plan(
 
     `names` are the tensors wanted, in the order in which they are; all, in file order, where None.
     `limits` default to those of the posix backend. `where` is passed to `Checkpoint.open`, whose
-    errors are raised. Raises KeyError for a name that the checkpoint does not have.
+    errors are raised, also for a name that the checkpoint does not have.
     """
     with Checkpoint.open(source, **where) as checkpoint:
         alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
@@ -164,15 +166,37 @@ def plan(
 def pieces_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[Piece]:
     """The whole tensors of these names, in that order; all, in file order, where None.
 
-    Raises KeyError for a name that the checkpoint does not have.
+    Raises CheckpointError for a name that the checkpoint does not have.
+    """
+    return [
+        Piece(info.name, info.shard, info.offset, info.nbytes)
+        for info in wanted_infos(checkpoint, names)
+    ]
+
+
+def wanted_infos(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[TensorInfo]:
+    """The tensors of these names, each once, in that order; all, in file order, where None.
+
+    Raises CheckpointError for a name that the checkpoint does not have.
     """
     if names is None:
-        return [Piece(i.name, i.shard, i.offset, i.nbytes) for i in checkpoint.tensors.values()]
-    tensors = checkpoint.tensors
-    found = [tensors[name] for name in dict.fromkeys(names)]
-    return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in found]
+        return list(checkpoint.tensors.values())
+    if isinstance(names, str):
+        raise TypeError(f"names is a list of tensor names, not the string {names!r}")
+    return [wanted_info(checkpoint, name) for name in dict.fromkeys(names)]
 
 
+def wanted_info(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise CheckpointError(
+            f"{checkpoint.source}: there is no tensor {shown(str(name))} in it", tensor=str(name)
+        )
+    return info
+
+
+@collector_paused()
 def plan_reads(
     pieces: Sequence[Piece],
     sizes: Sequence[int],

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError
-from gdsload.load import STALL_SECONDS, Batch, Session, require_cpu_or_torch
-from gdsload.plan import Piece
+from gdsload.load import STALL_SECONDS, Batch, Session, require_device
+from gdsload.plan import Piece, wanted_info, wanted_infos
 from gdsload.report import LoadReport
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def load_file(
     is too small, BackendUnavailable, ReadError (with path, offset, wanted, got), FileChanged when
     a file was touched meanwhile. No tensor is handed out in any of these cases.
     """
-    target = require_cpu_or_torch(device)
+    target = require_device(device)
     report = LoadReport(os.fspath(source), device=target)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(Checkpoint.open(source, **where))
-            infos = _infos(checkpoint, names)
+            infos = wanted_infos(checkpoint, names)
         _count(report, infos)
         session = stack.enter_context(
             Session(
@@ -80,6 +81,8 @@ def load_file(
             return dict(_windows(session, infos, WINDOW_BYTES, target, bar))
         batch = session.start(_pieces(infos))
         stack.callback(batch.release)
+        with report.phase("import torch"):  # while the reads are on their way
+            import torch  # noqa: F401
         batch.wait(bar.moved)
         with report.phase("hand over"):
             checkpoint.verify_unchanged()
@@ -105,12 +108,12 @@ def stream(
     and the tensors that the caller keeps. Closing the iterator early ends the reads. Arguments and
     errors are those of `load_file`; a file that changed is noticed at the end of each window.
     """
-    target = require_cpu_or_torch(device)
+    target = require_device(device)
     report = LoadReport(os.fspath(source), device=target)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(Checkpoint.open(source, **where))
-            infos = _infos(checkpoint, names)
+            infos = wanted_infos(checkpoint, names)
         _count(report, infos)
         session = stack.enter_context(
             Session(
@@ -168,23 +171,7 @@ def _grouped(infos: list[TensorInfo], window_bytes: int) -> Iterator[list[Tensor
         yield group
 
 
-def _infos(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[TensorInfo]:
-    if names is None:
-        return list(checkpoint.tensors.values())
-    if isinstance(names, str):
-        raise TypeError(f"names is a list of tensor names, not the string {names!r}")
-    return [_info(checkpoint, name) for name in dict.fromkeys(names)]
-
-
-def _info(checkpoint: Checkpoint, name: str) -> TensorInfo:
-    info = checkpoint.tensors.get(name)
-    if info is None:
-        raise CheckpointError(
-            f"{checkpoint.source}: there is no tensor {name!r} in it", tensor=str(name)
-        )
-    return info
-
-
+@collector_paused()
 def _pieces(infos: Iterable[TensorInfo]) -> list[Piece]:
     return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in infos]
 
@@ -246,16 +233,14 @@ class safe_open:
         if framework not in ("pt", "torch", "pytorch", "np", "numpy"):
             raise ValueError(f"framework {framework!r}: gdsload gives torch or numpy tensors")
         self._numpy = framework in ("np", "numpy")
-        self._device = require_cpu_or_torch(device)
+        self._device = require_device(device)
         if self._numpy and self._device != "cpu":
             raise ValueError(f"numpy has no tensors on {self._device}")
-        self._report = LoadReport(os.fspath(source), device=self._device)
-        with self._report.phase("open"):
-            self._checkpoint = Checkpoint.open(source, **where)
+        self._checkpoint = Checkpoint.open(source, **where)
         try:
             self._session = Session(
                 self._checkpoint,
-                self._report,
+                LoadReport(self._checkpoint.source, device=self._device),
                 backend=backend,
                 cache=cache,
                 options=options,
@@ -283,12 +268,12 @@ class safe_open:
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors, read together; all of them without `names`."""
-        infos = _infos(self._open(), names)
+        infos = wanted_infos(self._open(), names)
         return {name: self._give(tensor) for name, tensor in self._read(infos).items()}
 
     def get_slice(self, name: str) -> Slice:
         """A tensor to be sliced before it is read."""
-        return Slice(self, _info(self._open(), name))
+        return Slice(self, wanted_info(self._open(), name))
 
     def _open(self) -> Checkpoint:
         if self._checkpoint.closed and self._checkpoint.shards:
@@ -297,8 +282,9 @@ class safe_open:
 
     def _read(self, infos: list[TensorInfo]) -> dict[str, torch.Tensor]:
         self._open()
-        _count(self._report, infos)
-        with self._report.whole():
+        report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
+        _count(report, infos)
+        with report.whole():
             batch = self._session.start(_pieces(infos))
             try:
                 batch.wait()

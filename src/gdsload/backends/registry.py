@@ -7,18 +7,22 @@ does not fit or raises is reported by name and left out; it never takes a load d
 from __future__ import annotations
 
 import logging
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+import operator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.backends.base import API_VERSION, DRAM, VRAM, Backend, Support
 from gdsload.errors import BackendUnavailable
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 log = logging.getLogger("gdsload")
 
 GROUP = "gdsload.backends"
-# In `auto`, from first to last; what is not named here comes after, in the order of its names.
-PREFERENCE = ("gds", "gds_mt", "posix")
-_BUILT_IN = {"posix": "gdsload.backends.posix:PosixBackend"}
+# What comes with the library, in the order in which `auto` tries it. Plugins come after: they have
+# to be asked for by name, or be the only road that works.
+BUILT_IN = {"posix": "gdsload.backends.posix:PosixBackend"}
 _registered: dict[str, type[Backend]] = {}
 
 
@@ -48,7 +52,7 @@ def misfit(backend: Any) -> str:
     if not isinstance(getattr(backend, "name", None), str) or not backend.name:
         return "it has no name"
     try:
-        major, minor = backend.api_version
+        major, minor = (operator.index(number) for number in backend.api_version)
     except (TypeError, ValueError):
         return f"its api_version {backend.api_version!r} is not (major, minor)"
     if major != API_VERSION[0] or minor > API_VERSION[1]:
@@ -60,16 +64,23 @@ def misfit(backend: Any) -> str:
     return f"it does not define {', '.join(sorted(missing))}" if missing else ""
 
 
+def built_in(name: str) -> type[Backend]:
+    """A backend that comes with the library, or what was registered in its place."""
+    if name in _registered:
+        return _registered[name]
+    module, _, attribute = BUILT_IN[name].partition(":")
+    backend: type[Backend] = getattr(import_module(module), attribute)
+    return backend
+
+
 def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
     """All backends by name, and the plugins that were left out with the reason."""
-    found: dict[str, type[Backend]] = {}
+    # Imported here: it costs 20 ms, which a load that takes a built-in road need not wait for.
+    from importlib.metadata import entry_points
+
+    found = {name: built_in(name) for name in BUILT_IN}
     refusals: dict[str, str] = {}
-    entries = list(entry_points(group=GROUP))
-    known = {entry.name for entry in entries}
-    # A source tree on the path, without its metadata, still has the built-in roads.
-    entries += [
-        EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items() if name not in known
-    ]
+    entries: list[EntryPoint] = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
     for entry in entries:
         try:
             backend = entry.load()
@@ -91,7 +102,7 @@ def names() -> list[str]:
 
 
 def ordered(found: dict[str, type[Backend]]) -> list[str]:
-    rank = {name: place for place, name in enumerate(PREFERENCE)}
+    rank = {name: place for place, name in enumerate(BUILT_IN)}
     return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
 
 
@@ -117,23 +128,34 @@ def choose(device: str = "cpu", wanted: str = "auto") -> Choice:
 
     Raises BackendUnavailable with all reasons where there is none.
     """
-    refusals: dict[str, str] = {}
     if wanted != "auto":
-        backend = find(wanted)
+        backend = built_in(wanted) if wanted in BUILT_IN else find(wanted)
         support = _probe(backend, device)
         if not support.usable:
             raise BackendUnavailable(
                 f"backend {wanted!r} cannot load to {device}: {support}", {wanted: str(support)}
             )
-        return Choice(backend, refusals)
+        return Choice(backend, {})
+    refusals: dict[str, str] = {}
+    for name in BUILT_IN:
+        choice = _try(built_in(name), device, refusals)
+        if choice is not None:
+            return choice
     found, left_out = discover()
     refusals.update(left_out)
     for name in ordered(found):
-        support = _probe(found[name], device)
-        if support.usable:
-            return Choice(found[name], refusals)
-        refusals[name] = str(support)
+        choice = _try(found[name], device, refusals) if name not in BUILT_IN else None
+        if choice is not None:
+            return choice
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
+
+
+def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choice | None:
+    support = _probe(backend, device)
+    if support.usable:
+        return Choice(backend, refusals)
+    refusals[backend.name] = str(support)
+    return None
 
 
 def _probe(backend: type[Backend], device: str) -> Support:

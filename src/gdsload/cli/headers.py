@@ -1,0 +1,136 @@
+"""The commands that read headers and no more: `inspect` and `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gdsload.cli.terminal import (
+    Bytes,
+    chosen,
+    common,
+    count,
+    given,
+    json_of,
+    names_of,
+    opened,
+    plain,
+    show_json,
+    show_table,
+    size,
+    source_of,
+)
+
+if TYPE_CHECKING:
+    from gdsload.checkpoint import Checkpoint
+
+
+@click.command(short_help="What is in a checkpoint.")
+@source_of
+@click.option("--tensors", "listed", is_flag=True, help="List the tensors, in file order.")
+@json_of
+@common
+def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
+    """What is in a checkpoint: files, sizes, tensors, dtypes, metadata. Reads headers only."""
+    with opened(source, where) as checkpoint:
+        facts = facts_of(checkpoint, listed)
+    if as_json:
+        return show_json(facts)
+    click.echo(
+        f"{plain(facts['source'])}: {count(len(facts['files']), 'file')},"
+        f" {count(facts['tensor_count'], 'tensor')}, {size(facts['total_bytes'])}"
+    )
+    rows = [(file["name"], size(file["bytes"]), count(file["tensors"], "tensor"))
+            for file in facts["files"]]  # fmt: skip
+    rows += [
+        (dtype, size(entry["bytes"]), count(entry["tensors"], "tensor"))
+        for dtype, entry in facts["dtypes"].items()
+    ]
+    show_table(rows)
+    for key, value in facts["metadata"].items():
+        click.echo(f"metadata {plain(key)}: {plain(value)}")
+    if listed:
+        click.echo()
+        show_table(
+            (name, info["dtype"], str(info["shape"]), size(info["bytes"]), info["file"])
+            for name, info in facts["tensors"].items()
+        )
+
+
+def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
+    """What `inspect` tells of a checkpoint; sizes and offsets in bytes."""
+    dtypes: dict[str, dict[str, int]] = {}
+    held = [0] * len(checkpoint.shards)
+    for info in checkpoint.tensors.values():
+        entry = dtypes.setdefault(info.dtype, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += info.nbytes
+        held[info.shard] += 1
+    facts: dict[str, Any] = {
+        "source": checkpoint.source,
+        "total_bytes": checkpoint.total_bytes,
+        "tensor_count": len(checkpoint.tensors),
+        "files": [
+            {"name": shard.name, "path": shard.path, "bytes": shard.size,
+             "data_start": shard.data_start, "tensors": held[number], "metadata": shard.metadata}
+            for number, shard in enumerate(checkpoint.shards)
+        ],
+        "dtypes": dtypes,
+        "metadata": checkpoint.metadata,
+    }  # fmt: skip
+    if listed:
+        facts["tensors"] = {
+            info.name: {"dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes,
+                        "file": checkpoint.shards[info.shard].name, "offset": info.offset}
+            for info in checkpoint.tensors.values()
+        }  # fmt: skip
+    return facts
+
+
+@click.command(short_help="How a checkpoint would be read.")
+@source_of
+@names_of
+@click.option(
+    "--window",
+    type=Bytes(),
+    default="0",
+    metavar="BYTES",
+    help="Plan in windows of so many bytes (64K, 256M) in the order of the names.",
+)
+@click.option("--transfers", "listed", is_flag=True, help="List every read.")
+@json_of
+@common
+def plan(
+    source: str, patterns: Sequence[str], window: int, listed: bool, as_json: bool, **where: Any
+) -> None:
+    """How a checkpoint would be read if none of it were in the page cache. Reads headers only."""
+    from gdsload.plan import plan as plan_reads
+
+    with opened(source, where) as checkpoint:
+        names = chosen(checkpoint, patterns)
+        files = [shard.name for shard in checkpoint.shards]
+        planned = plan_reads(source, names, window_bytes=window, **given(where))
+    reads = [
+        {"tag": read.tag, "file": files[read.shard], "offset": read.offset, "length": read.length,
+         "wanted": read.wanted, "target": read.target, "target_offset": read.target_offset}
+        for read in (planned.transfers if listed else ())
+    ]  # fmt: skip
+    if as_json:
+        return show_json(
+            {
+                "source": source,
+                "tensors": len(planned.homes),
+                "wanted_bytes": planned.wanted_bytes,
+                "read_bytes": planned.read_bytes,
+                "requests": len(planned.transfers),
+                "extents": [dict(extent._asdict(), shard=files[extent.shard])
+                            for extent in planned.extents],
+                "windows": [list(window) for window in planned.windows],
+            } | ({"transfers": reads} if listed else {})
+        )  # fmt: skip
+    click.echo(planned.summary())
+    if reads:
+        click.echo()
+        show_table([tuple(reads[0]), *(tuple(map(str, read.values())) for read in reads)])

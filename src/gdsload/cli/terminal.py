@@ -1,0 +1,200 @@
+"""What the commands share: their common options, how they end, and how they print.
+
+Text is for people and rounds sizes; JSON is for programs and counts bytes. What comes from a file
+is never printed as it is: a name may hold what a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gdsload.errors import CheckpointError, GdsloadError, shown
+
+if TYPE_CHECKING:
+    from gdsload.checkpoint import Checkpoint
+
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell makes of them
+DEBUG = "gdsload.debug"  # in the context's meta: errors are to show their traceback
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class Commands(click.Group):
+    """The commands, and what becomes of their endings: a command returns its exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command. Everything it printed has left the process when this returns."""
+        try:
+            code = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            click.echo("gdsload: interrupted", err=True)
+            code = INTERRUPTED
+        except BrokenPipeError:  # `| head` has seen enough
+            code = PIPE_CLOSED
+        except (GdsloadError, OSError) as error:
+            if ctx.meta.get(DEBUG):
+                raise
+            click.echo(f"gdsload: {error}", err=True)
+            code = 1
+        if code:
+            _flush_or_forget()
+            ctx.exit(code)
+
+
+def _flush_or_forget() -> None:
+    """Output that nobody takes is dropped here: at exit its failure would be printed."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+
+
+def _talk(ctx: click.Context, _: click.Parameter, count: int) -> None:
+    """Logging goes to stderr: errors, with -v what is done, with -vv every detail."""
+    log = logging.getLogger("gdsload")
+    if ctx.parent is None:
+        handler, level = logging.StreamHandler(), log.level
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        log.addHandler(handler)
+        ctx.call_on_close(lambda: log.removeHandler(handler))
+        ctx.call_on_close(lambda: log.setLevel(level))
+        log.setLevel(logging.ERROR)
+    if count:
+        log.setLevel(logging.INFO if count == 1 else logging.DEBUG)
+
+
+def _debug(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[DEBUG] = True
+
+
+def _options(*parameters: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        for parameter in reversed(parameters):
+            function = parameter(function)
+        return function
+
+    return decorate
+
+
+common = _options(
+    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_talk,
+                 help="Log what is done to stderr; -vv for every detail."),
+    click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=_debug,
+                 help="Show the traceback of an error."),
+)  # fmt: skip
+source_of = _options(
+    click.argument("source"),
+    click.option("--revision", help="Of a model in the hub's cache: branch, tag or commit."),
+    click.option("--subfolder", help="A folder inside the model."),
+    click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
+    click.option("--cache-dir", help="The hub's cache, if it is not where it usually is."),
+)
+names_of = click.option(
+    "--names", "patterns", multiple=True, metavar="PATTERN",
+    help="Only tensors of this name, or that match this glob; may be repeated.",
+)  # fmt: skip
+json_of = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
+
+
+class Bytes(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes: 4096, 64K or 64KiB (1024 bytes each), 64KB (1000 bytes each)."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", str(value).strip().upper())
+        if found is None:
+            self.fail(f"{value!r} is not a number of bytes, such as 4096, 64K or 1.5GB", param, ctx)
+        number, unit, suffix = found.groups()
+        factor = 1000 ** (_UNITS[unit] // 10) if suffix == "B" else 1 << _UNITS[unit]
+        return int(float(number) * factor)
+
+
+def given(where: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that say where a checkpoint is, without those that were not given."""
+    return {name: value for name, value in where.items() if value is not None}
+
+
+def opened(source: str, where: dict[str, Any]) -> Checkpoint:
+    """The checkpoint, open. Raises CheckpointError and its kinds."""
+    from gdsload.checkpoint import Checkpoint
+
+    return Checkpoint.open(source, **given(where))
+
+
+def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[str] | None:
+    """The names that are meant, in the order of the patterns; None, for all, without patterns.
+
+    Raises CheckpointError for a pattern that fits no tensor.
+    """
+    if not patterns:
+        return None
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        exact = pattern in checkpoint.tensors
+        hits = [pattern] if exact else fnmatch.filter(checkpoint.tensors, pattern)
+        if not hits:
+            raise CheckpointError(
+                f"{checkpoint.source}: no tensor is called {shown(pattern)}, and none matches it",
+                tensor=pattern,
+            )
+        found.update(dict.fromkeys(hits))
+    return list(found)
+
+
+@contextmanager
+def moved_bar(title: str, total: int) -> Iterator[Callable[[int], object] | None]:
+    """A function to tell of bytes, and a bar that shows them; None where there is no terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title) as bar:
+        yield bar.update
+
+
+def show_json(facts: object) -> None:
+    click.echo(json.dumps(facts, indent=2))
+
+
+def show_table(rows: Iterable[Sequence[str]]) -> None:
+    table = [[plain(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+             for row in table)  # fmt: skip
+    click.echo("\n".join(lines))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000: "1.50 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def plain(text: str) -> str:
+    """Text of a file's making as a terminal may show it: control characters are escaped."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

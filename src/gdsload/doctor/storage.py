@@ -1,0 +1,90 @@
+"""What a path is on, and whether it can be read past the page cache."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import stat
+
+from gdsload._native import system
+from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.errors import CheckpointError
+from gdsload.files import open_regular
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "virtiofs")
+
+
+def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
+    """What the path is on: kind of filesystem, device and mount point."""
+    real = os.path.realpath(path)
+    name = f"filesystem of {os.fspath(path)}"
+    if not os.path.exists(real):
+        return Finding(name, NO, "there is no such file or directory")
+    found: tuple[str, str, str] | None = None
+    for line in (read_text(root, "proc/self/mountinfo") or "").splitlines():
+        # id parent major:minor root MOUNT options [tags] - KIND DEVICE options
+        mount, _, rest = line.partition(" - ")
+        where = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
+        kind, device = rest.split()[:2]
+        inside = real == where or real.startswith(where.rstrip("/") + "/")
+        # A later mount on the same point hides the earlier one.
+        if inside and (found is None or len(where) >= len(found[0])):
+            found = where, kind, device
+    if found is None:
+        return Finding(name, PARTLY, "the system does not say")
+    where, kind, device = found
+    detail = f"{kind} on {device}, mounted at {where}"
+    if kind in ("tmpfs", "ramfs"):
+        return Finding(name, PARTLY, f"{detail}: it lives in memory, there is nothing to read from")
+    if kind in _NETWORK or kind.startswith("fuse"):
+        return Finding(name, PARTLY, f"{detail}: the network or a daemon sets its rate")
+    return Finding(name, YES, detail)
+
+
+def direct_io(path: str | os.PathLike[str]) -> Finding:
+    """Whether a file there can be read past the page cache, tried with one block.
+
+    In a directory a checkpoint's file is tried, or any other, or one without a name.
+    """
+    name = f"direct I/O on {os.fspath(path)}"
+    mend = "such files are read through the page cache; xfs and ext4 do direct I/O"
+    try:
+        fd = _sample(os.fspath(path))
+    except (OSError, CheckpointError) as error:
+        return Finding(name, NO, str(error))
+    try:
+        alignment = system.direct_alignment(fd)
+        if alignment is not None and alignment[1] == 0:
+            return Finding(name, NO, "the filesystem says that it does none", mend)
+        block = max(alignment or (mmap.PAGESIZE,))
+        twin = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            os.preadv(twin, [mmap.mmap(-1, max(block, mmap.PAGESIZE))], 0)
+        finally:
+            os.close(twin)
+    except OSError as error:
+        return Finding(name, NO, f"refused: {error.strerror}", mend)
+    finally:
+        os.close(fd)
+    if alignment is None:
+        return Finding(name, YES, f"works with {block} bytes; the kernel does not say what it asks")
+    return Finding(name, YES, f"works; memory aligned to {alignment[0]}, offset to {alignment[1]}")
+
+
+def _sample(path: str) -> int:
+    """A descriptor of a regular file at or in the path."""
+    if not stat.S_ISDIR(os.stat(path).st_mode):
+        return open_regular(path)[0]
+    with os.scandir(path) as entries:
+        files = sorted(
+            (not entry.name.endswith(".safetensors"), entry.path)
+            for entry in entries
+            if entry.is_file()
+        )
+    for _, file in files:
+        try:
+            return open_regular(file)[0]
+        except CheckpointError:
+            continue
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)

@@ -1,0 +1,305 @@
+"""The command line: what it prints, how it ends, and what it leaves alone."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pty
+import struct
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from command import EMBEDDING, answer, process, run
+from gdsload import tensors
+from gdsload.checkpoint import Checkpoint
+from gdsload.cli.terminal import Bytes, size
+from gdsload.errors import FileChanged
+
+NORMS = "model.layers.*.input_layernorm.weight"
+
+COMMAND = "from gdsload.cli import main; main()"
+# Runs the command line, then tells on stderr which heavy modules came in with it.
+LIGHT = """
+import sys
+from gdsload.cli import main
+try:
+    main()
+finally:
+    print(*sorted({"torch", "numpy", "transformers"} & sys.modules.keys()), file=sys.stderr)
+"""
+INTERRUPTED = """
+import os, signal
+from gdsload import tensors
+tensors.load_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+from gdsload.cli import main
+main()
+"""
+
+
+# --- inspect ------------------------------------------------------------------------------------
+
+
+def test_inspect_tells_files_dtypes_and_metadata(tiny_checkpoint: Path) -> None:
+    result = run("inspect", tiny_checkpoint)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{tiny_checkpoint}: 2 files, 47 tensors, 656.77 kB"
+    assert lines[1].split() == [
+        "model-00001-of-00002.safetensors", "380.68", "kB", "30", "tensors"
+    ]  # fmt: skip
+    assert lines[3].split() == ["BF16", "656.77", "kB", "47", "tensors"]
+    assert lines[4:] == ["metadata format: pt"]
+
+
+def test_inspect_lists_every_tensor(tiny_checkpoint: Path) -> None:
+    rows = run("inspect", tiny_checkpoint, "--tensors").stdout.split("\n\n")[1].splitlines()
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        assert [row.split()[0] for row in rows] == list(checkpoint.tensors)
+    assert rows[0].split() == [
+        EMBEDDING, "BF16", "[1024,", "64]", "131.07", "kB", "model-00001-of-00002.safetensors"
+    ]  # fmt: skip
+
+
+def test_inspect_as_json_counts_bytes(tiny_checkpoint: Path) -> None:
+    facts = answer("inspect", tiny_checkpoint, "--tensors")
+    sizes = {path.name: path.stat().st_size for path in tiny_checkpoint.glob("*.safetensors")}
+    assert {file["name"]: file["bytes"] for file in facts["files"]} == sizes
+    assert facts["total_bytes"] == sum(info["bytes"] for info in facts["tensors"].values())
+    assert facts["tensor_count"] == len(facts["tensors"]) == 47
+    assert facts["tensors"][EMBEDDING]["shape"] == [1024, 64]
+    assert "tensors" not in answer("inspect", tiny_checkpoint)
+
+
+def test_inspect_does_not_obey_names(tmp_path: Path) -> None:
+    save_file({"a\x1b[2Jb": torch.zeros(2)}, tmp_path / "evil.safetensors")
+    result = run("inspect", tmp_path, "--tensors")
+    assert "\x1b" not in result.stdout
+    assert "a\\x1b[2Jb" in result.stdout
+
+
+def test_inspect_reads_a_model_in_the_hubs_cache(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    model = tmp_path / "models--some--model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "v2").write_text("0123456789abcdef")
+    (model / "snapshots").mkdir()
+    (model / "snapshots" / "0123456789abcdef").symlink_to(tiny_checkpoint)
+    facts = answer("inspect", "some/model", "--revision", "v2", "--cache-dir", tmp_path)
+    assert facts["tensor_count"] == 47
+    assert run("inspect", "some/model", "--cache-dir", tmp_path).exit_code == 1
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def test_plan_prints_its_summary_and_every_transfer(tiny_checkpoint: Path) -> None:
+    summary, listing = run("plan", tiny_checkpoint, "--transfers").stdout.split("\n\n")
+    assert summary.splitlines()[0] == "47 tensors, 656,768 bytes wanted"
+    header, *rows = [line.split() for line in listing.splitlines()]
+    assert header == ["tag", "file", "offset", "length", "wanted", "target", "target_offset"]
+    assert [row[0] for row in rows] == [str(tag) for tag in range(len(rows))]
+    assert {row[1] for row in rows} == {p.name for p in tiny_checkpoint.glob("*.safetensors")}
+
+
+def test_plan_as_json_agrees_with_itself(tiny_checkpoint: Path) -> None:
+    facts = answer("plan", tiny_checkpoint, "--transfers", "--window", "128K")
+    assert len(facts["windows"]) > 2
+    assert facts["requests"] == len(facts["transfers"]) == facts["windows"][-1][1]
+    assert facts["read_bytes"] == sum(read["wanted"] for read in facts["transfers"])
+    assert "transfers" not in answer("plan", tiny_checkpoint)
+
+
+def test_plan_of_some_names(tiny_checkpoint: Path) -> None:
+    assert answer("plan", tiny_checkpoint, "--names", NORMS)["tensors"] == 4
+    both = answer("plan", tiny_checkpoint, "--names", NORMS, "--names", EMBEDDING)
+    assert both["tensors"] == 5
+    assert both["wanted_bytes"] == 4 * 128 + 131072
+
+
+@pytest.mark.parametrize("command", ["plan", "load"])
+def test_a_name_that_fits_nothing_is_an_error(command: str, tiny_checkpoint: Path) -> None:
+    result = run(command, tiny_checkpoint, "--names", "no.such.*")
+    assert result.exit_code == 1
+    assert "'no.such.*'" in result.stderr
+
+
+def test_a_name_is_itself_before_it_is_a_glob(tmp_path: Path) -> None:
+    save_file({"a[0]": torch.zeros(2), "a0": torch.zeros(2)}, tmp_path / "x.safetensors")
+    (read,) = answer("plan", tmp_path, "--names", "a[0]", "--transfers")["transfers"]
+    assert answer("plan", tmp_path, "--names", "a[0]")["tensors"] == 1
+    assert read["wanted"] >= 8
+
+
+# --- make-checkpoint ----------------------------------------------------------------------------
+
+
+def test_make_checkpoint_writes_once(tmp_path: Path) -> None:
+    words = ["make-checkpoint", "tiny", tmp_path / "model", "--layers", "1", "--seed", "3"]
+    assert run(*words).exit_code == 0
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    before = weights.stat()
+    again = run(*words)
+    assert again.exit_code == 0
+    assert "is there already" in again.stdout
+    assert weights.stat() == before
+    other = run("make-checkpoint", "tiny", tmp_path / "model", "--layers", "2")
+    assert other.exit_code == 1
+    assert "not empty" in other.stderr
+
+
+def test_bars_are_for_terminals(tmp_path: Path) -> None:
+    silent = process(COMMAND, "make-checkpoint", "tiny", tmp_path / "silent")
+    assert (silent.returncode, silent.stderr) == (0, "")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    shown = process(COMMAND, "make-checkpoint", "tiny", tmp_path / "shown", stderr=theirs)
+    os.close(theirs)
+    assert shown.returncode == 0
+    assert b"tiny: 100%" in os.read(ours, 65536)
+    os.close(ours)
+
+
+# --- run ----------------------------------------------------------------------------------------
+
+
+def test_run_leaves_its_arguments_to_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging, sys\n"
+        "log = logging.getLogger('gdsload')\n"
+        "print(sys.argv[1:], __name__, log.handlers, log.level)\n"
+        "raise OSError('mine') if sys.argv[1:] == ['boom'] else SystemExit(7)\n"
+    )
+    ended = process(COMMAND, "run", script, "-v", "--help")
+    assert ended.returncode == 7
+    assert ended.stdout == "['-v', '--help'] __main__ [] 0\n"
+    failed = process(COMMAND, "run", script, "boom")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Traceback")
+    assert failed.stderr.endswith("OSError: mine\n")
+    assert run("run").exit_code == 2
+
+
+# --- how it ends --------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("gdsload, version 0.")
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("inspect", "plan", "load", "doctor", "make-checkpoint", "run"):
+        assert command in result.stdout
+
+
+@pytest.mark.parametrize("words", [["bake"], ["inspect"], ["load", "x", "--repeat", "0"],
+                                   ["plan", "x", "--window", "lots"],
+                                   ["make-checkpoint", "gpt-9", "x"]])  # fmt: skip
+def test_bad_usage_exits_2(words: Sequence[str]) -> None:
+    assert run(*words).exit_code == 2
+
+
+def test_an_error_is_one_line_and_a_traceback_on_request(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: object, **__: object) -> None:
+        raise FileChanged("a.safetensors: it changed")
+
+    monkeypatch.setattr(tensors, "load_file", changed)
+    result = run("load", tiny_checkpoint)
+    assert (result.exit_code, result.stderr) == (1, "gdsload: a.safetensors: it changed\n")
+    for words in (["--debug", "load", tiny_checkpoint], ["load", "--debug", tiny_checkpoint]):
+        assert isinstance(run(*words).exception, FileChanged)
+
+
+def test_ctrl_c_exits_130(tiny_checkpoint: Path) -> None:
+    ended = process(INTERRUPTED, "load", tiny_checkpoint)
+    assert (ended.returncode, ended.stderr.strip()) == (130, "gdsload: interrupted")
+
+
+@pytest.mark.parametrize("words", [["inspect", "--tensors"], ["load", "--json"]])
+def test_a_closed_pipe_is_fine(words: Sequence[str], tiny_checkpoint: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = process(COMMAND, *words, tiny_checkpoint,
+                    stdout=theirs)  # fmt: skip
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = process(COMMAND, "inspect", tiny_checkpoint,
+                        stdout=full)  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert "No space left" in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["--version"], ["inspect"], ["plan"], ["doctor"]])
+def test_only_load_waits_for_torch(words: Sequence[str], tiny_checkpoint: Path) -> None:
+    ended = process(LIGHT, *words, *([] if words[0].startswith("-") else [tiny_checkpoint]))
+    assert ended.returncode in (0, 1, 2), ended.stderr
+    assert ended.stdout != ""
+    assert ended.stderr == "\n"
+
+
+def test_load_is_noticed_by_the_test_above(tiny_checkpoint: Path) -> None:
+    assert "torch" in process(LIGHT, "load", tiny_checkpoint).stderr.split()
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ([], {"broken"}),
+    (["-v"], {"broken", "reading"}),
+    (["-vv"], {"broken", "reading", "detail"}),
+])  # fmt: skip
+def test_verbose_sets_logging(
+    words: Sequence[str], told: set[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("gdsload")
+    honest = tensors.load_file
+
+    def talking(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        log.error("broken")
+        log.info("reading")
+        log.debug("detail")
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(tensors, "load_file", talking)
+    before = log.level, list(log.handlers)
+    for order in ([*words, "load"], ["load", *words]):
+        assert {
+            line.split()[-1] for line in run(*order, tiny_checkpoint).stderr.splitlines()
+        } == told
+    assert (log.level, list(log.handlers)) == before
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [
+    ("0", 0), ("4096", 4096), ("64K", 65536), ("64KiB", 65536), ("64KB", 64000), ("1.5g", 3 << 29),
+    ("2 MB", 2_000_000), ("7B", 7),
+])  # fmt: skip
+def test_bytes_as_people_write_them(text: str, nbytes: int) -> None:
+    assert Bytes().convert(text, None, None) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1X", "K", "1KK", "1e3"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Bytes().convert(text, None, None)
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [
+    (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_999, "1.00 MB"), (1_503_300_328, "1.50 GB"),
+    (2 * 10**15, "2000.00 TB"),
+])  # fmt: skip
+def test_bytes_as_people_read_them(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text

@@ -1,0 +1,185 @@
+"""`gdsload load`: what it reports, verifies and refuses, and what a cold load is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from command import EMBEDDING, answer, run
+from gdsload import residency, tensors
+from gdsload.cli.loading import checksum, load
+from gdsload.doctor.storage import filesystem
+from gdsload.load import CACHES
+
+
+@pytest.fixture
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page cache belongs to everybody on this machine: here it is never dropped."""
+    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+
+
+# --- load ---------------------------------------------------------------------------------------
+
+
+def test_load_reports_its_road(tiny_checkpoint: Path) -> None:
+    result = run("load", tiny_checkpoint, "--cache", "buffered", "--engine", "threads")
+    assert result.exit_code == 0
+    assert "47 tensors" in result.stdout
+    assert "posix/threads/buffered" in result.stdout
+
+
+def test_load_verifies_and_touches(tiny_checkpoint: Path) -> None:
+    facts = answer("load", tiny_checkpoint, "--touch", "--verify", "--repeat", "2")
+    assert facts["verified"] is True
+    first, second = facts["runs"]
+    assert first["checksum"] == second["checksum"] != 0
+    assert first["wanted_bytes"] == 656768
+    text = run("load", tiny_checkpoint, "--touch", "--verify", "--repeat", "2").stdout
+    assert f"sum {first['checksum']:x}" in text
+    assert "median of 2: " in text
+    assert text.endswith("verified: 47 tensors as safetensors reads them, bit for bit\n")
+
+
+def test_verify_takes_every_dtype_and_shape(tmp_path: Path) -> None:
+    names = ["bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "float16",
+             "bfloat16", "int32", "float32", "complex64", "float64", "int64"]  # fmt: skip
+    made = {
+        name: torch.randint(0, 2, (3, 5)).to(getattr(torch, name))
+        for name in names
+    }  # fmt: skip
+    made |= {"scalar": torch.tensor(1.5), "nothing": torch.empty(0, 4)}
+    save_file(made, tmp_path / "all.safetensors")
+    assert answer("load", tmp_path, "--verify", "--touch")["runs"][0]["tensors"] == len(made)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensor: tensor.view(torch.uint8).flatten()[-1:].bitwise_xor_(1),
+        lambda tensor: tensor.resize_(64, 1024),
+    ],
+    ids=["one bit", "the shape"],
+)
+def test_verify_finds_what_differs(
+    spoil: Callable[[torch.Tensor], object],
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = tensors.load_file
+
+    def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        loaded = {name: tensor.clone() for name, tensor in honest(*args, **kwargs).items()}
+        spoil(loaded[EMBEDDING])
+        return loaded
+
+    monkeypatch.setattr(tensors, "load_file", spoiled)
+    result = run("load", tiny_checkpoint, "--verify")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert f"tensor '{EMBEDDING}' is not what safetensors reads" in result.stderr
+
+
+def test_checksum_counts_every_byte() -> None:
+    base = torch.arange(21, dtype=torch.uint8)
+    sums = set()
+    for place in range(21):
+        other = base.clone()
+        other[place] += 1
+        sums.add(checksum([other]))
+    assert checksum([base]) not in sums
+    assert checksum([base]) == sum(
+        int.from_bytes(bytes(base[at : at + 8].tolist()), sys.byteorder) for at in (0, 8)
+    ) + sum(range(16, 21))
+
+
+def test_load_writes_a_trace(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("load", tiny_checkpoint, "--cache", "direct", "--trace", trace)
+    assert result.exit_code == 0
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
+    result = run("load", tiny_checkpoint, "--trace", tmp_path / "nowhere" / "trace.json")
+    assert result.exit_code == 1
+    assert "nowhere" in result.stderr
+
+
+def test_load_to_a_device_that_is_none(tiny_checkpoint: Path) -> None:
+    result = run("load", tiny_checkpoint, "--device", "toaster")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("gdsload: torch cannot use device 'toaster': ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_engine_that_is_none_is_an_error_although_all_is_warm(tiny_checkpoint: Path) -> None:
+    result = run("load", tiny_checkpoint, "--engine", "steam")
+    assert result.exit_code == 1
+    assert "uring" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ("depth", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+        ("depht=3", "no option 'depht'"),
+        ("depth=0", "depth"),
+    ],
+)
+def test_a_bad_option_is_bad_usage(option: str, complaint: str, tiny_checkpoint: Path) -> None:
+    result = run("load", tiny_checkpoint, "--cache", "direct", "--option", option)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+
+
+def test_options_reach_the_backend(tiny_checkpoint: Path) -> None:
+    words = ["--cache", "direct", "--backend", "posix", "--option", "request_bytes=65536"]
+    assert answer("load", tiny_checkpoint, *words)["runs"][0]["requests"] >= 656768 // 65536
+
+
+def test_the_choices_of_cache_are_the_librarys() -> None:
+    (kind,) = [option.type for option in load.params if option.name == "cache"]
+    assert isinstance(kind, click.Choice)
+    assert tuple(kind.choices) == CACHES
+
+
+# --- load --cold --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_dropping")
+def test_cold_reads_from_the_disk(tmp_path: Path) -> None:
+    where = filesystem(tmp_path)
+    if "lives in memory" in where.detail:
+        pytest.skip(where.detail)
+    # Larger than what the kernel reads ahead of the header.
+    save_file({"a": torch.ones(8 << 20)}, tmp_path / "model.safetensors")
+    assert list(answer("load", tmp_path)["runs"][0]["roads"]) == ["mapped"]
+    for cold in answer("load", tmp_path, "--cold", "--repeat", "2")["runs"]:
+        assert "mapped" not in cold["roads"]
+
+
+@pytest.mark.usefixtures("no_dropping")
+def test_cold_is_an_error_where_pages_stay(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "evict", lambda path: 8192)
+    monkeypatch.setattr(tensors, "load_file", lambda *_, **__: pytest.fail("it loaded"))
+    result = run("load", tiny_checkpoint, "--cold")
+    assert result.exit_code == 1
+    assert "model-00001-of-00002.safetensors: 8.19 kB stay in the page cache" in result.stderr
+
+
+def test_cold_drops_the_page_cache_first(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(residency, "drop_caches", lambda: steps.append("drop"))
+    monkeypatch.setattr(residency, "evict", lambda path: steps.append(Path(path).name) or 0)
+    assert run("load", tiny_checkpoint, "--cold").exit_code == 0
+    assert steps == ["drop", *sorted(p.name for p in tiny_checkpoint.glob("*.safetensors"))]

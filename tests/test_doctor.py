@@ -1,0 +1,388 @@
+"""The doctor: each check is shown other machines, and the whole is shown one without io_uring."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import run
+from gdsload import backends, doctor
+from gdsload.backends import Support, register_backend, registry
+from gdsload.backends.posix import ENGINES
+from gdsload.doctor import gpu, limits, software, storage
+from gdsload.doctor.finding import Diagnosis, Finding
+
+
+def machine(root: Path, files: dict[str, str]) -> str:
+    """A root directory with these files."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+def verdicts(*engines: str, direct: str = "yes") -> Diagnosis:
+    findings = [Finding(f"engine {name}", "yes" if name in engines else "no") for name in ENGINES]
+    return Diagnosis((*findings, Finding("direct I/O on /data", direct)))
+
+
+# --- what it all means --------------------------------------------------------------------------
+
+
+def test_a_verdict_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="'maybe'"):
+        Finding("road", "maybe")
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "code"),
+    [
+        (verdicts(*ENGINES), 0),
+        (verdicts(ENGINES[0]), 0),
+        (verdicts(*ENGINES[1:]), 1),
+        (verdicts(*ENGINES, direct="no"), 1),
+        (verdicts(ENGINES[-1]), 1),
+        (verdicts(), 2),
+        (Diagnosis((Finding(f"engine {ENGINES[0]}", "yes"),)), 0),
+    ],
+)
+def test_the_exit_code_is_the_best_road(diagnosis: Diagnosis, code: int) -> None:
+    assert diagnosis.exit_code == code
+
+
+def test_the_summary_has_a_line_each_and_the_mends() -> None:
+    shown = Diagnosis(
+        (
+            Finding("engine uring", "no", "blocked", "allow it"),
+            Finding("kernel", "yes", "Linux 7", "not shown"),
+        )
+    ).summary()
+    assert shown.splitlines() == [
+        "no      engine uring  blocked",
+        "                      mend: allow it",
+        "yes     kernel        Linux 7",
+        "",
+        "No road to DRAM works: no engine can read here.",
+    ]
+
+
+# --- the kernel ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [("0\n", "yes"), ("1\n", "partly"), ("2\n", "no"), (None, "yes")]
+)
+def test_the_switch_for_io_uring(value: str | None, verdict: str, tmp_path: Path) -> None:
+    files = {} if value is None else {"proc/sys/kernel/io_uring_disabled": value}
+    found = limits.io_uring_allowed(machine(tmp_path, files))
+    assert found.verdict == verdict
+    assert (found.mend == "") == (verdict == "yes")
+
+
+@pytest.mark.parametrize(
+    ("used", "verdict"), [("0", "yes"), ("65000", "yes"), ("65530", "no"), ("65536", "no")]
+)
+def test_room_for_aio(used: str, verdict: str, tmp_path: Path) -> None:
+    root = machine(tmp_path, {"proc/sys/fs/aio-nr": used, "proc/sys/fs/aio-max-nr": "65536"})
+    found = limits.aio_contexts(root)
+    assert (found.verdict, found.detail) == (verdict, f"{used} of 65536 events taken")
+    assert found.mend == ("" if verdict == "yes" else "sysctl fs.aio-max-nr=131072")
+
+
+def test_a_kernel_without_aio(tmp_path: Path) -> None:
+    assert limits.aio_contexts(str(tmp_path)).verdict == "no"
+
+
+@pytest.mark.parametrize(
+    ("soft", "capabilities", "verdict"),
+    [
+        (8 << 20, "0000000000000000", "partly"),
+        (8 << 20, "0000000000004000", "yes"),
+        (1 << 30, "0000000000000000", "yes"),
+        (resource.RLIM_INFINITY, "0000000000000000", "yes"),
+    ],
+)
+def test_locked_memory(
+    soft: int, capabilities: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
+    root = machine(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"})
+    assert limits.locked_memory(root).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "detail"),
+    [
+        ("always [madvise] never\n", "yes", "madvise"),
+        ("always madvise [never]\n", "no", "never"),
+        (None, "no", "this kernel has no transparent huge pages"),
+    ],
+)
+def test_huge_pages(state: str | None, verdict: str, detail: str, tmp_path: Path) -> None:
+    where = "sys/kernel/mm/transparent_hugepage/enabled"
+    found = limits.huge_pages(machine(tmp_path, {} if state is None else {where: state}))
+    assert (found.verdict, found.detail) == (verdict, detail)
+
+
+def refuse(code: int) -> Callable[..., int]:
+    def refused(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return refused
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_page_cache_without_cachestat(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.system, "cachestat", refuse(code))
+    found = limits.page_cache()
+    assert found.verdict == "partly"
+    assert "mincore" in found.detail
+    monkeypatch.setattr(limits.system, "mincore_pages", refuse(errno.EPERM))
+    assert limits.page_cache().verdict == "no"
+
+
+def test_drop_caches_where_it_may_not(tmp_path: Path) -> None:
+    root = machine(tmp_path, {"proc/sys/vm/drop_caches": ""})
+    assert limits.drop_caches(root).verdict == "yes"
+    assert limits.drop_caches(str(tmp_path / "elsewhere")).verdict == "partly"
+
+
+def test_memory_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "available_bytes", lambda: 23_530_000_000)
+    assert limits.memory().detail.startswith("23.53 GB available")
+    monkeypatch.setattr(limits, "available_bytes", lambda: None)
+    assert limits.memory().verdict == "partly"
+
+
+# --- software -----------------------------------------------------------------------------------
+
+
+def test_packages_are_asked_for_not_imported() -> None:
+    assert software.package("pytest").detail == pytest.__version__
+    absent = software.package("no-such-package-here")
+    assert (absent.verdict, absent.mend) == ("no", "pip install no-such-package-here")
+
+
+def test_liburing_that_was_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: None)
+    found = software.liburing()
+    assert found.verdict == "no"
+    assert "liburing-dev" in found.mend
+
+
+def test_an_engine_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "try_engine", lambda name: Support(False, ("a", "b"), "mend it"))
+    assert software.engine("uring") == Finding("engine uring", "no", "a; b", "mend it")
+    monkeypatch.setattr(software, "try_engine", lambda name: Support(True))
+    assert software.engine("uring").verdict == "yes"
+
+
+class Wagon(backends.Backend):
+    """A third-party road to DRAM of which only the front is there."""
+
+    name = "wagon"
+    support = Support(True)
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        if cls.support.reasons == ("raise",):
+            raise RuntimeError("a wheel came off")
+        return cls.support
+
+    def _never(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the doctor only asks")
+
+    limits = register = deregister = prepare = post = check = release = _never
+
+
+class Rocket(Wagon):
+    """One to VRAM, which must not be opened."""
+
+    name = "rocket"
+    memory_kinds = frozenset({backends.VRAM})
+    support = Support(True, ("raise",))
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    register_backend(Wagon)
+    register_backend(Rocket)
+    found, _ = registry.discover()
+    monkeypatch.setattr(registry, "discover", lambda: (found, {"stale": "made for API 9.0"}))
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("support", "verdict", "detail"),
+    [
+        (Support(True), "yes", "reaches DRAM"),
+        (Support(True, ("slow",), "oil"), "partly", "reaches DRAM: slow"),
+        (Support(False, ("no horse",), "buy one"), "no", "reaches DRAM: no horse"),
+        (Support(True, ("raise",)), "no", "its probe raised RuntimeError: a wheel came off"),
+    ],
+)
+def test_backends_and_plugins(
+    support: Support, verdict: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wagon, "support", support)
+    found = {each.name: each for each in software.backends()}
+    assert found["backend wagon"].verdict == verdict
+    assert detail in found["backend wagon"].detail
+    assert found["backend rocket"].detail == "VRAM only: not tried here"
+    assert found["plugin stale"].verdict == "no"
+    assert "made for API 9.0" in found["plugin stale"].detail
+    assert found["backend posix"].verdict in ("yes", "partly")
+
+
+# --- storage ------------------------------------------------------------------------------------
+
+MOUNTS = """\
+1 0 8:1 / / rw - ext4 /dev/sda1 rw
+2 1 0:5 / {path} rw shared:7 - ext4 /dev/hidden rw
+3 1 0:6 / {path} rw shared:7 master:1 - {kind} {device} rw
+4 1 0:7 / {path}er rw - xfs /dev/sdz rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [("xfs", "yes"), ("tmpfs", "partly"), ("nfs4", "partly"), ("fuse.sshfs", "partly")],
+)
+def test_the_filesystem_of_a_path(kind: str, verdict: str, tmp_path: Path) -> None:
+    disk = tmp_path / "my disk"
+    disk.mkdir()
+    (disk / "file").touch()
+    shown = str(disk.resolve()).replace(" ", "\\040")
+    mounts = MOUNTS.format(path=shown, kind=kind, device="here:/it")
+    root = machine(tmp_path / "root", {"proc/self/mountinfo": mounts})
+    found = storage.filesystem(disk / "file", root)
+    assert found.verdict == verdict
+    assert found.detail.startswith(f"{kind} on here:/it, mounted at {disk.resolve()}")
+    assert storage.filesystem(disk.parent, root).detail == "ext4 on /dev/sda1, mounted at /"
+    assert storage.filesystem(disk / "nothing", root).verdict == "no"
+    assert storage.filesystem(disk, str(tmp_path)).verdict == "partly"
+
+
+def test_direct_io_is_tried_with_a_file_a_directory_and_an_empty_one(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    for path in (tiny_checkpoint, next(tiny_checkpoint.glob("*.safetensors"))):
+        found = storage.direct_io(path)
+        assert found.name == f"direct I/O on {path}"
+        assert found.verdict == "yes" or "refused" in found.detail or "none" in found.detail
+    assert storage.direct_io(tmp_path).verdict == storage.direct_io(tiny_checkpoint).verdict
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_direct_io_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.system, "direct_alignment", lambda fd: (0, 0))
+    assert storage.direct_io(tiny_checkpoint).verdict == "no"
+    monkeypatch.setattr(storage.system, "direct_alignment", lambda fd: None)
+    monkeypatch.setattr(storage.os, "preadv", refuse(errno.EINVAL))
+    found = storage.direct_io(tiny_checkpoint)
+    assert (found.verdict, found.detail) == ("no", "refused: Invalid argument")
+    assert found.mend != ""
+
+
+def test_direct_io_does_not_hang_on_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    found = storage.direct_io(tmp_path / "fifo")
+    assert found.verdict == "no"
+    assert "FIFO" in found.detail
+    assert storage.direct_io(tmp_path / "nothing").verdict == "no"
+
+
+# --- GPU ----------------------------------------------------------------------------------------
+
+CARD = {"sys/bus/pci/devices/0000:17:00.0/class": "0x030200\n",
+        "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de\n"}  # fmt: skip
+DRIVEN = {"proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA H200\nIRQ: 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "verdict", "detail"),
+    [
+        ({}, "no", "no NVIDIA GPU"),
+        (CARD, "partly", "0000:17:00.0, without a driver"),
+        (CARD | DRIVEN, "yes", "1: NVIDIA H200"),
+        ({name: text.replace("0x10de", "0x8086") for name, text in CARD.items()}, "no", "no NVID"),
+    ],
+)
+def test_the_gpu(files: dict[str, str], verdict: str, detail: str, tmp_path: Path) -> None:
+    found = gpu.gpu(machine(tmp_path, files))
+    assert found.verdict == verdict
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("files", "verdict", "detail"),
+    [
+        ({}, "no", "cannot be read"),
+        ({"proc/modules": "ext4 1 0 - Live 0x0\n"}, "no", "not loaded"),
+        ({"proc/modules": "nvidia_fs 1 0 - Live 0x0\n"}, "partly", "no /dev/nvidia-fs*"),
+        ({"proc/modules": "nvidia_fs 1 0 -\n", "dev/nvidia-fs0": ""}, "yes", "loaded"),
+        ({"proc/driver/nvidia-fs/version": "version: 2.20\n", "dev/nvidia-fs0": ""}, "yes", "2.20"),
+    ],
+)
+def test_nvidia_fs(files: dict[str, str], verdict: str, detail: str, tmp_path: Path) -> None:
+    found = gpu.nvidia_fs(machine(tmp_path, files))
+    assert found.verdict == verdict
+    assert detail in found.detail
+
+
+def test_udev(tmp_path: Path) -> None:
+    assert gpu.udev(str(tmp_path)).verdict == "no"
+    (tmp_path / "run" / "udev").mkdir(parents=True)
+    assert gpu.udev(str(tmp_path)).verdict == "yes"
+
+
+def test_libraries_are_found_where_the_linker_and_pip_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    root = str(tmp_path)
+    assert gpu.library("libcufile", root).verdict == "no"
+    assert gpu.library("libcufile", root).mend != ""
+    cache = b"glibc-ld.so.cache\0libcuda.so.1\0/usr/lib/libcuda.so.1\0/usr/lib/libcudart.so.13\0"
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "ld.so.cache").write_bytes(cache)
+    assert gpu.library("libcuda", root).detail == "/usr/lib/libcuda.so.1"
+    assert gpu.library("libcufile", root).verdict == "no"
+    for place in ("usr/local/cuda/lib64", "site/nvidia/cu13/lib"):
+        machine(tmp_path, {f"{place}/libcufile.so.0": ""})
+        assert gpu.library("libcufile", root).detail == f"{tmp_path}/{place}/libcufile.so.0"
+    machine(tmp_path, {"mine/libcufile.so": ""})
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "mine"))
+    assert gpu.library("libcufile", root).detail == f"{tmp_path}/mine/libcufile.so"
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_examine_looks_at_everything_once(tiny_checkpoint: Path) -> None:
+    names = [each.name for each in doctor.examine(tiny_checkpoint).findings]
+    assert len(set(names)) == len(names)
+    assert {f"engine {name}" for name in ENGINES} <= set(names)
+    assert {"torch", "liburing", "memlock", "memory", "backend posix", "GPU", "nvidia-fs", "udev",
+            "libcufile", f"direct I/O on {tiny_checkpoint}"} <= set(names)  # fmt: skip
+
+
+def test_the_command_prints_and_exits_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    for engines in (ENGINES, ENGINES[1:], ()):
+        diagnosis = verdicts(*engines)
+        monkeypatch.setattr(doctor, "examine", lambda path, given=diagnosis: given)
+        text, facts = run("doctor"), run("doctor", "--json")
+        assert text.exit_code == facts.exit_code == diagnosis.exit_code
+        assert text.stdout.rstrip("\n") == diagnosis.summary()
+        assert json.loads(facts.stdout) == diagnosis.to_dict()

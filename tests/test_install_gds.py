@@ -1,0 +1,399 @@
+"""scripts/install_gds.sh against machines made of files: a fabricated /proc, /sys, /etc and /dev,
+and a PATH whose nvidia-smi, apt-get, modprobe and the like are ours and write down their calls.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "install_gds.sh"
+KERNEL = "6.8.0-45-generic"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n"
+STATIC_BAR1 = 'RegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1;"\n'
+P2PDMA_SYMBOL = "0000000000000000 d p2pdma_pgmap_ops\n"
+NVFS_SYMBOL = "0000000000000000 T nvme_v1_register_nvfs_dma_ops\t[nvme]\n"
+ROOT_MOUNT = "22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw\n"
+CHANGERS = ("apt-get", "dpkg", "modprobe")
+
+# Each writes its call down. apt-get "builds" the module, modprobe "loads" a built one.
+FAKES = {
+    "uname": f'case $1 in -r) echo {KERNEL} ;; -m) echo "${{FAKE_ARCH:-x86_64}}" ;; esac',
+    "id": 'echo "${FAKE_UID:-0}"',
+    "nvidia-smi": (
+        '[ -f "$STATE/gpus" ] || exit 9\n'
+        'case "$*" in *--query-gpu*) cat "$STATE/gpus" ;;\n'
+        '*) echo "| NVIDIA-SMI 570.86.15   CUDA Version: ${FAKE_CUDA:-12.8} |" ;; esac'
+    ),
+    "modinfo": '[ "$1" = nvidia_fs ] && [ -f "$STATE/built" ]',
+    "ofed_info": "exit 1",
+    "apt-cache": (
+        'if grep -qx "$2" "$STATE/offered" 2>/dev/null; then found=2.0; else found="(none)"; fi\n'
+        'printf "%s:\\n  Installed: (none)\\n  Candidate: %s\\n" "$2" "$found"'
+    ),
+    "apt-get": '[ ! -f "$STATE/broken" ] || exit 100\n[ "$1" != install ] || : >"$STATE/built"',
+    "dpkg": "exit 0",
+    "dpkg-deb": 'sed -n "s/^Package: //p" "$2"',
+    "modprobe": (
+        '[ -f "$STATE/built" ] || exit 1\n'
+        'mkdir -p "$GDSLOAD_SYSROOT/proc/driver/nvidia-fs"\n'
+        'echo "version: 2.25.7" >"$GDSLOAD_SYSROOT/proc/driver/nvidia-fs/version"\n'
+        ': >"$GDSLOAD_SYSROOT/dev/nvidia-fs0"'
+    ),
+}
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Machine:
+    """A machine made of files: put() what it has, then run the script on it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root, self.state, self.bin = (directory / part for part in ("root", "state", "bin"))
+        for made in (self.root, self.state, self.bin):
+            made.mkdir()
+        for name, body in FAKES.items():
+            fake = self.bin / name
+            fake.write_text(f'#!/bin/sh\necho "{name} $*" >>"$STATE/calls"\n{body}\n')
+            fake.chmod(0o755)
+        self.put("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nPRETTY_NAME="Ubuntu 24.04 LTS"\n')
+        self.put("proc/modules", "nvme 65536 3 - Live 0x0\n")
+        self.put("proc/kallsyms", "0000000000000000 T _text\n")
+        self.put("proc/self/mountinfo", ROOT_MOUNT)
+        self.put("run/udev/data/b259:2", "")
+        self.put("dev/null", "")
+        self.put("models/a.safetensors", "")
+        number = self.root / "sys/dev/block/259:2"
+        number.parent.mkdir(parents=True)
+        number.symlink_to("../../devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/nvme0n1p2")
+
+    def put(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def with_gpu(self, gpus: str = "NVIDIA H100 80GB HBM3, 9.0\n", driver: str = OPEN) -> None:
+        (self.state / "gpus").write_text(gpus)
+        self.put("proc/driver/nvidia/version", driver)
+        self.put("proc/driver/nvidia/params", 'RegistryDwords: ""\n')
+
+    def with_nvidia_fs(self) -> None:
+        self.put("proc/modules", "nvidia_fs 262144 0 - Live 0x0\n")
+        self.put("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+        self.put("dev/nvidia-fs0", "")
+
+    def with_p2pdma(self) -> None:
+        self.put("proc/kallsyms", P2PDMA_SYMBOL)
+        self.put("proc/driver/nvidia/params", STATIC_BAR1)
+        self.put("sys/module/nvme_core/parameters/multipath", "N\n")
+        self.put("etc/cufile.json", '{\n  // ours\n  "properties": {"use_pci_p2pdma": true}\n}\n')
+
+    def with_repository(self, *offered: str) -> None:
+        self.put("etc/apt/sources.list.d/cuda.list", "deb file:/compute/cuda/repos/x /\n")
+        (self.state / "offered").write_text("\n".join(offered or ("nvidia-gds",)) + "\n")
+
+    def run(self, *words: str, **more: str) -> Ran:
+        env = {"PATH": f"{self.bin}:/usr/bin:/bin", "STATE": str(self.state)}
+        env |= {"GDSLOAD_SYSROOT": str(self.root), **more}
+        command = ["sh", str(SCRIPT), *words]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+    def check(self, *words: str, **more: str) -> dict[str, Any]:
+        ran = self.run("--check", "--json", *words, **more)
+        answer: dict[str, Any] = json.loads(ran.out)
+        assert (ran.code, ran.err) == (answer["exit_code"], "")
+        return answer
+
+    def changes(self) -> list[str]:
+        """The calls that would change a machine, in order."""
+        calls = (self.state / "calls").read_text().splitlines()
+        return [call for call in calls if call.split()[0] in CHANGERS]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def finding(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    [found] = [each for each in answer["findings"] if each["name"] == name]
+    return dict(found)
+
+
+def rules_out(answer: dict[str, Any], mode: str) -> set[str]:
+    return {each["name"] for each in answer["findings"] if mode in each["rules_out"]}
+
+
+def test_no_gpu(machine: Machine) -> None:
+    answer = machine.check()
+    assert answer["exit_code"] == 2
+    assert answer["modes"] == {"nvidia-fs": False, "p2pdma": False}
+    assert finding(answer, "GPU")["verdict"] == "no"
+    assert {"GPU", "driver"} <= rules_out(answer, "nvidia-fs") & rules_out(answer, "p2pdma")
+
+
+def test_a_gpu_without_a_driver(machine: Machine) -> None:
+    machine.put("sys/bus/pci/devices/0000:41:00.0/vendor", "0x10de\n")
+    machine.put("sys/bus/pci/devices/0000:41:00.0/class", "0x030200\n")
+    answer = machine.check()
+    assert "0000:41:00.0" in finding(answer, "GPU")["detail"]
+    assert "open kernel modules" in finding(answer, "driver")["mend"]
+    assert answer["exit_code"] == 2
+
+
+def test_driver_without_nvidia_fs(machine: Machine) -> None:
+    machine.with_gpu()
+    answer = machine.check()
+    assert answer["exit_code"] == 1
+    assert finding(answer, "GPU")["detail"] == "1: NVIDIA H100 80GB HBM3, Hopper"
+    assert finding(answer, "driver")["detail"] == "570.86.15, open"
+    assert rules_out(answer, "nvidia-fs") == {"nvidia-fs"}
+    assert finding(answer, "nvidia-fs")["installable"]
+    assert "--add-repo" in finding(answer, "apt repository")["mend"]
+
+
+def test_nvidia_fs_is_not_installed_below_a_proprietary_driver(machine: Machine) -> None:
+    machine.with_gpu("Tesla V100-SXM2-16GB, 7.0\n", PROPRIETARY)
+    machine.with_repository()
+    answer = machine.check()
+    assert answer["exit_code"] == 2
+    assert not finding(answer, "nvidia-fs")["installable"]
+    assert "550.54.15, proprietary" in finding(answer, "driver")["detail"]
+    assert "Volta" in finding(answer, "GPU")["detail"]
+    assert {"GPU", "driver"} <= rules_out(answer, "p2pdma")
+
+
+def test_nvidia_fs_loaded(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_nvidia_fs()
+    machine.put("proc/kallsyms", NVFS_SYMBOL)
+    answer = machine.check("/models")
+    assert answer["exit_code"] == 0
+    assert answer["modes"] == {"nvidia-fs": True, "p2pdma": False}
+    assert "2.25.7" in finding(answer, "nvidia-fs")["detail"]
+
+
+def test_nvidia_fs_needs_an_nvme_driver_that_knows_it(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_nvidia_fs()
+    answer = machine.check("/models")
+    assert answer["exit_code"] == 2
+    assert rules_out(answer, "nvidia-fs") == {"NVMe patch"}
+
+
+def test_p2pdma_ready(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_p2pdma()
+    answer = machine.check("/models/a.safetensors")
+    assert answer["exit_code"] == 0
+    assert answer["modes"] == {"nvidia-fs": False, "p2pdma": True}
+    assert finding(answer, "/models/a.safetensors")["detail"] == "ext4 from /dev/nvme0n1p2"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name"),
+    [
+        ("proc/kallsyms", "0000000000000000 T _text\n", "kernel"),
+        ("proc/driver/nvidia/version", OPEN.replace("570.86.15", "560.35.03"), "driver"),
+        ("proc/driver/nvidia/params", 'RegistryDwords: ""\n', "static BAR1"),
+        ("proc/driver/nvidia/params", STATIC_BAR1.replace("WC=1", "WC=0"), "static BAR1"),
+        ("sys/module/nvme_core/parameters/multipath", "Y\n", "NVMe multipath"),
+        ("etc/cufile.json", '{\n  // "use_pci_p2pdma": true\n}\n', "use_pci_p2pdma"),
+    ],
+)
+def test_what_p2pdma_cannot_do_without(machine: Machine, path: str, text: str, name: str) -> None:
+    machine.with_gpu()
+    machine.with_p2pdma()
+    machine.put(path, text)
+    answer = machine.check()
+    assert rules_out(answer, "p2pdma") == {name}
+    assert finding(answer, name)["mend"]
+
+
+def test_p2pdma_needs_cuda_12_8_and_ampere(machine: Machine) -> None:
+    machine.with_gpu("Tesla T4, 7.5\n")
+    machine.with_p2pdma()
+    assert rules_out(machine.check(FAKE_CUDA="12.7"), "p2pdma") == {"GPU", "CUDA"}
+
+
+def test_a_kernel_tells_of_p2pdma_in_its_configuration(machine: Machine) -> None:
+    machine.put(f"boot/config-{KERNEL}", "CONFIG_PCI_P2PDMA=y\n")
+    assert finding(machine.check(), "kernel")["verdict"] == "yes"
+    machine.put(f"boot/config-{KERNEL}", "# CONFIG_PCI_P2PDMA is not set\n")
+    assert finding(machine.check(), "kernel")["verdict"] == "no"
+
+
+def test_settings_that_wait_for_a_reboot(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.put("etc/modprobe.d/p2p.conf", f"options nvidia NVreg_{STATIC_BAR1}")
+    assert "reboot" in finding(machine.check(), "static BAR1")["mend"]
+
+
+def test_the_iommu(machine: Machine) -> None:
+    assert finding(machine.check(), "IOMMU")["verdict"] == "yes"
+    machine.put("sys/class/iommu/dmar0/name", "")
+    assert "iommu=off" in finding(machine.check(), "IOMMU")["mend"]
+    machine.put("proc/cmdline", "quiet iommu=pt\n")
+    assert "passing through" in finding(machine.check(), "IOMMU")["detail"]
+
+
+def test_container_without_udev(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_nvidia_fs()
+    machine.put(".dockerenv", "")
+    assert machine.check()["exit_code"] == 0
+    shutil.rmtree(machine.root / "run/udev")
+    answer = machine.check()
+    assert answer["exit_code"] == 2
+    assert rules_out(answer, "nvidia-fs") == {"udev"}
+    assert "-v /run/udev:/run/udev:ro" in finding(answer, "udev")["mend"]
+
+
+def test_container_without_the_devices(machine: Machine) -> None:
+    machine.put("proc/1/cgroup", "0::/docker/0123\n")
+    machine.put("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
+    answer = machine.check()
+    assert "container" in finding(answer, "host")["detail"]
+    assert "--device=/dev/nvidia-fs0" in finding(answer, "nvidia-fs")["mend"]
+
+
+def test_modules_that_cannot_be_read(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_p2pdma()
+    (machine.root / "proc/modules").unlink()
+    answer = machine.check()
+    assert answer["exit_code"] == 2
+    assert rules_out(answer, "p2pdma") == {"/proc/modules"}
+
+
+@pytest.mark.parametrize(
+    ("line", "ruled_out"),
+    [
+        ("overlay overlay rw,lowerdir=/a", ["nvidia-fs", "p2pdma"]),
+        ("tmpfs tmpfs rw", ["nvidia-fs", "p2pdma"]),
+        ("ext4 /dev/vda1 rw", ["nvidia-fs", "p2pdma"]),
+        ("ext4 /dev/nvme1n1 rw,data=writeback", ["nvidia-fs", "p2pdma"]),
+        ("nfs4 server:/models rw,proto=tcp", ["nvidia-fs", "p2pdma"]),
+        ("nfs4 server:/models rw,proto=rdma", ["p2pdma"]),
+        ("lustre 10.0.0.1@o2ib:/models rw", ["p2pdma"]),
+        ("xfs /dev/md0 rw", ["p2pdma"]),
+        ("xfs /dev/nvme1n1 rw", []),
+        ("ext4 /dev/nvme1n1 rw,data=ordered", []),
+    ],
+)
+def test_file_systems(machine: Machine, line: str, ruled_out: list[str]) -> None:
+    mounted = "/my models"
+    mount = f"99 22 8:1 / /my\\040models rw,relatime - {line}\n"
+    machine.put("proc/self/mountinfo", ROOT_MOUNT + mount + "100 22 0:5 / /my rw - tmpfs t rw\n")
+    machine.put("my models/a", "")
+    found = finding(machine.check(mounted), mounted)
+    assert found["rules_out"] == ruled_out
+    assert found["detail"].startswith(" from ".join(line.split()[:2]))
+
+
+def test_a_batch_that_the_cache_cannot_hold(machine: Machine) -> None:
+    machine.put("own.json", '{"properties": {"per_buffer_cache_size_kb": 4096}}\n')
+    found = finding(machine.check(CUFILE_ENV_PATH_JSON="/own.json"), "cufile.json")
+    assert found["verdict"] == "partly"
+    assert str(4096 * 128) in found["mend"]
+
+
+def test_a_check_tells_people_and_changes_nothing(machine: Machine) -> None:
+    machine.with_gpu()
+    before = sorted(machine.root.rglob("*"))
+    ran = machine.run("--check", FAKE_UID="1000")
+    assert ran.code == 1
+    assert (machine.changes(), sorted(machine.root.rglob("*"))) == ([], before)
+    assert "no      nvidia-fs       not installed\n" in ran.out
+    assert "mend: sh scripts/install_gds.sh\n" in ran.out
+    assert "\nnvidia-fs:  no: nvidia-fs\n" in ran.out
+
+
+@pytest.mark.parametrize("system", ["ID=ubuntu\nID_LIKE=debian\n", "ID=debian\n"])
+def test_dry_run_only_tells(machine: Machine, system: str) -> None:
+    machine.with_gpu()
+    machine.with_repository("nvidia-gds", f"linux-headers-{KERNEL}")
+    machine.put("etc/os-release", system)
+    ran = machine.run("--dry-run", FAKE_UID="1000")
+    install = f"apt-get install -y --no-remove linux-headers-{KERNEL} nvidia-gds"
+    assert ran == Ran(0, f"+ apt-get update\n+ {install}\n+ modprobe nvidia-fs\n", "")
+    assert machine.changes() == []
+
+
+def test_installs_once(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_repository("nvidia-fs-dkms")
+    first = machine.run()
+    assert (first.code, first.err) == (0, "")
+    calls = machine.changes()
+    install = "apt-get install -y --no-remove nvidia-fs-dkms"
+    assert calls == ["apt-get update", install, "modprobe nvidia-fs"]
+    assert "nothing to do" in machine.run().out
+    assert machine.changes() == calls
+
+
+def test_a_built_module_is_only_loaded(machine: Machine) -> None:
+    machine.with_gpu()
+    (machine.state / "built").touch()
+    assert machine.run().code == 0
+    assert machine.changes() == ["modprobe nvidia-fs"]
+
+
+def test_only_root_installs(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_repository()
+    ran = machine.run(FAKE_UID="1000")
+    assert ran.code == 3
+    assert "needs root" in ran.err
+    assert machine.changes() == []
+
+
+def test_no_repository_is_added_unasked(machine: Machine, tmp_path: Path) -> None:
+    machine.with_gpu()
+    ran = machine.run()
+    assert ran.code == 3
+    assert "--add-repo" in ran.err
+    keyring, other = tmp_path / "keyring.deb", tmp_path / "other.deb"
+    keyring.write_text("Package: cuda-keyring\n")
+    other.write_text("Package: other\n")
+    assert machine.run(f"--add-repo={other}").code == 3
+    assert machine.changes() == []
+    assert machine.run(f"--add-repo={keyring}").code == 0
+    assert machine.changes()[0] == f"dpkg -i {keyring}"
+
+
+def test_a_command_that_fails_ends_it(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.with_repository()
+    (machine.state / "broken").touch()
+    ran = machine.run()
+    assert ran.code == 3
+    assert "apt-get update" in ran.err
+    assert machine.changes() == ["apt-get update"]
+
+
+def test_unsupported_distribution(machine: Machine) -> None:
+    machine.with_gpu()
+    machine.put("etc/os-release", 'ID="rocky"\nID_LIKE="rhel fedora"\nPRETTY_NAME="Rocky 9"\n')
+    ran = machine.run()
+    assert ran.code == 2
+    assert "Rocky 9: this script installs on Debian and Ubuntu" in ran.out
+    assert machine.changes() == []
+
+
+def test_wrong_arguments(machine: Machine) -> None:
+    assert machine.run("--force").code == 3
+    assert machine.run("--json").code == 3
+    assert "no such path" in machine.run("--check", "/nowhere").err
+    assert "Exit codes:" in machine.run("--help").out

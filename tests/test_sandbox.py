@@ -1,0 +1,66 @@
+"""A sandbox that forbids io_uring, as Docker's does: the doctor says so, and loads go on."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import process
+from gdsload.backends.posix import ENGINES
+from gdsload.doctor.software import engine
+
+# Blocks io_uring_setup, _enter and _register for this process, as Docker's default profile does,
+# then runs the command line. The numbers are the same on all newer architectures.
+BLOCKED = """
+import ctypes, struct, sys
+def step(code, yes, no, k):
+    return struct.pack("HBBI", code, yes, no, k)
+EPERM, ALLOW = 0x00050001, 0x7FFF0000
+program = b"".join([
+    step(0x20, 0, 0, 0),          # load the number of the system call
+    step(0x35, 0, 2, 425),        # below 425: allow
+    step(0x25, 1, 0, 427),        # above 427: allow
+    step(0x06, 0, 0, EPERM),
+    step(0x06, 0, 0, ALLOW),
+])
+buffer = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filter, 0, 0):
+    sys.exit(f"no seccomp here: errno {ctypes.get_errno()}")
+from gdsload.cli import main
+main()
+"""
+
+
+def in_the_sandbox(*words: str | Path) -> Any:
+    if find_spec("gdsload._native.uring") is None:
+        pytest.skip("this build has no io_uring to block")
+    ended = process(BLOCKED, *words, "--json")
+    if ended.stderr.startswith("no seccomp here"):
+        pytest.skip(ended.stderr)
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def test_the_doctor_in_a_sandbox_without_io_uring() -> None:
+    code, facts = in_the_sandbox("doctor")
+    found = {each["name"]: each for each in facts["findings"]}
+    assert found["engine uring"]["verdict"] == "no"
+    assert "Operation not permitted" in found["engine uring"]["detail"]
+    assert "seccomp" in found["engine uring"]["mend"]
+    assert found["engine threads"]["verdict"] == "yes"
+    assert code == facts["exit_code"] == 1
+
+
+def test_a_load_in_a_sandbox_without_io_uring(tiny_checkpoint: Path) -> None:
+    code, facts = in_the_sandbox("load", tiny_checkpoint, "--cache", "direct", "--verify")
+    assert code == 0
+    (done,) = facts["runs"]
+    others = [name for name in ENGINES if name != "uring" and engine(name).verdict == "yes"]
+    assert done["engine"] == others[0]
+    assert "Operation not permitted" in done["refusals"]["posix/uring"]
+    assert "seccomp" in done["refusals"]["posix/uring"]
