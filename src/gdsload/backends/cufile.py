@@ -1,9 +1,9 @@
 """cuFile as this process has it: found, opened once and safely, and asked what it really does.
 
 Compatibility mode reads through DRAM by cuFile's own means, which are slower and more fragile than
-ours: it is only ever used where a user allowed it by name. Whether the native way is there is asked
-three times: of the machine before anything is opened, of the driver when it is open, and of cuFile's
-own counters when bytes have moved.
+ours: it is only used where a user allowed it by name. Whether the native way is there is asked
+three times: of the machine before anything is opened, of the driver when it is open, and of
+cuFile's own counters when bytes have moved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 import threading
+from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload import gpu, libraries
@@ -21,6 +22,7 @@ from gdsload.backends.base import Support
 from gdsload.errors import BackendUnavailable
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
+ROOT = "/"  # where the machine's files are looked for
 # cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
 OPEN_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
@@ -162,11 +164,12 @@ def _find() -> CuFile:
     return found
 
 
-def native_path(root: str = "/") -> tuple[str, str]:
+def native_path(root: str = "") -> tuple[str, str]:
     """(which native way this machine seems to have, ""), or ("", why it has none).
 
     Looked for in files, without opening anything.
     """
+    root = root or ROOT
     version = _text(root, "proc/driver/nvidia-fs/version")
     nodes = glob.glob(os.path.join(root, "dev/nvidia-fs*"))
     if version and nodes:
@@ -178,20 +181,20 @@ def native_path(root: str = "/") -> tuple[str, str]:
     return "", "nvidia-fs is not loaded, and the driver is not set up for PCI P2PDMA"
 
 
-def obstacle(root: str = "/") -> str:
-    """Why opening cuFile here would hang or fail for sure; empty where nothing speaks against it."""
+def obstacle(root: str = "") -> str:
+    """Why opening cuFile here would hang or fail; empty where nothing speaks against it."""
     try:
-        with open(os.path.join(root, "proc/modules")):
+        with open(os.path.join(root or ROOT, "proc/modules")):
             pass
     except OSError as error:
         # cuFileDriverOpen would look for it for ever, at 100 % of a processor.
         return f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without"
-    if not os.path.isdir(os.path.join(root, "run/udev")):
+    if not os.path.isdir(os.path.join(root or ROOT, "run/udev")):
         return "there is no /run/udev, where cuFile looks up which device a file is on"
     return ""
 
 
-def support(device: str, allow_compat: bool, root: str = "/") -> Support:
+def support(device: str, allow_compat: bool) -> Support:
     """Whether cuFile can read to a device here: found out without opening it."""
     try:
         found = library()
@@ -203,10 +206,10 @@ def support(device: str, allow_compat: bool, root: str = "/") -> Support:
         return Support(False, (_latched[0],))
     if _driver:
         return _fits(_driver[0].mode, allow_compat)
-    if why := obstacle(root):
+    if why := obstacle():
         mend = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
         return Support(False, (why,), mend)
-    way, why = native_path(root)
+    way, why = native_path()
     if way or allow_compat:
         return Support(True, (why,) if why else ())
     return Support(
@@ -226,12 +229,12 @@ def _fits(mode: str, allow_compat: bool) -> Support:
     return Support(True, ("in compatibility mode",) if mode == COMPAT else ())
 
 
-def opened(device: str, allow_compat: bool, root: str = "/") -> Driver:
+def opened(device: str, allow_compat: bool) -> Driver:
     """cuFile's driver, opened with the first call. Raises BackendUnavailable with the reason.
 
     What failed once is not tried again in this process.
     """
-    answer = support(device, allow_compat, root)
+    answer = support(device, allow_compat)
     if not answer.usable:
         raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
     with _lock:
@@ -269,17 +272,13 @@ def _latch(why: str) -> BackendUnavailable:
 def _configure(found: CuFile, allow_compat: bool) -> None:
     """What cuFile is told before it opens. Where the user has a configuration, only what decides
     whether a load may be slow in secret."""
-    try:
+    with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
         found.set_bool(_ALLOW_COMPAT, allow_compat)
-    except (CuFileFailure, NotSupported):
-        pass  # before 1.14: found out when it is open
     if own_configuration():
         return
-    try:
+    with suppress(CuFileFailure, NotSupported):
         # Its log would be dropped into whatever directory the process is in.
         found.set_string(_LOG_DIR, tempfile.gettempdir())
-    except (CuFileFailure, NotSupported):
-        pass
 
 
 def own_configuration() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,13 @@ log = logging.getLogger("gdsload")
 GROUP = "gdsload.backends"
 # What comes with the library, in the order in which `auto` tries it. Plugins come after: they have
 # to be asked for by name, or be the only road that works.
-BUILT_IN = {"posix": "gdsload.backends.posix:PosixBackend"}
+BUILT_IN = {
+    "posix": "gdsload.backends.posix:PosixBackend",
+    "gds_mt": "gdsload.backends.gds_mt:GdsMtBackend",
+    "gds": "gdsload.backends.gds:GdsBackend",
+}
+# What `auto` tries of them: for a device cuFile's native way, then our own ring.
+_FOR_DRAM, _FOR_VRAM = ("posix",), ("gds_mt", "posix", "gds")
 _registered: dict[str, type[Backend]] = {}
 
 
@@ -123,21 +130,25 @@ def probe_all(device: str = "cpu") -> dict[str, Support]:
     return answers
 
 
-def choose(device: str = "cpu", wanted: str = "auto") -> Choice:
+def choose(
+    device: str = "cpu", wanted: str = "auto", options: Mapping[str, Any] | None = None
+) -> Choice:
     """The backend for a load to `device`: the wanted one, or in ``auto`` the first that works.
+
+    `options` are those that the wanted one will be made with: some decide whether it can work.
 
     Raises BackendUnavailable with all reasons where there is none.
     """
     if wanted != "auto":
         backend = built_in(wanted) if wanted in BUILT_IN else find(wanted)
-        support = _probe(backend, device)
+        support = _probe(backend, device, options)
         if not support.usable:
             raise BackendUnavailable(
                 f"backend {wanted!r} cannot load to {device}: {support}", {wanted: str(support)}
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    for name in BUILT_IN:
+    for name in _FOR_DRAM if device.partition(":")[0] == "cpu" else _FOR_VRAM:
         choice = _try(built_in(name), device, refusals)
         if choice is not None:
             return choice
@@ -158,12 +169,14 @@ def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choic
     return None
 
 
-def _probe(backend: type[Backend], device: str) -> Support:
+def _probe(
+    backend: type[Backend], device: str, options: Mapping[str, Any] | None = None
+) -> Support:
     kind = DRAM if device.partition(":")[0] == "cpu" else VRAM
     if kind not in backend.memory_kinds:
         return Support(False, (f"it does not reach {kind.upper()}",))
     try:
-        support = backend.probe(device)
+        support = backend.probe_with(device, options) if options else backend.probe(device)
     except Exception as error:
         log.warning("backend %r failed while it was probed", backend.name, exc_info=True)
         return Support(False, (f"its probe raised {type(error).__name__}: {error}",))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump, Request
