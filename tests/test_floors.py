@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
     "_native collector errors dtypes",
-    "checkpoint source header files strictjson layouts synth",
+    "libraries checkpoint source header files strictjson layouts synth",
     "plan",
-    "arena ring residency report",
+    "arena gpu ring residency report",
     "backends",
     "load doctor tensors prefetch",
     "model warmup run seam weights labels slices feed cuts converters swaps",

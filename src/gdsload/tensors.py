@@ -134,6 +134,8 @@ def _windows(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads window by window, one ahead of what is handed out."""
     groups = list(_grouped(infos, window_bytes))
+    if not groups:
+        return
     ahead: list[tuple[list[TensorInfo], Batch]] = []
     try:
         for number in range(len(groups) + 1):

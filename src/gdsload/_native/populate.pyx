@@ -11,6 +11,7 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
+from posix.unistd cimport getpid, pid_t
 
 from gdsload._native.atomics cimport gds_load_flag, gds_store_flag
 from gdsload._native.populator cimport CPopulator, Range, populator_stop
@@ -138,6 +139,7 @@ cdef class Populator:
     """Threads that populate parts of regions, in order, a bounded way ahead of the reads."""
 
     cdef CPopulator *populator
+    cdef pid_t pid
 
     def __cinit__(self, list parts, int threads, uint64_t most_ahead, bint huge_pages):
         """``parts``: (region's handle, first byte, bytes) in the order of the reads."""
@@ -153,6 +155,7 @@ cdef class Populator:
         made.retry_units = FIRST_RETRY_UNITS
         made.until_retry = FIRST_RETRY_UNITS
         self.populator = made
+        self.pid = getpid()
         made.ranges = <Range *>calloc(max(len(parts), 1), sizeof(Range))
         if made.ranges == NULL:
             raise MemoryError("no memory for a populator")
@@ -193,12 +196,14 @@ cdef class Populator:
 
     def stop(self):
         """Ends the threads, after the unit that each is at. Idempotent."""
-        cdef int i
+        cdef int i, threads = self.populator.threads
+        self.populator.threads = 0  # whoever stops it at the same time must not join them again
+        if self.pid != getpid():  # after a fork they, and perhaps the lock, are the parent's
+            return
         with nogil:
             populator_stop(self.populator)
-            for i in range(self.populator.threads):
+            for i in range(threads):
                 pthread_join(self.populator.thread[i], NULL)
-        self.populator.threads = 0
         self.give_up()
 
     def counts(self):
@@ -209,13 +214,16 @@ cdef class Populator:
         cdef int i
         if self.populator == NULL:
             return
-        with nogil:
-            populator_stop(self.populator)
-            for i in range(self.populator.threads):
-                pthread_join(self.populator.thread[i], NULL)
+        if self.pid == getpid():
+            with nogil:
+                populator_stop(self.populator)
+                for i in range(self.populator.threads):
+                    pthread_join(self.populator.thread[i], NULL)
         if self.populator.ranges != NULL:
             for i in range(self.populator.count):
                 release_region(self.populator.ranges[i].region)
+        if self.pid != getpid():  # destroying a condition waits for those who wait on it
+            return
         pthread_cond_destroy(&self.populator.room)
         pthread_mutex_destroy(&self.populator.lock)
         free(self.populator.ranges)

@@ -107,10 +107,6 @@ cdef int find_ways(PosixAio *self, const Read *read) noexcept nogil:
     self.files[place].next_way = 0
     for i in range(WAYS):
         self.files[place].way[i] = fcntl(read.fd, F_DUPFD_CLOEXEC, 0)
-    if self.files[place].way[0] < 0:
-        i = -errno
-        close_ways(&self.files[place])
-        return i
     return place
 
 
@@ -123,8 +119,8 @@ cdef int start(PosixAio *self, Slot *slot, const Read *read) noexcept nogil:
     ways = &self.files[place]
     fd = ways.way[ways.next_way]
     ways.next_way = (ways.next_way + 1) % WAYS
-    if fd < 0:  # out of descriptors when this duplicate was made: share the first
-        fd = ways.way[0]
+    if fd < 0:  # out of descriptors when this duplicate was made: share the first, or the file's
+        fd = ways.way[0] if ways.way[0] >= 0 else read.fd
     memset(&slot.block, 0, sizeof(aiocb))
     slot.block.aio_fildes = fd
     slot.block.aio_buf = read.address

@@ -17,7 +17,7 @@ from posix.time cimport timespec
 
 import os
 
-from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
 from gdsload._native.populator cimport CPopulator, populator_advance, populator_starved
 from gdsload._native.pthreads cimport (
@@ -186,7 +186,7 @@ cdef int handle(CPump *self, Op *op, int64_t result, int64_t now) noexcept nogil
     if op.direct:
         start &= ~(file.block - 1)
     if result > 0:
-        request.progress_ns = now
+        gds_store(&request.progress_ns, now)
         if start + <uint64_t>result > op.landed:
             if op.direct:
                 request.direct_bytes += <int64_t>(start + <uint64_t>result - op.landed)
@@ -208,11 +208,9 @@ cdef int handle(CPump *self, Op *op, int64_t result, int64_t now) noexcept nogil
     if request.cancelled:
         settle(self, op, ECANCELED, now)
         return 0
-    if result == -EINTR or result == -ECANCELED:
-        request.retries += 1
-        ask_again(self, op)
-        return 0
-    if result == -EAGAIN or result == -EBUSY:
+    if result == -EINTR or result == -ECANCELED or result == -EAGAIN or result == -EBUSY:
+        # Not an answer yet. It may be the same for ever: asked without a pause, it would burn a
+        # processor until somebody calls it a stall.
         request.retries += 1
         ask_again(self, op)
         return 1
@@ -284,20 +282,38 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
     read.cookie = <uint64_t>op
 
 
-cdef void drop_quiet(CPump *self) noexcept nogil:
-    """Takes requests off the queue that have nothing left to do."""
+cdef int drop_quiet(CPump *self) noexcept nogil:
+    """Takes requests off the queue that have nothing left to do: how many."""
     cdef CRequest **link = &self.first
     cdef CRequest *request
+    cdef int dropped = 0
     while link[0] != NULL:
         request = link[0]
         if request.in_flight == 0 and (request.settled == request.count or request.cancelled):
             link[0] = request.next_posted
             request.next_posted = NULL
             request.posted = 0
+            dropped += 1
             if request.orphaned:
                 free_request(request)
         else:
             link = &request.next_posted
+    return dropped
+
+
+cdef int unstage(CPump *self, Read *staged, int count, int64_t now) noexcept nogil:
+    """Gives up reads of cancelled requests that the engine has not taken; how many are left.
+
+    An engine that takes nothing any more would otherwise keep such a request alive for good.
+    """
+    cdef int i, kept = 0
+    for i in range(count):
+        if (<Op *>staged[i].cookie).request.cancelled:
+            settle(self, <Op *>staged[i].cookie, ECANCELED, now)
+        else:
+            staged[kept] = staged[i]
+            kept += 1
+    return kept
 
 
 cdef void fail_everything(CPump *self, int error) noexcept nogil:
@@ -341,6 +357,7 @@ cdef void *serve(void *arg) noexcept nogil:
     )
     while not self.broken:
         now = monotonic_ns()
+        staged_count = unstage(self, staged, staged_count, now)
         while staged_count < BATCH and self.in_flight + staged_count < self.depth:
             op = next_op(self, now)
             if op == NULL:
@@ -352,9 +369,11 @@ cdef void *serve(void *arg) noexcept nogil:
                 continue
             describe(op, &staged[staged_count])
             staged_count += 1
-        drop_quiet(self)
-        if self.in_flight == 0 and staged_count == 0:
+        # Also a request that ends without a completion (cancelled while it was to be asked again)
+        # has somebody who waits for it.
+        if drop_quiet(self) or (self.in_flight == 0 and staged_count == 0):
             pthread_cond_broadcast(&self.settled)
+        if self.in_flight == 0 and staged_count == 0:
             if self.closing and self.first == NULL:
                 break
             # Nothing to do, or memory is not ready yet: then it is looked at again very soon.
@@ -397,7 +416,7 @@ cdef void *serve(void *arg) noexcept nogil:
         self.in_flight -= seen
         for i in range(seen):
             pause |= handle(self, <Op *>completions[i].cookie, completions[i].result, now)
-        if seen:
+        if seen or taken == 1:  # one that was refused at the door has settled too
             pthread_cond_broadcast(&self.settled)
         if pause:
             deadline_in(&until, BACK_OFF_NS)
@@ -497,8 +516,8 @@ cdef class Pump:
         cdef int64_t wait_ns = <int64_t>(timeout * 1e9)
         if not pump.running:
             return True
+        pump.running = 0  # whoever closes it at the same time must not join the thread again
         if self.pid != os.getpid():  # the thread stayed behind in the parent
-            pump.running = 0
             return True
         with nogil:
             deadline_in(&until, wait_ns)
@@ -518,7 +537,6 @@ cdef class Pump:
                 pthread_join(pump.thread, NULL)
             else:
                 pthread_detach(pump.thread)
-        pump.running = 0
         return bool(finished)
 
     def __dealloc__(self):
@@ -529,6 +547,9 @@ cdef class Pump:
         release_pump(self.pump)
 
 
+# No collector: it would clear `pump` and `populator` before __dealloc__ runs, which needs both to
+# tell whether reads are still in flight. Neither can be part of a cycle.
+@cython.no_gc
 @cython.final
 cdef class Request:
     """Reads that belong together, prepared once: each op keeps its own result."""
@@ -573,6 +594,8 @@ cdef class Request:
             op.buffer = entry[6]
             if not 0 <= op.file < made.file_count:
                 raise IndexError(f"read {made.count} is of file {op.file} of {made.file_count}")
+            if op.wanted > op.length:
+                raise ValueError(f"read {made.count} wants more bytes than it asks for")
             if entry[5] is not None:
                 op.region = <CRegion *>PyCapsule_GetPointer(entry[5], b"gdsload.region")
                 if (
@@ -586,7 +609,7 @@ cdef class Request:
             made.count += 1
         self.reset()
 
-    cdef reset(self):
+    cdef void reset(self) noexcept nogil:
         cdef CRequest *request = self.request
         cdef Op *op
         cdef File *file
@@ -609,6 +632,22 @@ cdef class Request:
                 and op.length % file.block == 0
             )
 
+    cdef int look(self, int *word) noexcept:
+        """A number that the pump's thread writes."""
+        cdef int value
+        if self.pump.pid != os.getpid():
+            return word[0]
+        with nogil:
+            pthread_mutex_lock(&self.pump.pump.lock)
+            value = word[0]
+            pthread_mutex_unlock(&self.pump.pump.lock)
+        return value
+
+    cdef require_own_process(self):
+        # After a fork the lock may be held for good, by a thread that stayed in the parent.
+        if self.pump.pid != os.getpid():
+            raise OSError(9, "the pump stayed behind in the process that forked this one")
+
     def post(self):
         """Hands the reads to the pump and returns.
 
@@ -617,16 +656,16 @@ cdef class Request:
         cdef CPump *pump = self.pump.pump
         cdef CRequest **link
         cdef int error = 0
-        if self.request.posted:
-            raise RuntimeError("this request is under way already")
-        if pump.broken or not pump.running:
+        if pump.broken or not pump.running or self.pump.pid != os.getpid():
             raise OSError(-pump.broken or 9, "the pump has ended")
-        self.reset()
         with nogil:
             pthread_mutex_lock(&pump.lock)
-            if pump.finished or pump.closing:
+            if self.request.posted:
+                error = 2
+            elif pump.finished or pump.closing:
                 error = 1
             else:
+                self.reset()
                 self.request.posted = 1
                 self.request.progress_ns = monotonic_ns()
                 self.request.next_posted = NULL
@@ -636,6 +675,8 @@ cdef class Request:
                 link[0] = self.request
                 pthread_cond_signal(&pump.news)
             pthread_mutex_unlock(&pump.lock)
+        if error == 2:
+            raise RuntimeError("this request is under way already")
         if error:
             raise OSError(-pump.broken or 9, "the pump has ended")
 
@@ -651,6 +692,7 @@ cdef class Request:
             last = request.count - 1
         if last >= request.count or first < 0:
             raise IndexError(f"ops {first} to {last} of {request.count}")
+        self.require_own_process()
         with nogil:
             deadline_in(&until, <int64_t>(timeout * 1e9))
             pthread_mutex_lock(&pump.lock)
@@ -668,6 +710,7 @@ cdef class Request:
         """The ops that have settled since it was last asked, in the order in which they did."""
         cdef CRequest *request = self.request
         cdef int settled, told
+        self.require_own_process()
         with nogil:
             pthread_mutex_lock(&self.pump.pump.lock)
             settled, told = request.settled, request.told
@@ -678,6 +721,8 @@ cdef class Request:
     def cancel(self):
         """No further op is submitted; those in flight are called back where that can be done."""
         cdef CPump *pump = self.pump.pump
+        if self.pump.pid != os.getpid():
+            return
         with nogil:
             pthread_mutex_lock(&pump.lock)
             if self.request.posted:
@@ -708,15 +753,15 @@ cdef class Request:
 
     @property
     def settled(self):
-        return self.request.settled
+        return self.look(&self.request.settled)
 
     @property
     def failed(self):
-        return self.request.failed
+        return self.look(&self.request.failed)
 
     @property
     def posted(self):
-        return bool(self.request.posted)
+        return bool(self.look(&self.request.posted))
 
     @property
     def idle_seconds(self):

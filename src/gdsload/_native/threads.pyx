@@ -97,7 +97,6 @@ cdef int open_threads(
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.work)
     monotonic_cond_init(&self.finished)
-    engine[0] = self
     while self.workers < depth and self.workers < MOST_THREADS:
         error = start_quiet_thread(&self.worker[self.workers], serve, self)
         if error != 0:
@@ -106,6 +105,7 @@ cdef int open_threads(
     if self.workers == 0:
         close_threads(self)
         return -error
+    engine[0] = self
     return 0
 
 

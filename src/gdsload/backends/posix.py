@@ -31,7 +31,7 @@ from gdsload.backends.base import (
     Support,
 )
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Limits, Transfer
+from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 # The order in which `auto` tries them (benchmarks/engines.py).
 ENGINES = ("uring", "linuxaio", "threads", "aio")
@@ -48,9 +48,13 @@ POPULATE_THREADS = 2
 RING_BYTES = 512 << 20
 # The kernel takes no larger buffer, and takes them when the ring is made.
 LARGEST_BUFFER_BYTES = 1 << 30
-# How long a release waits for reads that cannot be called back before it leaves them, with the
-# memory they point into, to the pump.
-DRAIN_SECONDS = 0.3
+# How long a release, and then a close, waits for reads that cannot be called back before it leaves
+# them, with the memory they point into, to the pump. Ctrl-C takes both, and shall take half a
+# second at most.
+DRAIN_SECONDS = 0.15
+# The longest read that the kernel does not cut, and more in flight than any disk asks for.
+MOST_REQUEST_BYTES = 1 << 30
+MOST_DEPTH = 4096
 
 
 class PosixBackend(Backend):
@@ -61,12 +65,20 @@ class PosixBackend(Backend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
+        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
+            raise ValueError(
+                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
+                f" bytes, up to {MOST_REQUEST_BYTES}"
+            )
+        if not 0 < depth <= MOST_DEPTH:
+            raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
         self.refusals: dict[str, str] = {}
         self.engine = self._choose_engine(self.settings["engine"])
         self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []
         self._slots = 0  # numbers for descriptors, never used twice
-        self.device_roads: dict[str, Any] = {}  # by device, for posix_vram
+        self._device_roads: dict[str, Any] = {}
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -82,16 +94,19 @@ class PosixBackend(Backend):
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
+        """Whether one engine works: asked in order, up to the first that does."""
         if device.partition(":")[0] != "cpu":
             from gdsload.backends import posix_vram  # not before a device is asked for
 
             if why := posix_vram.why_not(device):
                 return Support(False, (why,))
-        answers = {engine: try_engine(engine) for engine in ENGINES}
-        reasons = tuple(
-            f"engine {engine}: {answer}" for engine, answer in answers.items() if not answer.usable
-        )
-        return Support(any(answer.usable for answer in answers.values()), reasons)
+        reasons: list[str] = []
+        for engine in ENGINES:
+            answer = try_engine(engine)
+            if answer.usable:
+                return Support(True, tuple(reasons))
+            reasons.append(f"engine {engine}: {answer}")
+        return Support(False, tuple(reasons))
 
     def _choose_engine(self, wanted: str) -> str:
         if wanted != "auto":
@@ -102,7 +117,10 @@ class PosixBackend(Backend):
                     {f"posix/{wanted}": str(answer)},
                 )
             return wanted
-        for engine in ENGINES:
+        return self._first_engine(ENGINES)
+
+    def _first_engine(self, engines: Sequence[str]) -> str:
+        for engine in engines:
             answer = try_engine(engine)
             if answer.usable:
                 return engine
@@ -139,9 +157,24 @@ class PosixBackend(Backend):
                 {"posix": "used after fork; open a new one in the child"},
             )
         if self._pump is None:
-            module = _engine_module(self.engine)
-            self._pump = Pump(module.engine(), self.settings["depth"], self._buffers)
+            self._pump = self._open_pump()
         return self._pump
+
+    def _open_pump(self) -> Pump:
+        """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
+        while True:
+            module = _engine_module(self.engine)
+            try:
+                return Pump(module.engine(), self.settings["depth"], self._buffers)
+            except OSError as error:
+                refusal = _unopened(self.engine, error)
+            self.refusals[f"posix/{self.engine}"] = str(refusal)
+            left = ENGINES[ENGINES.index(self.engine) + 1 :]
+            if self.settings["engine"] != "auto" or not left:
+                raise BackendUnavailable(
+                    f"backend 'posix' cannot be opened: {refusal}", self.refusals
+                )
+            self.engine = self._first_engine(left)
 
     @property
     def fixed_buffers(self) -> bool:
@@ -155,10 +188,18 @@ class PosixBackend(Backend):
         memory: Sequence[Registration],
     ) -> Any:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
-            from gdsload.backends import posix_vram
-
-            return posix_vram.road(self, memory[0].what.device).prepare(transfers, files, memory)
+            return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
         return PosixRequest(self.pump, self.settings, transfers, files, memory)
+
+    def _device_road(self, device: str) -> Any:
+        from gdsload.backends import posix_vram
+
+        if device not in self._device_roads:
+            capsule = _engine_module(self.engine).engine()
+            self._device_roads[device] = posix_vram.open_road(
+                device, self.engine, capsule, self.settings, self.refusals
+            )
+        return self._device_roads[device]
 
     def post(self, request: Any) -> None:
         request.start()
@@ -168,7 +209,7 @@ class PosixBackend(Backend):
         return progress
 
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
-        request.native.wait(seconds, first, last)
+        request.wait(seconds, first, last)
 
     def release(self, request: Any) -> None:
         request.end()
@@ -178,11 +219,12 @@ class PosixBackend(Backend):
         return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}
 
     def close(self) -> None:
-        while self.device_roads:
-            self.device_roads.popitem()[1].close()
+        while self._device_roads:
+            self._device_roads.popitem()[1].close()
         if self._pump is not None:
             self._pump.close(DRAIN_SECONDS)
             self._pump = None
+            self._buffers.clear()
 
 
 class PosixRequest:
@@ -234,16 +276,30 @@ class PosixRequest:
         self.native = Request(pump, table, ops, self.populator)
 
     def start(self) -> None:
+        self._own()
         self.native.post()
 
+    def _own(self) -> None:
+        if self.native.pump.pid != os.getpid():
+            raise BackendUnavailable(
+                "this request was made before a fork: its reads stayed in the parent",
+                {"posix": "used after fork; open a new one in the child"},
+            )
+
     def progress(self) -> Progress:
+        self._own()
         native = self.native
+        # Asked before the news: what settles in between is then told the next time, not lost.
+        finished = native.settled == native.count or not native.posted
         settled = native.news()
         failures = []
         if native.failed:
             failures = [failure(native, place) for place in settled if native.result(place)[2]]
-        finished = native.settled == native.count or not native.posted
         return Progress(settled, failures, finished, native.idle_seconds)
+
+    def wait(self, seconds: float, first: int, last: int) -> None:
+        self._own()
+        self.native.wait(seconds, first, last)
 
     def end(self) -> None:
         self.native.cancel()
@@ -286,13 +342,20 @@ def _engine_module(engine: str) -> Any:
 
 
 _tried: dict[tuple[str, int], Support] = {}
+_USED_UP = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def try_engine(engine: str) -> Support:
-    """Whether an engine works in this process: opened, and one byte read. Remembered."""
+    """Whether an engine works in this process: opened, and one byte read.
+
+    Remembered, except where something is used up that may be there again the next time.
+    """
     key = (engine, os.getpid())
     if key not in _tried:
-        _tried[key] = _try_engine(engine)
+        try:
+            _tried[key] = _try_engine(engine)
+        except OSError as error:
+            return _unopened(engine, error)
     return _tried[key]
 
 
@@ -307,11 +370,14 @@ def _try_engine(engine: str) -> Support:
             ("this build has no io_uring: liburing's headers were missing",),
             "install liburing-dev and build again" if engine == "uring" else "build again",
         )
+    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
     try:
         pump = Pump(module.engine(), 2)
     except OSError as error:
-        return Support(False, (f"{engine} cannot be opened: {error.strerror}",), _mend(error))
-    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
+        os.close(fd)
+        if error.errno in _USED_UP:
+            raise
+        return _unopened(engine, error)
     try:
         region = Region.anonymous(4096)
         request = Request(
@@ -329,6 +395,10 @@ def _try_engine(engine: str) -> Support:
         os.close(fd)
 
 
+def _unopened(engine: str, error: OSError) -> Support:
+    return Support(False, (f"{engine} cannot be opened: {error.strerror}",), _mend(error))
+
+
 def _readable_file() -> str:
     """A small regular file that is surely there and warm: this module, or the interpreter."""
     return __file__ if os.path.isfile(__file__) else sys.executable
@@ -341,6 +411,8 @@ def _mend(error: OSError) -> str:
         return "this kernel, or its sandbox, does not have it"
     if error.errno == errno.EAGAIN:
         return "raise fs.aio-max-nr"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit on open files (ulimit -n)"
     if error.errno == errno.ENOMEM:
         return "raise the limit on locked memory (ulimit -l)"
     return ""

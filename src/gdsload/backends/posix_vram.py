@@ -5,15 +5,13 @@ What `gdsload.backends.posix` needs for a device, kept apart so that loads to DR
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 from gdsload import gpu
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import DRAM, ring_for
-
-if TYPE_CHECKING:
-    from gdsload.backends.posix import PosixBackend
 
 
 def why_not(device: str) -> str:
@@ -23,35 +21,28 @@ def why_not(device: str) -> str:
     return gpu.why_not(device)
 
 
-def road(backend: PosixBackend, device: str) -> StagedRoad:
-    """The backend's road to a device, made with the first request.
+def open_road(
+    device: str, engine: str, capsule: object, settings: Mapping[str, Any], notes: dict[str, str]
+) -> StagedRoad:
+    """A road to a device by an engine of the posix backend; what it has to do without goes into
+    `notes`.
 
     Raises BackendUnavailable where the engine does not open, PlacementError without room for the
     ring.
     """
-    known: StagedRoad | None = backend.device_roads.get(device)
-    if known is not None:
-        return known
-    from gdsload.backends.posix import _engine_module
-
-    settings = backend.settings
     ring = ring_for(DRAM, gpu.ordinal_of(device), settings["request_bytes"], settings["ring_bytes"])
-    for note in ring.notes:
-        backend.refusals["posix/ring"] = note
+    notes.update({"posix/ring": note for note in ring.notes})
     try:
         # Twice the depth: half of the slots are being copied from while the others are read to.
-        made = StagedRoad(
+        return StagedRoad(
             "posix",
             ring,
-            _engine_module(backend.engine).engine(),
+            capsule,
             2 * settings["depth"],
             register=settings["fixed_buffers"] != "never",
         )
     except OSError as error:
         raise BackendUnavailable(
-            f"engine {backend.engine!r} of backend 'posix' cannot be opened for {device}:"
-            f" {error.strerror}",
-            {f"posix/{backend.engine}": str(error.strerror)},
+            f"engine {engine!r} of backend 'posix' cannot be opened for {device}: {error.strerror}",
+            {f"posix/{engine}": str(error.strerror)},
         ) from error
-    backend.device_roads[device] = made
-    return made

@@ -28,8 +28,9 @@ BUILT_IN = {
     "gds_mt": "gdsload.backends.gds_mt:GdsMtBackend",
     "gds": "gdsload.backends.gds:GdsBackend",
 }
-# What `auto` tries of them: for a device cuFile's native way, then our own ring.
-_FOR_DRAM, _FOR_VRAM = ("posix",), ("gds_mt", "posix", "gds")
+# Those that only reach VRAM, and the order there: cuFile's native way, our own ring, batches.
+_VRAM_ONLY = frozenset({"gds_mt", "gds"})
+_FOR_VRAM = ("gds_mt", "posix", "gds")
 _registered: dict[str, type[Backend]] = {}
 
 
@@ -148,7 +149,7 @@ def choose(
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    for name in _FOR_DRAM if device.partition(":")[0] == "cpu" else _FOR_VRAM:
+    for name in _house_order(device):
         choice = _try(built_in(name), device, refusals)
         if choice is not None:
             return choice
@@ -159,6 +160,14 @@ def choose(
         if choice is not None:
             return choice
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
+
+
+def _house_order(device: str) -> list[str]:
+    """What comes with the library and may reach a device, best first."""
+    if device.partition(":")[0] == "cpu":
+        return [name for name in BUILT_IN if name not in _VRAM_ONLY]
+    rank = {name: place for place, name in enumerate(_FOR_VRAM)}
+    return sorted(BUILT_IN, key=lambda name: rank.get(name, -1))
 
 
 def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choice | None:

@@ -1,0 +1,41 @@
+"""What the tests of real faults share: a file full of one value, and a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from gdsload.backends import posix
+
+ENGINES = [engine for engine in posix.ENGINES if posix.try_engine(engine).usable]
+SMALL = {"request_bytes": 16384, "depth": 2}
+PATIENCE_SECONDS = 60
+
+
+def save(path: Path, value: int) -> Path:
+    """2.4 MB: eight tensors that are full of one value."""
+    tensors = {f"t{i}": torch.full((75_000,), value, dtype=torch.int32) for i in range(8)}
+    safetensors.torch.save_file(tensors, path)
+    return path
+
+
+def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
+    return len(tensors) == 8 and all(bool((tensor == value).all()) for tensor in tensors.values())
+
+
+def python(
+    program: str, *args: object, setup: Callable[[], None] | None = None, status: int = 0
+) -> str:
+    """Runs a program in a process of its own; its output."""
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, args)],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, preexec_fn=setup, check=False,
+    )  # fmt: skip
+    assert ran.returncode == status, ran.stderr
+    return ran.stdout.strip()

@@ -1,0 +1,172 @@
+"""Every backend and engine of the house, and the one in the docs, held to the same contract."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from contract import BackendContract
+from gdsload.backends import Backend, posix, registry
+from gdsload.backends.posix import PosixBackend, PosixRequest
+
+GUIDE = Path(__file__).parents[1] / "docs" / "writing-a-backend.md"
+
+
+class PosixContract(BackendContract):
+    engine = ""
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def make(self) -> Backend:
+        support = posix.try_engine(self.engine)
+        if not support.usable:
+            pytest.skip(f"engine {self.engine}: {support}")
+        return PosixBackend(engine=self.engine, **self.options)
+
+
+def suite(name: str, base: type, **facts: Any) -> type:
+    return type(name, (base,), {**facts, "__module__": __name__})
+
+
+for _engine in posix.ENGINES:
+    for _direct in (True, False):
+        _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
+        globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
+
+TestDepthOfOne = suite("TestDepthOfOne", PosixContract, engine="threads", options={"depth": 1})
+TestDeep = suite("TestDeep", PosixContract, engine="linuxaio", options={"depth": 200}, direct=True)
+TestFixedBuffers = suite(
+    "TestFixedBuffers", PosixContract, engine="uring", options={"fixed_buffers": "always"},
+    direct=True,
+)  # fmt: skip
+TestNoPopulator = suite(
+    "TestNoPopulator", PosixContract, engine="uring", options={"populate_threads": 0}
+)
+
+
+def guide_backend() -> type[Backend]:
+    """The backend of the guide, as a reader would copy it."""
+    block = re.search(r"```python\n(import ctypes.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert block is not None
+    found: dict[str, Any] = {"__name__": "guide"}
+    exec(compile(block[1], str(GUIDE), "exec"), found)
+    backend: type[Backend] = found["PreadBackend"]
+    return backend
+
+
+class TestGuide(BackendContract):
+    def make(self) -> Backend:
+        return guide_backend()()
+
+
+def test_the_guides_backend_loads_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register_backend(guide_backend())
+    tensors = {"a": torch.arange(3_000_000, dtype=torch.int32), "b": torch.ones(3)}
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    got = gdsload.load_file(path, backend="pread", cache="buffered")
+    assert all(torch.equal(got[name], tensors[name]) for name in tensors)
+    assert gdsload.last_report().backend == "pread"
+    assert "pread" in registry.names()
+
+
+# What is the posix backend's own.
+
+
+def test_the_last_news_is_not_lost() -> None:
+    """A read that settles between two questions is told of before the request counts as done."""
+
+    class Native:
+        settled, count, failed, posted, idle_seconds = 1, 2, 0, True, 0.0
+        pump = posix.Pump(posix._engine_module("threads").engine(), 1)
+
+        def news(self) -> list[int]:
+            told, self.settled = [0], 2
+            return told
+
+    request = object.__new__(PosixRequest)
+    request.native = Native()  # type: ignore[assignment]
+    assert not request.progress().finished
+    assert request.progress().finished
+    Native.pump.close(1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"request_bytes": 0},
+        {"request_bytes": -4096},
+        {"request_bytes": 5000},
+        {"request_bytes": 1 << 32},
+        {"depth": 0},
+        {"depth": -1},
+        {"depth": 1 << 20},
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"request_bytes|depth"):
+        PosixBackend(**options)
+
+
+def test_an_engine_of_no_such_name() -> None:
+    with pytest.raises(gdsload.BackendUnavailable, match="uring, linuxaio"):
+        PosixBackend(engine="warp")
+
+
+def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It worked when it was tried, and cannot be opened now."""
+    for engine in posix.ENGINES:
+        posix.try_engine(engine)
+    with PosixBackend() as backend:
+        first = backend.engine
+        real = posix.Pump
+        opened: list[str] = []
+
+        def pump(capsule: object, *more: Any) -> Any:
+            opened.append(backend.engine)
+            if backend.engine == first:
+                raise OSError(11, "Resource temporarily unavailable")
+            return real(capsule, *more)
+
+        monkeypatch.setattr(posix, "Pump", pump)
+        assert backend.pump is not None
+        assert opened[0] == first and backend.engine == opened[-1] != first
+        assert "Resource temporarily" in backend.refusals[f"posix/{first}"]
+
+
+def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix, "_tried", {})
+    real = posix.Pump
+    failing = [OSError(24, "Too many open files")]
+
+    def pump(*facts: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return real(*facts)
+
+    monkeypatch.setattr(posix, "Pump", pump)
+    assert "ulimit -n" in str(posix.try_engine("threads"))
+    assert posix.try_engine("threads").usable
+
+
+def test_closing_from_many_threads() -> None:
+    for _ in range(20):
+        pump = posix.Pump(posix._engine_module("threads").engine(), 4)
+        gate = threading.Barrier(4)
+
+        def close(pump: Any = pump, gate: Any = gate) -> None:
+            gate.wait()
+            pump.close(5.0)
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,123 @@
+"""Files that change while they are read: the bytes of one version, or one error."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+from gdsload import load
+from gdsload.errors import FileChanged, GdsloadError, ShortRead
+from storage import ENGINES, SMALL, is_full_of, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save(tmp_path / "model.safetensors", 1)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Does something after the file was opened and before its first byte is asked for."""
+
+    def arrange(act: Callable[[], Any]) -> None:
+        real = load.Session.start
+
+        def start(self: load.Session, pieces: Any, **more: Any) -> load.Batch:
+            act()
+            return real(self, pieces, **more)
+
+        monkeypatch.setattr(load.Session, "start", start)
+
+    return arrange
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_truncated_after_it_was_opened(path: Path, meanwhile: Any, engine: str, cache: str) -> None:
+    meanwhile(lambda: os.truncate(path, 1_000_001))
+    with pytest.raises((ShortRead, FileChanged)) as caught:
+        gdsload.load_file(path, cache=cache, options={"engine": engine, **SMALL})
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, ShortRead)
+    assert caught.value.offset + caught.value.got >= 1_000_001
+
+
+@pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])
+@pytest.mark.parametrize("change", ["written", "grown", "touched"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path, cache: gdsload.load_file(path, cache=cache),
+        lambda path, cache: list(gdsload.stream(path, cache=cache)),
+        lambda path, cache: gdsload.safe_open(path, cache=cache).get_tensor("t5"),
+    ],
+)
+def test_changed_after_it_was_opened(
+    path: Path, meanwhile: Any, cache: str, change: str, use: Callable[[Path, str], Any]
+) -> None:
+    def act() -> None:
+        if change == "touched":
+            os.utime(path)
+            return
+        with open(path, "ab" if change == "grown" else "r+b") as file:
+            file.seek(500_000)
+            file.write(b"\7" * 100_000)
+
+    meanwhile(act)
+    with pytest.raises(FileChanged, match="changed while it was read"):
+        use(path, cache)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])
+def test_replaced_after_it_was_opened(path: Path, meanwhile: Any, cache: str, engine: str) -> None:
+    """By another valid file of the same size and names: the old bytes, or an error; never both."""
+    other = save(path.with_suffix(".new"), 2)
+    meanwhile(lambda: os.replace(other, path) if other.exists() else None)
+    try:
+        got = gdsload.load_file(path, cache=cache, options={"engine": engine})
+    except FileChanged:
+        return
+    assert is_full_of(got, 1)
+
+
+def test_a_race_with_a_writer(path: Path) -> None:
+    """A thread that rewrites, replaces and truncates without pause: right, or our error."""
+    versions = [path.read_bytes(), save(path.with_suffix(".2"), 2).read_bytes()]
+    stop = threading.Event()
+
+    def write() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            if turn % 3 == 0:
+                os.truncate(path, 1_500_000)
+            if turn % 2:
+                path.with_suffix(".tmp").write_bytes(versions[turn % 2])
+                os.replace(path.with_suffix(".tmp"), path)
+            else:
+                path.write_bytes(versions[turn // 2 % 2])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    outcomes: set[str] = set()
+    try:
+        for number in range(120):
+            cache = ("direct", "buffered")[number % 2]
+            try:
+                got = gdsload.load_file(path, cache=cache, options=SMALL)
+            except GdsloadError as error:
+                outcomes.add(type(error).__name__)
+            else:
+                assert is_full_of(got, 1) or is_full_of(got, 2), "two versions were mixed"
+                outcomes.add("right")
+    finally:
+        stop.set()
+        writer.join()
+    assert outcomes, outcomes

@@ -1,0 +1,245 @@
+"""Machines that refuse: descriptors, memory, system calls, filesystems without direct I/O.
+
+Each refusal leads to the next road, or to one error that says what is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gdsload
+from gdsload.backends import posix
+from gdsload.errors import PlacementError, ReadError
+from storage import ENGINES, SMALL, is_full_of, python, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save(tmp_path / "model.safetensors", 1)
+
+
+def test_few_descriptors(path: Path) -> None:
+    """Not one to spare: a clear error, and none lost; a few more: it works."""
+    program = """
+        import os, resource, sys, gdsload, torch
+        for engine in sys.argv[2:]:
+            gdsload.load_file(sys.argv[1], cache="buffered", options={"engine": engine})
+            before = len(os.listdir("/proc/self/fd"))
+            lowest = os.open("/dev/null", os.O_RDONLY)
+            os.close(lowest)
+            outcomes = []
+            for spare in range(20):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, 4096))
+                try:
+                    got = gdsload.load_file(sys.argv[1], cache="direct", options={"engine": engine})
+                    assert all(bool((tensor == 1).all()) for tensor in got.values())
+                    outcomes.append("right")
+                except gdsload.GdsloadError as error:
+                    assert "Too many open files" in str(error) or "ulimit -n" in str(error), error
+                    outcomes.append("error")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+            assert len(os.listdir("/proc/self/fd")) == before
+            assert outcomes == sorted(outcomes) and len(set(outcomes)) == 2, outcomes
+    """
+    python(program, path, *ENGINES)
+
+
+def test_more_than_the_machine_has(tmp_path: Path) -> None:
+    """A sparse file of a TiB: refused before a byte is read, with what is missing."""
+    path = tmp_path / "huge.safetensors"
+    size = 1 << 40
+    header = b'{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        try:
+            file.truncate(8 + len(header) + size)
+        except OSError as error:
+            pytest.skip(f"{tmp_path}: no file of a TiB: {error.strerror}")
+    for use in (
+        lambda: gdsload.load_file(path, cache="direct"),
+        lambda: list(gdsload.stream(path, cache="buffered")),
+        lambda: gdsload.safe_open(path, cache="direct").get_tensor("t"),
+    ):
+        with pytest.raises(PlacementError, match="bytes are missing") as caught:
+            use()
+        assert caught.value.missing_bytes is not None
+        assert 0 < caught.value.missing_bytes < size + (1 << 30)
+    with gdsload.safe_open(path, cache="direct") as opened:
+        assert bool((opened.get_slice("t")[size - 10 :] == 0).all())
+
+
+def test_little_address_space(tmp_path: Path) -> None:
+    """Memory is there, but this process may not have it."""
+    program = """
+        import resource, sys, gdsload, torch
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), -1))
+        for cache in ("direct", "buffered", "mapped"):
+            try:
+                gdsload.load_file(sys.argv[1], cache=cache)
+            except (gdsload.PlacementError, gdsload.CheckpointError) as error:
+                print(type(error).__name__)
+        print(int(gdsload.safe_open(sys.argv[1], cache="direct").get_slice("t")[:10].sum()))
+    """
+    size = 1 << 30
+    header = b'{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+    path = tmp_path / "sparse.safetensors"
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    answer = python(program, path).split()
+    assert answer == ["PlacementError", "PlacementError", "CheckpointError", "0"]
+
+
+def test_little_locked_memory(path: Path) -> None:
+    """64 KiB and no privilege: registered buffers are refused, and the reads go on."""
+    support = posix.try_engine("uring")
+    if not support.usable:
+        pytest.skip(str(support))
+    program = """
+        import ctypes, resource, struct, sys, gdsload, torch
+        from gdsload._native.memory import Region
+        from gdsload.backends import DRAM, Memory
+        from gdsload.backends.posix import PosixBackend
+        libc = ctypes.CDLL(None, use_errno=True)
+        # All capabilities go but those to read files; above all CAP_IPC_LOCK.
+        keep = 0b110 if __import__("os").geteuid() == 0 else 0
+        header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
+        sets = ctypes.create_string_buffer(struct.pack("IIIIII", keep, keep, 0, 0, 0, 0))
+        assert libc.capset(header, sets) == 0, ctypes.get_errno()
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+        region = Region.anonymous(1 << 21)
+        with PosixBackend(engine="uring", fixed_buffers="always") as backend:
+            backend.register(Memory(DRAM, region.address, region.length, region))
+            assert backend.pump is not None and not backend.fixed_buffers
+        for options in ({"fixed_buffers": "always", "engine": "uring"}, {}):
+            got = gdsload.load_file(sys.argv[1], cache="direct", options=options)
+            assert all(bool((tensor == 1).all()) for tensor in got.values())
+    """
+    python(program, path)
+
+
+SECCOMP = """
+import ctypes, struct, sys
+def refuse(numbers, code):
+    # BPF: load the number; for each of them answer with the errno; else allow.
+    program = [struct.pack("HBBI", 0x20, 0, 0, 0)]
+    for left, number in zip(range(len(numbers), 0, -1), numbers):
+        program.append(struct.pack("HBBI", 0x15, left, 0, number))
+    program.append(struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))
+    program.append(struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | code))
+    text = ctypes.create_string_buffer(b"".join(program))
+    filter = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(text)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filter, 0, 0):
+        print("skip", ctypes.get_errno()); sys.exit()
+"""
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EACCES])
+@pytest.mark.parametrize("blocked", [("uring",), ("uring", "linuxaio")], ids="+".join)
+def test_a_sandbox_that_blocks_engines(path: Path, code: int, blocked: tuple[str, ...]) -> None:
+    """io_uring_setup is 425 everywhere; io_setup is 206 on x86-64, 0 on arm64."""
+    numbers = {"uring": 425, "linuxaio": 0 if os.uname().machine == "aarch64" else 206}
+    program = (
+        SECCOMP
+        + f"refuse({[numbers[name] for name in blocked]}, {code})\n"
+        + "import gdsload\n"
+        + "for _ in range(2):\n"
+        + "    got = gdsload.load_file(sys.argv[1], cache='direct')\n"
+        + "assert all(bool((tensor == 1).all()) for tensor in got.values())\n"
+        + "report = gdsload.last_report()\n"
+        + "print(report.engine, *sorted(report.refusals))\n"
+    )
+    answer = python(program, path).split()
+    if answer[0] == "skip":
+        pytest.skip(f"seccomp: {os.strerror(int(answer[1]))}")
+    assert answer[0] == ("linuxaio" if len(blocked) == 1 else "threads")
+    assert {f"posix/{name}" for name in blocked} <= set(answer[1:])
+
+
+# Filesystems.
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts something for the time of a test, where this process may."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    places: list[Path] = []
+
+    def mount(kind: str, source: str = "none") -> Path:
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        if libc.mount(source.encode(), str(place).encode(), kind.encode(), 0, None):
+            pytest.skip(f"{kind} cannot be mounted: {os.strerror(ctypes.get_errno())}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        libc.umount2(str(place).encode(), 2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_filesystem_without_direct_io(mounted: Callable[..., Path], engine: str) -> None:
+    path = save(mounted("ramfs") / "m.safetensors", 3)
+    options = {"engine": engine}
+    assert is_full_of(gdsload.load_file(path, cache="buffered", options=options), 3)
+    assert is_full_of(gdsload.load_file(path, cache="auto", options=options), 3)
+    with pytest.raises(ReadError, match="direct"):
+        gdsload.load_file(path, cache="direct", options=options)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_filesystem_in_memory(mounted: Callable[..., Path], engine: str) -> None:
+    path = save(mounted("tmpfs") / "m.safetensors", 3)
+    for cache in ("auto", "direct", "buffered", "mapped"):
+        try:
+            got = gdsload.load_file(path, cache=cache, options={"engine": engine})
+        except ReadError as error:  # before Linux 6.6
+            assert cache == "direct" and "direct" in str(error)
+        else:
+            assert is_full_of(got, 3)
+
+
+def test_a_disk_with_blocks_of_4096(mounted: Callable[..., Path], tmp_path: Path) -> None:
+    """Half a block is refused there: offsets, lengths and tails have to be whole ones."""
+    image = tmp_path / "image"
+    with open(image, "wb") as file:
+        file.truncate(32 << 20)
+    for tool in ("losetup", "mkfs.ext4"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a loop device")
+    made = subprocess.run(
+        ["losetup", "-f", "--show", "-b", "4096", str(image)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip(f"losetup: {made.stderr.strip()}")
+    device = made.stdout.strip()
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-b", "4096", device], check=True)
+        path = save(mounted("ext4", device) / "m.safetensors", 3)
+        for engine in ENGINES:
+            got = gdsload.load_file(path, cache="direct", options={"engine": engine, **SMALL})
+            assert is_full_of(got, 3)
+            roads = gdsload.last_report().roads
+            assert roads[f"posix/{engine}/direct"] >= 2_400_000
+            assert roads[f"posix/{engine}/buffered"] == 0
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "-l", device], check=False, capture_output=True)
+        subprocess.run(["losetup", "-d", device], check=True)

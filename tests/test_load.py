@@ -1,0 +1,358 @@
+"""load_file, safe_open and stream beside the library that they stand in for."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gdsload
+from gdsload import residency
+from gdsload.backends import posix
+from gdsload.dtypes import DTYPES
+from legal import TORCH_DTYPES, files, raw, same, write
+
+CACHES = ("auto", "direct", "buffered", "mapped")
+ENGINES = [engine for engine in posix.ENGINES if posix.try_engine(engine).usable]
+WAYS = [
+    ("auto", "auto"), ("mapped", "auto"),
+    *((cache, engine) for cache in ("direct", "buffered") for engine in ENGINES),
+]  # fmt: skip
+quick = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@quick
+@given(data=files(), way=st.sampled_from(WAYS), draw=st.data())
+def test_any_legal_file(scratch: Path, data: bytes, way: tuple[str, str], draw: Any) -> None:
+    path = scratch / "any.safetensors"
+    path.write_bytes(data)
+    cache, engine = way
+    options = {"engine": engine, "request_bytes": draw.draw(st.sampled_from([4096, 8192, 1 << 22]))}
+    want = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as theirs:
+        keys, offset_keys, metadata = theirs.keys(), theirs.offset_keys(), theirs.metadata()
+
+    got = gdsload.load_file(path, cache=cache, options=options)
+    assert sorted(got) == sorted(want)
+    assert all(same(got[name], want[name]) for name in want)
+    spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in got.values() if tensor.nbytes)
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans)), "no memory is shared"
+    for name, tensor in got.items():
+        align = tensor.element_size() if not tensor.is_complex() else 8
+        assert not tensor.nbytes or tensor.data_ptr() % min(align, 8) == 0, name
+        assert tensor.is_contiguous() and not tensor.requires_grad
+
+    wanted = draw.draw(st.permutations(list(want)))
+    wanted = wanted[: draw.draw(st.integers(0, len(wanted)))]
+    window_bytes = draw.draw(st.sampled_from([1, 100, 5000, 1 << 28]))
+    pairs = list(
+        gdsload.stream(path, names=wanted, cache=cache, options=options, window_bytes=window_bytes)
+    )
+    assert [name for name, _ in pairs] == wanted
+    assert all(same(tensor, want[name]) for name, tensor in pairs)
+    some = gdsload.load_file(path, names=wanted, cache=cache, options=options)
+    assert list(some) == wanted and all(same(some[name], want[name]) for name in wanted)
+
+    with gdsload.safe_open(path, cache=cache, options=options) as opened:
+        assert list(opened.keys()) == list(keys)
+        # Of tensors without bytes at one place, safetensors itself knows no order.
+        full = [name for name in offset_keys if want[name].numel()]
+        assert [name for name in opened.offset_keys() if want[name].numel()] == full
+        assert sorted(opened.offset_keys()) == sorted(offset_keys)
+        assert (opened.metadata() or None) == (metadata or None)
+        for name in wanted:
+            assert same(opened.get_tensor(name), want[name])
+        together = opened.get_tensors(wanted)
+        assert all(same(together[name], want[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("pad", range(8))
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_every_dtype_at_every_alignment(tmp_path: Path, dtype: str, pad: int) -> None:
+    data = bytes(byte & 1 for byte in os.urandom(3 * 4 * 8)) if dtype == "BOOL" else os.urandom(96)
+    path = write(tmp_path / "one.safetensors", dtype, [3, 4], data, pad)
+    want = safetensors.torch.load_file(path)["t"]
+    for cache in CACHES:
+        got = gdsload.load_file(path, cache=cache)["t"]
+        assert same(got, want)
+        got.view(torch.uint8).zero_()
+    assert same(gdsload.load_file(path)["t"], want), "what is done to a tensor stays there"
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(TORCH_DTYPES)))
+def test_a_dtype_that_torch_lacks(tmp_path: Path, dtype: str) -> None:
+    path = write(tmp_path / "six.safetensors", dtype, [4, 4], bytes(100))
+    with pytest.raises(gdsload.CheckpointError, match="t"):
+        gdsload.load_file(path)
+    with gdsload.safe_open(path) as opened:
+        assert opened.get_slice("t").get_dtype() == dtype
+        assert opened.get_slice("t").get_shape() == [4, 4]
+
+
+def test_an_odd_row_of_f4(tmp_path: Path) -> None:
+    path = write(tmp_path / "f4.safetensors", "F4", [2, 3], bytes(10))
+    with pytest.raises(gdsload.CheckpointError, match="even last dimension"):
+        gdsload.load_file(path)
+
+
+# Slices, as safetensors takes them.
+
+INDEXES: list[Any] = [
+    ..., slice(None), slice(1, 3), slice(None, 2), slice(2, None), slice(-2, None), slice(1, -1),
+    slice(0, 0), slice(3, 1), slice(0, 100), 0, 2, -1,
+    (slice(1, 3), slice(0, 2)), (1, slice(None)), (slice(None), 1), (slice(None), -1),
+    (0, 1, 2), (slice(1, 2), 1, slice(0, 3)), (..., 0), (..., slice(1, 3)),
+    (slice(None), slice(None), slice(2, 4)), (slice(0, 4), ..., 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=str)
+@pytest.mark.parametrize("cache", ["direct", "mapped"])
+def test_slices(tmp_path: Path, index: Any, cache: str) -> None:
+    path = tmp_path / "s.safetensors"
+    whole = torch.arange(4 * 5 * 6, dtype=torch.float32).reshape(4, 5, 6)
+    safetensors.torch.save_file({"pad": torch.ones(3, dtype=torch.uint8), "t": whole}, path)
+    with safetensors.safe_open(path, "pt") as theirs:
+        try:
+            want = theirs.get_slice("t")[index]
+        except Exception:
+            want = whole[index]  # where theirs cannot, torch's own indexing is the measure
+    with gdsload.safe_open(path, cache=cache) as opened:
+        part = opened.get_slice("t")
+        assert part.get_shape() == [4, 5, 6] and part.get_dtype() == "F32"
+        got = part[index]
+    assert same(got, want) and torch.equal(want, whole[index])
+
+
+@pytest.mark.parametrize("index", [4, -5, (0, 5), (0, 0, 0, 0), "x", 1.5, (slice(None), 9)])
+def test_slices_that_cannot_be(tmp_path: Path, index: Any) -> None:
+    path = tmp_path / "s.safetensors"
+    safetensors.torch.save_file({"t": torch.zeros(4, 5, 6)}, path)
+    with gdsload.safe_open(path) as opened, pytest.raises((IndexError, TypeError)):
+        opened.get_slice("t")[index]
+
+
+def test_a_slice_reads_only_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    safetensors.torch.save_file({"t": torch.arange(4_000_000).reshape(1000, 4000)}, path)
+    with gdsload.safe_open(path, cache="direct") as opened:
+        got = opened.get_slice("t")[10:12]
+    assert torch.equal(got, torch.arange(40_000, 48_000).reshape(2, 4000))
+    assert gdsload.last_report().read_bytes <= 64_000 + 2 * 4096
+    assert got.untyped_storage().nbytes() == 64_000, "a slice does not keep the rest alive"
+
+
+def test_a_scalar_and_a_slice_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    safetensors.torch.save_file({"s": torch.tensor(7.0), "e": torch.empty(0, 5)}, path)
+    with gdsload.safe_open(path) as opened:
+        assert opened.get_slice("s").get_shape() == []
+        assert opened.get_slice("s")[...].item() == 7.0
+        assert opened.get_slice("e")[:].shape == (0, 5)
+        assert opened.get_slice("e")[0:3].shape == (0, 5)
+
+
+def test_numpy(tmp_path: Path) -> None:
+    path = tmp_path / "n.safetensors"
+    want = {"a": torch.arange(10, dtype=torch.int16), "b": torch.rand(3, 4)}
+    safetensors.torch.save_file(want, path)
+    with gdsload.safe_open(path, framework="np") as opened:
+        for name, tensor in want.items():
+            assert (opened.get_tensor(name) == tensor.numpy()).all()
+        assert opened.get_slice("b")[1:2].shape == (1, 4)
+
+
+# Life.
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    tensors = {f"t{i}": torch.full((50_000 + i,), i, dtype=torch.int32) for i in range(10)}
+    safetensors.torch.save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_tensors_outlive_their_loader_and_their_file(path: Path, cache: str) -> None:
+    opened = gdsload.safe_open(path, cache=cache)
+    tensor = opened.get_tensor("t3")
+    opened.close()
+    opened.close()
+    rest = gdsload.load_file(path, cache=cache)
+    path.unlink()
+    assert bool((tensor == 3).all())
+    assert all(bool((rest[f"t{i}"] == i).all()) for i in range(10))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_writes_are_private(path: Path, cache: str) -> None:
+    before = path.read_bytes()
+    for tensor in gdsload.load_file(path, cache=cache).values():
+        tensor.fill_(77)
+    assert path.read_bytes() == before
+    assert bool((gdsload.load_file(path, cache=cache)["t1"] == 1).all())
+
+
+def test_a_closed_file(path: Path) -> None:
+    with gdsload.safe_open(path) as opened:
+        part = opened.get_slice("t1")
+    for use in (
+        opened.keys, opened.metadata, lambda: opened.get_tensor("t1"), lambda: part[0:2],
+        lambda: opened.get_slice("t1"), opened.get_tensors,
+    ):  # fmt: skip
+        with pytest.raises(gdsload.CheckpointError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: gdsload.load_file(path, names=["t1", "gone"]),
+        lambda path: list(gdsload.stream(path, names=["gone"])),
+        lambda path: gdsload.safe_open(path).get_tensor("gone"),
+        lambda path: gdsload.safe_open(path).get_slice("gone"),
+    ],
+)
+def test_a_name_that_is_not_there(path: Path, use: Any) -> None:
+    with pytest.raises(gdsload.CheckpointError, match="'gone'") as caught:
+        use(path)
+    assert caught.value.tensor == "gone"
+
+
+def test_arguments_that_cannot_be(path: Path) -> None:
+    with pytest.raises(ValueError, match="cache='warm'"):
+        gdsload.load_file(path, cache="warm")
+    with pytest.raises(TypeError, match="no option"):
+        gdsload.load_file(path, cache="direct", options={"nonsense": 1})
+    with pytest.raises(TypeError, match="list of tensor names"):
+        gdsload.load_file(path, names="t1")
+    with pytest.raises(ValueError, match="framework"):
+        gdsload.safe_open(path, framework="tf")
+    with pytest.raises(gdsload.BackendUnavailable):
+        gdsload.load_file(path, cache="mapped", backend="warp")
+    for device in (1.5, None, True, object()):
+        with pytest.raises(gdsload.PlacementError):
+            gdsload.load_file(path, device=device)  # type: ignore[arg-type]
+
+
+def test_names_twice_are_one(path: Path) -> None:
+    assert list(gdsload.load_file(path, names=["t2", "t1", "t2"])) == ["t2", "t1"]
+    assert gdsload.load_file(path, names=[]) == {}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_stream_closed_early(path: Path, taken: int, cache: str) -> None:
+    gc.collect()  # what earlier tests left in tracebacks
+    before = len(os.listdir("/proc/self/fd"))
+    stream = gdsload.stream(path, cache=cache, window_bytes=300_000)
+    pairs = list(itertools.islice(stream, taken))
+    stream.close()  # type: ignore[attr-defined]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(bool((tensor == int(name[1:])).all()) for name, tensor in pairs)
+    if taken:
+        assert gdsload.last_report().failure == ""
+
+
+def test_the_order_of_a_stream(path: Path) -> None:
+    names = ["t9", "t0", "t5", "t4"]
+    for window_bytes in (1, 300_000, 1 << 30):
+        pairs = gdsload.stream(path, names=names, cache="direct", window_bytes=window_bytes)
+        assert [(name, int(tensor[0])) for name, tensor in pairs] == [
+            ("t9", 9), ("t0", 0), ("t5", 5), ("t4", 4),
+        ]  # fmt: skip
+
+
+def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
+    path.read_bytes()
+    gdsload.load_file(path)
+    report = gdsload.last_report()
+    assert report.roads == {"mapped": report.wanted_bytes}
+    if residency.evict(path):
+        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    got = gdsload.load_file(path)
+    report = gdsload.last_report()
+    assert report.roads[f"posix/{report.engine}/direct"] >= report.wanted_bytes
+    # What is there came with the header, by the kernel's read-ahead.
+    assert residency.resident_bytes(path) < report.wanted_bytes // 2, "it went past the page cache"
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_a_directory_of_shards(tiny_checkpoint: Path) -> None:
+    want: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
+        want.update(safetensors.torch.load_file(shard))
+    for cache, engine in WAYS:
+        got = gdsload.load_file(tiny_checkpoint, cache=cache, options={"engine": engine})
+        assert list(got) and sorted(got) == sorted(want)
+        assert all(raw(got[name]) == raw(want[name]) for name in want)
+
+
+def test_the_report(path: Path, tmp_path: Path) -> None:
+    gdsload.load_file(path, cache="direct", options={"engine": "threads"})
+    report = gdsload.last_report()
+    facts = json.loads(report.to_json())
+    assert facts["tensors"] == 10 and facts["wanted_bytes"] == sum(
+        4 * (50_000 + i) for i in range(10)
+    )
+    assert facts["backend"] == "posix" and facts["engine"] == "threads" and facts["failure"] == ""
+    assert facts["read_bytes"] == sum(facts["roads"].values()) == os.path.getsize(path)
+    assert {"open", "plan", "read", "hand over"} <= set(facts["phases"])
+    assert "10 tensors" in report.summary() and "posix/threads/direct" in report.summary()
+    report.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"].startswith("read ") for event in events) == facts["requests"]
+
+
+BOUNDED = """
+import sys, gdsload, torch
+def peak():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+for cache in ("direct", "buffered"):
+    list(gdsload.stream(sys.argv[1], names=["t0"], cache=cache, window_bytes=4 << 20))
+    with open("/proc/self/clear_refs", "w") as knob:
+        knob.write("5")
+    before = peak()
+    total = 0
+    for name, tensor in gdsload.stream(sys.argv[1], cache=cache, window_bytes=4 << 20):
+        total += tensor.nbytes
+        tensor.max()  # touches each byte, and takes no memory for it
+    print(total, peak() - before)
+"""
+
+
+def test_the_memory_of_a_stream_is_bounded(tmp_path: Path) -> None:
+    """96 MB in windows of 4 MiB: two of them, and change."""
+    path = tmp_path / "m.safetensors"
+    tensors = {f"t{i}": torch.full((1 << 20,), i, dtype=torch.int8) for i in range(96)}
+    safetensors.torch.save_file(tensors, path)
+    ran = subprocess.run(
+        [sys.executable, "-c", BOUNDED, str(path)], capture_output=True, text=True, check=True
+    )
+    for line in ran.stdout.splitlines():
+        total, grown = map(int, line.split())
+        assert total == 96 << 20
+        assert grown < 24 << 20, f"{grown} bytes more at the peak"

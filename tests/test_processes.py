@@ -1,0 +1,263 @@
+"""Loads beside forks, signals, threads and the end of the process.
+
+Nothing here sleeps to let something happen: what must have happened first is waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+from gdsload import load
+from gdsload.backends import posix
+from gdsload.errors import GdsloadError
+from storage import ENGINES, PATIENCE_SECONDS, SMALL, is_full_of, python, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save(tmp_path / "model.safetensors", 1)
+
+
+def test_a_fork_after_a_load(path: Path) -> None:
+    """The child loads by threads of its own, frees what it inherited, and harms nobody."""
+    program = """
+        import gc, os, sys, gdsload
+        def right(got):
+            return all(bool((tensor == 1).all()) for tensor in got.values())
+        opened = gdsload.safe_open(sys.argv[1], cache="direct")
+        mine = {"t1": opened.get_tensor("t1")}
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                assert right(mine)
+                assert right(gdsload.load_file(sys.argv[1], cache="direct"))
+                try:
+                    opened.get_tensor("t2")
+                except gdsload.GdsloadError as error:
+                    assert "fork" in str(error), error
+                else:
+                    raise AssertionError("the parent's engine was used")
+                mine["t1"].fill_(9)
+                mine.clear()
+                opened.close()
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        assert right(mine)
+        assert right({"t2": opened.get_tensor("t2")})
+        opened.close()
+    """
+    python(program, path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
+    program = """
+        import gc, os, sys, gdsload
+        from gdsload.load import Session
+        from gdsload.plan import pieces_of
+        from gdsload.report import LoadReport
+        options = {"engine": sys.argv[2], "request_bytes": 4096, "depth": 2}
+        for _ in range(10):
+            with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
+                session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
+                pieces = pieces_of(checkpoint)
+                batch = session.start(pieces)
+                child = os.fork()
+                if child == 0:
+                    try:
+                        batch.wait()
+                    except gdsload.BackendUnavailable as error:
+                        assert "fork" in str(error)
+                    else:
+                        raise AssertionError("it waited for another process's reads")
+                    batch.release()
+                    session.close()
+                    del batch, session
+                    gc.collect()
+                    os._exit(0)
+                batch.wait()
+                for piece in pieces:
+                    region, offset = batch.spots[piece.name]
+                    assert region.read(offset, piece.nbytes) == b"\\1\\0\\0\\0" * 75_000
+                batch.release()
+                session.close()
+                assert os.waitpid(child, 0)[1] == 0
+    """
+    python(program, path, engine)
+
+
+def test_exit_with_a_load_in_flight(path: Path) -> None:
+    program = """
+        import sys, gdsload
+        from gdsload.load import Session
+        from gdsload.plan import pieces_of
+        from gdsload.report import LoadReport
+        checkpoint = gdsload.Checkpoint.open(sys.argv[1])
+        options = {"engine": sys.argv[2], "request_bytes": 4096}
+        session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
+        batch = session.start(pieces_of(checkpoint))
+        sys.exit(7)
+    """
+    for engine in ENGINES:
+        python(program, path, engine, status=7)
+
+
+def test_eight_threads_at_once(path: Path) -> None:
+    other = save(path.with_suffix(".2"), 2)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(6):
+            file, value = ((path, 1), (other, 2))[(number + turn) % 2]
+            cache = ("direct", "buffered", "mapped")[turn % 3]
+            options = {"engine": ENGINES[(number + turn) % len(ENGINES)]}
+            if not is_full_of(gdsload.load_file(file, cache=cache, options=options), value):
+                wrong.append(f"{cache} by {options}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[int]]:
+    """SIGALRM a thousand times a second, as a profiler does it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    yield heard
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_storm_of_signals(path: Path, alarms: list[int], engine: str) -> None:
+    options = {"engine": engine, **SMALL}
+    while len(alarms) < 50:
+        for cache in ("direct", "buffered"):
+            assert is_full_of(gdsload.load_file(path, cache=cache, options=options), 1)
+
+
+def facts_of_process() -> tuple[int, int, int]:
+    """Open descriptors, threads, mappings."""
+    with open("/proc/self/maps") as maps:
+        return (
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            len(list(maps)),
+        )
+
+
+def test_nothing_is_left_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 loads that work and 300 that do not: descriptors, threads and mappings as before."""
+    bad = path.with_suffix(".bad")
+    shutil.copy(path, bad)
+    real = load.Session.start
+
+    def start(self: load.Session, pieces: Any, **more: Any) -> load.Batch:
+        if self.checkpoint.source == str(bad):
+            os.truncate(bad, 2_000_000)
+        return real(self, pieces, **more)
+
+    monkeypatch.setattr(load.Session, "start", start)
+
+    def both(turn: int) -> None:
+        options = {"engine": ENGINES[turn % len(ENGINES)]}
+        cache = ("direct", "buffered", "mapped")[turn % 3]
+        assert len(gdsload.load_file(path, cache=cache, options=options)) == 8
+        os.truncate(bad, path.stat().st_size)
+        with pytest.raises(GdsloadError):
+            gdsload.load_file(bad, cache=("direct", "buffered")[turn % 2], options=options)
+
+    for turn in range(24):
+        both(turn)
+    gc.collect()
+    before = facts_of_process()
+    for turn in range(276):
+        both(turn)
+    gc.collect()
+    after = facts_of_process()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 4
+
+
+CTRL_C = """
+import gc, os, signal, sys, threading, time
+import pytest, faulty, gdsload, torch
+path, patch, options = sys.argv[1], pytest.MonkeyPatch(), {"engine": "threads"}
+gdsload.load_file(path, cache="buffered", options=options)
+before = len(os.listdir("/proc/self/fd"))
+with faulty.installed(patch) as faults:
+    faults.script(faulty.rule(faulty.HANG, times=faulty.FOR_EVER))
+    sent = []
+
+    def interrupt():
+        faults.wait_hung()
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        if sys.argv[2] == "load_file":
+            gdsload.load_file(path, cache="direct", options=options)
+        else:
+            list(gdsload.stream(path, cache="direct", options=options, window_bytes=1))
+    except KeyboardInterrupt:
+        took = time.monotonic() - sent[0]
+    thread.join()
+    faults.let_go()
+    faults.wait_closed()
+patch.undo()
+got = gdsload.load_file(path, cache="direct", options=options)
+assert all(bool((tensor == 1).all()) for tensor in got.values())
+gc.collect()
+assert len(os.listdir("/proc/self/fd")) == before
+print(took)
+"""
+
+
+@pytest.mark.parametrize("use", ["load_file", "stream"])
+def test_ctrl_c_while_storage_hangs(path: Path, use: str) -> None:
+    """It comes through in half a second (the limit here leaves room for a loaded machine)."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", CTRL_C, str(path), use],
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < 2.5
+
+
+def test_a_process_that_was_stopped_for_a_while(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look after a long silence is no stall: the bytes may be about to be counted."""
+    real = posix.PosixBackend.check
+    looks: list[int] = []
+
+    def check(self: posix.PosixBackend, request: Any) -> Any:
+        looks.append(1)
+        if len(looks) == 1:
+            return posix.Progress([], [], False, 1e6)
+        return real(self, request)
+
+    monkeypatch.setattr(posix.PosixBackend, "check", check)
+    assert is_full_of(gdsload.load_file(path, cache="direct"), 1)
+    assert len(looks) > 1

@@ -1,0 +1,195 @@
+"""The pump, without a loader around it: requests, their results and their ends."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import faulty
+from faulty import ERRNO, FOR_EVER, HANG, Faults, rule
+from gdsload._native.memory import Region
+from gdsload._native.pump import Pump, Request
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "data"
+    file.write_bytes(os.urandom(100_000))
+    return file
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    with faulty.installed(monkeypatch) as installed:
+        yield installed
+
+
+def whole(region: Region, fd: int, count: int) -> tuple[list[object], list[object]]:
+    files = [(fd, -1, 4096, 0, 1)]
+    ops = [
+        (0, i * 4096, 4096, 4096, region.address + i * 4096, region.handle(), -1)
+        for i in range(count)
+    ]
+    return files, ops  # type: ignore[return-value]
+
+
+@pytest.fixture
+def fd(path: Path) -> Iterator[int]:
+    opened = os.open(path, os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+@pytest.fixture
+def pump(faults: Faults) -> Pump:
+    return Pump(faulty.capsule(), 4)
+
+
+def test_each_read_has_its_own_result(fd: int, faults: Faults, pump: Pump, path: Path) -> None:
+    faults.script(rule(ERRNO, errno.EIO, times=FOR_EVER, first=8192, last=8193))
+    region = Region.anonymous(10 * 4096)
+    request = Request(pump, *whole(region, fd, 10))
+    request.post()
+    assert request.wait(10.0)
+    assert request.failures() == [(2, 0, errno.EIO)]
+    assert sorted(request.news()) == list(range(10)) and request.news() == []
+    data = path.read_bytes()
+    for op in range(10):
+        bytes_there = region.read(op * 4096, 4096)
+        assert bytes_there == (data[op * 4096 :][:4096] if op != 2 else bytes(4096))
+    pump.close(1.0)
+
+
+def test_posting_again(fd: int, faults: Faults, pump: Pump) -> None:
+    region = Region.anonymous(4 * 4096)
+    request = Request(pump, *whole(region, fd, 4))
+    for _ in range(5):
+        faults.script(rule(ERRNO, errno.EIO, times=2, skip=1))
+        request.post()
+        assert request.wait(10.0) and request.quiet(10.0)
+        assert request.settled == 4 and len(request.news()) == 4
+    pump.close(1.0)
+
+
+def test_posting_while_under_way(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG))
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    request.post()
+    faults.wait_hung()
+    with pytest.raises(RuntimeError, match="under way"):
+        request.post()
+    faults.let_go()
+    assert request.wait(10.0) and request.quiet(10.0)
+    request.post()
+    assert request.wait(10.0)
+    pump.close(1.0)
+
+
+def test_posting_to_a_closed_pump(fd: int, pump: Pump) -> None:
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    assert pump.close(1.0) and pump.close(1.0)
+    with pytest.raises(OSError, match="ended"):
+        request.post()
+
+
+def test_a_cancelled_request_keeps_what_came(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG, first=4096, last=4097))
+    region = Region.anonymous(20 * 4096)
+    request = Request(pump, *whole(region, fd, 20))
+    request.post()
+    assert request.wait(10.0, 0, 0)
+    faults.wait_hung()
+    request.cancel()
+    assert not request.quiet(0.0)
+    faults.let_go()
+    assert request.quiet(10.0)
+    assert request.result(1)[:2] == (True, 4096), "it came, though late"
+    pump.close(1.0)
+
+
+def test_cancelling_what_no_engine_takes(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(refuse_errno=errno.EAGAIN, refuse_times=FOR_EVER)
+    region = Region.anonymous(20 * 4096)
+    request = Request(pump, *whole(region, fd, 20))
+    request.post()
+    request.cancel()
+    assert request.quiet(10.0)
+    assert pump.close(10.0)
+
+
+def test_a_read_in_flight_keeps_its_memory(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG))
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    request.post()
+    faults.wait_hung()
+    assert region.references == 2
+    # As it is with a traceback that refers to its own exception: only the collector finds it.
+    cycle: list[object] = [request]
+    cycle.append(cycle)
+    del request, cycle
+    gc.collect()
+    assert region.references == 2, "the pump holds on to it"
+    faults.let_go()
+    assert pump.close(10.0)
+    assert region.references == 1
+
+
+def test_closing_with_a_read_that_hangs(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG))
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    request.post()
+    faults.wait_hung()
+    assert pump.close(0.0) is False
+    del request, pump
+    assert region.references == 2
+    faults.let_go()
+    faults.wait_closed()
+
+
+def test_a_request_beside_one_that_hangs(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG))
+    region, other = Region.anonymous(4096), Region.anonymous(16 * 4096)
+    stuck = Request(pump, *whole(region, fd, 1))
+    stuck.post()
+    faults.wait_hung()
+    request = Request(pump, *whole(other, fd, 16))
+    for _ in range(3):
+        request.post()
+        assert request.wait(10.0) and request.failed == 0 and request.quiet(10.0)
+    stuck.cancel()
+    faults.let_go()
+    assert stuck.quiet(10.0)
+    pump.close(1.0)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        (1, 0, 4096, 4096, 0, -1),  # no such file
+        (0, 0, 4096, 4097, 0, -1),  # wants more than it asks for
+        (0, 0, 4096, 4096, 4096, -1),  # leaves its region
+        (0, 0, 1 << 63, 1, 0, -1),
+        (0, 0, 4096, 4096, -4096, -1),
+    ],
+)
+def test_a_read_that_would_write_elsewhere_is_refused(
+    fd: int, pump: Pump, op: tuple[int, ...]
+) -> None:
+    region = Region.anonymous(1 << 21)
+    file, offset, length, wanted, shift, buffer = op
+    if shift == 4096:
+        shift = (1 << 21) - 1
+    entry = (file, offset, length, wanted, region.address + shift, region.handle(), buffer)
+    with pytest.raises((ValueError, IndexError)):
+        Request(pump, [(fd, -1, 4096, 0, 1)], [entry])
+    assert region.references == 1
+    pump.close(1.0)

@@ -1,0 +1,202 @@
+"""Finding and choosing backends: what does not fit is named, and takes nothing down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+from gdsload.backends import API_VERSION, Backend, Support, registry
+from gdsload.backends.posix import PosixBackend
+
+
+class Plain(PosixBackend):
+    """A backend that fits."""
+
+    name = "plain"
+
+
+class Unusable(PosixBackend):
+    name = "unusable"
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        return Support(False, ("the moon is full",), "wait a day")
+
+
+class Raises(PosixBackend):
+    name = "raises"
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        raise RuntimeError("half installed")
+
+
+class Mumbles(PosixBackend):
+    name = "mumbles"
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        return True  # type: ignore[return-value]
+
+
+class Newer(PosixBackend):
+    name = "newer"
+    api_version = (API_VERSION[0], API_VERSION[1] + 1)
+
+
+class Other(PosixBackend):
+    name = "other"
+    api_version = (API_VERSION[0] + 1, 0)
+
+
+class Strings(PosixBackend):
+    name = "strings"
+    api_version = ("1", "0")  # type: ignore[assignment]
+
+
+class Versionless(PosixBackend):
+    name = "versionless"
+    api_version = "1.0"  # type: ignore[assignment]
+
+
+class Nameless(PosixBackend):
+    name = ""
+
+
+class Abstract(Backend):
+    name = "abstract"
+
+
+MISFITS = {
+    "newer": (Newer, "plugin API"),
+    "other": (Other, "plugin API"),
+    "strings": (Strings, "api_version"),
+    "versionless": (Versionless, "api_version"),
+    "nameless": (Nameless, "no name"),
+    "abstract": (Abstract, "does not define check"),
+    "function": (lambda: None, "not a subclass"),
+}
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """The plugins that this environment seems to have."""
+    there: list[EntryPoint] = []
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(there))
+    monkeypatch.setattr(registry, "_registered", {})
+    return there
+
+
+def entry(name: str) -> EntryPoint:
+    return EntryPoint(name.lower(), f"{__name__}:{name}", registry.GROUP)
+
+
+def test_the_house_has_posix() -> None:
+    assert "posix" in registry.names()
+    assert registry.find("posix") is PosixBackend
+    assert registry.probe_all()["posix"].usable
+
+
+def test_posix_is_there_without_metadata(entries: list[EntryPoint]) -> None:
+    assert registry.find("posix") is PosixBackend
+
+
+def test_an_entry_point(entries: list[EntryPoint]) -> None:
+    entries.append(entry("Plain"))
+    assert registry.find("plain") is Plain
+    assert registry.names()[-1] == "plain", "after the roads of the house"
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_registering_what_does_not_fit(name: str, entries: list[EntryPoint]) -> None:
+    backend, reason = MISFITS[name]
+    with pytest.raises(gdsload.BackendUnavailable, match=reason) as caught:
+        registry.register_backend(backend)  # type: ignore[arg-type]
+    assert reason in next(iter(caught.value.reasons.values()))
+
+
+@pytest.mark.parametrize("name", ["Newer", "Other", "Strings", "Versionless", "Abstract", "Gone"])
+def test_a_plugin_that_does_not_fit_is_left_out(
+    name: str, entries: list[EntryPoint], tiny_checkpoint: Path
+) -> None:
+    entries += [entry(name), entry("Plain")]
+    key = name.lower()
+    assert key not in registry.names() and "plain" in registry.names()
+    assert not registry.probe_all()[key].usable and registry.probe_all()[key].reasons
+    with pytest.raises(gdsload.BackendUnavailable) as caught:
+        gdsload.load_file(tiny_checkpoint, backend=key)
+    assert caught.value.reasons[key]
+    gdsload.load_file(tiny_checkpoint, cache="buffered")
+    assert gdsload.last_report().backend == "posix", "and it takes no load down"
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [(Unusable, "the moon is full"), (Raises, "half installed"), (Mumbles, "not a Support")],
+)
+def test_a_backend_that_cannot_work(
+    backend: type[Backend],
+    reason: str,
+    entries: list[EntryPoint],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Path,
+) -> None:
+    registry.register_backend(backend)
+    monkeypatch.setattr(registry, "BUILT_IN", {backend.name: "", **registry.BUILT_IN})
+    with pytest.raises(gdsload.BackendUnavailable, match=reason):
+        gdsload.load_file(tiny_checkpoint, backend=backend.name)
+    gdsload.load_file(tiny_checkpoint, cache="buffered")
+    report = gdsload.last_report()
+    assert report.backend == "posix" and reason in report.refusals[backend.name]
+
+
+def test_none_that_works(entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BUILT_IN", {})
+    entries += [entry("Newer")]
+    registry.register_backend(Unusable)
+    registry.register_backend(Raises)
+    with pytest.raises(gdsload.BackendUnavailable) as caught:
+        registry.choose()
+    assert sorted(caught.value.reasons) == ["newer", "raises", "unusable"]
+
+
+def test_a_plugin_where_no_road_of_the_house_works(
+    entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "BUILT_IN", {})
+    entries += [entry("Newer"), entry("Plain")]
+    registry.register_backend(Unusable)
+    choice = registry.choose()
+    assert choice.backend is Plain and "newer" in choice.refusals
+
+
+def test_memory_that_it_does_not_reach(entries: list[EntryPoint]) -> None:
+    with pytest.raises(gdsload.BackendUnavailable, match="does not reach DRAM"):
+        registry.choose("cpu", "gds_mt")
+
+
+def test_one_of_no_such_name() -> None:
+    with pytest.raises(gdsload.BackendUnavailable, match="posix") as caught:
+        registry.choose("cpu", "warp")
+    assert "warp" in caught.value.reasons
+
+
+def test_the_one_registered_last_stands(entries: list[EntryPoint]) -> None:
+    class Again(Plain):
+        pass
+
+    registry.register_backend(Plain)
+    registry.register_backend(Again)
+    assert registry.find("plain") is Again
+
+
+def test_what_support_says() -> None:
+    assert str(Support(True)) == "usable"
+    assert str(Support(False, ("a", "b"), "mend it")) == "a; b (mend it)"
+    facts: dict[str, Any] = registry.probe_all()
+    assert all(isinstance(answer, Support) for answer in facts.values())
