@@ -8,7 +8,7 @@ caller's current device is never changed.
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.string cimport memset
+from libc.stdlib cimport calloc
 
 import os
 
@@ -54,7 +54,8 @@ class CudaFailure(RuntimeError):
 cdef class Cuda:
     """The driver's functions. They stay loaded until the process ends, as CUDA wants it."""
 
-    cdef CudaApi api
+    # Not part of the object: threads that were left behind may use it when that has gone.
+    cdef CudaApi *api
     cdef readonly str path
     cdef readonly int pid
 
@@ -65,9 +66,13 @@ cdef class Cuda:
         not start (no device, no kernel module).
         """
         cdef void *library
-        cdef void **slot = <void **>&self.api
+        cdef void **slot
         cdef int code, place = 0
         assert_table(sizeof(CudaApi) // sizeof(void *))
+        self.api = <CudaApi *>calloc(1, sizeof(CudaApi))
+        if self.api == NULL:
+            raise MemoryError("no memory for CUDA's functions")
+        slot = <void **>self.api
         encoded = os.fsencode(path)
         library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
         if library == NULL:
@@ -77,7 +82,6 @@ cdef class Cuda:
             slot[place] = dlsym(library, symbol)
             if slot[place] == NULL:
                 dlclose(library)
-                memset(&self.api, 0, sizeof(CudaApi))
                 raise OSError(f"{path} has no {name}: this CUDA driver is too old")
             place += 1
         self.path = path
@@ -162,7 +166,7 @@ cdef class Device:
         if self.context == NULL:
             raise RuntimeError(f"device {self.ordinal} is closed")
         return (
-            PyCapsule_New(&self.cuda.api, b"gdsload.cuda", NULL),
+            PyCapsule_New(self.cuda.api, b"gdsload.cuda", NULL),
             PyCapsule_New(self.context, b"gdsload.context", NULL),
         )
 

@@ -134,7 +134,8 @@ cdef void *run_errand(void *arg) noexcept nogil:
 cdef class CuFile:
     """One libcufile. It stays loaded until the process ends; its driver is opened at most once."""
 
-    cdef CuFileApi api
+    # Not part of the object: threads that were left behind may use it when that has gone.
+    cdef CuFileApi *api
     cdef readonly str path
     cdef readonly int pid
     cdef readonly frozenset functions
@@ -145,10 +146,14 @@ cdef class CuFile:
         Raises OSError where it cannot be opened, or is too old to read a file.
         """
         cdef void *library
-        cdef void **slot = <void **>&self.api
+        cdef void **slot
         cdef int place = 0
         if len(_NEEDED) + len(_BETTER) != sizeof(CuFileApi) // sizeof(void *):
             raise ImportError("cufile.pxd and cufile.pyx name different functions")
+        self.api = <CuFileApi *>calloc(1, sizeof(CuFileApi))
+        if self.api == NULL:
+            raise MemoryError("no memory for cuFile's functions")
+        slot = <void **>self.api
         encoded = os.fsencode(path)
         library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
         if library == NULL:
@@ -163,7 +168,6 @@ cdef class CuFile:
                 found.add(name)
             elif name in _NEEDED:
                 dlclose(library)
-                memset(&self.api, 0, sizeof(CuFileApi))
                 raise OSError(f"{path} has no {name}")
             place += 1
         self.functions = frozenset(found)
@@ -188,7 +192,7 @@ cdef class CuFile:
             raise MemoryError("no memory to call cuFile")
         call.references = 2
         call.what = what
-        call.api = &self.api
+        call.api = self.api
         if device is not None:
             cuda, context = device.handles()
             call.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
@@ -404,7 +408,7 @@ cdef class CuFile:
 
     def handle(self):
         """Its functions, as a capsule for native code."""
-        return PyCapsule_New(&self.api, b"gdsload.cufile", NULL)
+        return PyCapsule_New(self.api, b"gdsload.cufile", NULL)
 
 
 class NotSupported(RuntimeError):
@@ -437,7 +441,7 @@ cdef class Files:
         self.device = device
         cuda, context = device.handles()
         made.patience_ns = <int64_t>(patience_seconds * 1e9)
-        made.api = &cufile.api
+        made.api = cufile.api
         made.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
         made.context = PyCapsule_GetPointer(context, b"gdsload.context")
 
