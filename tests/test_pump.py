@@ -13,7 +13,8 @@ import pytest
 import faulty
 from faulty import ERRNO, FOR_EVER, HANG, Faults, rule
 from gdsload._native.memory import Region
-from gdsload._native.pump import Pump, Request
+from gdsload._native.pump import Pump
+from gdsload._native.request import Request
 
 
 @pytest.fixture

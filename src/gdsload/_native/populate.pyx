@@ -9,6 +9,7 @@ huge pages cost a tenth, where a host must first find it they cost several times
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid, pid_t
@@ -42,6 +43,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int madvise(void *address, size_t length, int advice)
 
 cdef enum:
+    EINVAL = 22
     MOST_THREADS = 8
     # A unit that takes longer is slower than 4 GB/s: slow enough to ask what the other page size
     # would cost. Backed huge pages take 70 us, small ones 350 to 700, unbacked huge ones 3,000.
@@ -53,36 +55,32 @@ cdef enum:
 
 cdef int choose_huge(CPopulator *self) noexcept nogil:
     """Whether the next unit shall be a huge page. Called with the lock held."""
-    if self.huge_ns == 0:
+    cdef int huge
+    if self.huge_ns == 0 or self.huge_ns <= SLOW_UNIT_NS:
         return 1
     if self.small_ns == 0:
-        return self.huge_ns <= SLOW_UNIT_NS
-    if self.huge_ns <= SLOW_UNIT_NS or self.huge_ns <= self.small_ns:
-        if self.huge_ns <= SLOW_UNIT_NS:
-            return 1
-        self.until_retry -= 1
-        if self.until_retry <= 0:
-            self.until_retry = self.retry_units
-            return 0
-        return 1
+        return 0
+    huge = self.huge_ns <= self.small_ns
     self.until_retry -= 1
     if self.until_retry > 0:
-        return 0
+        return huge
+    # Now and then the dearer one, because what it costs changes.
     if self.retry_units < LAST_RETRY_UNITS:
         self.retry_units *= 2
     self.until_retry = self.retry_units
-    return 1
+    return not huge
 
 
-cdef void learn(int64_t *mean, int64_t cost) noexcept nogil:
-    """A short memory: the condition of free memory changes while a model loads."""
-    mean[0] = cost if mean[0] == 0 else (mean[0] + cost) // 2
+cdef void learn(int64_t *cost, int64_t took) noexcept nogil:
+    """The condition of free memory changes while a model loads: one cheap unit is believed at
+    once, a dear one by half."""
+    cost[0] = took if cost[0] == 0 or took < cost[0] else (cost[0] + took) // 2
 
 
 cdef int populate_unit(CRegion *region, uint64_t start, uint64_t length, int huge) noexcept nogil:
     if huge:
         madvise(region.base + start, length, MADV_HUGEPAGE)
-    return madvise(region.base + start, length, MADV_POPULATE_WRITE)
+    return errno if madvise(region.base + start, length, MADV_POPULATE_WRITE) != 0 else 0
 
 
 cdef void *serve(void *arg) noexcept nogil:
@@ -121,7 +119,8 @@ cdef void *serve(void *arg) noexcept nogil:
 
         pthread_mutex_lock(&self.lock)
         if failed:
-            self.most_ahead = 1 << 62
+            if failed == EINVAL:  # this kernel cannot: nothing is gained by holding back
+                self.most_ahead = 1 << 62
             continue
         self.busy_ns += took
         if huge:

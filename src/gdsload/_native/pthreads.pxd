@@ -29,7 +29,7 @@ cdef extern from * nogil:
     #include <stdint.h>
     #include <signal.h>
     #include <time.h>
-    static int monotonic_cond_init(pthread_cond_t *cond) {
+    static inline int monotonic_cond_init(pthread_cond_t *cond) {
         pthread_condattr_t attr;
         pthread_condattr_init(&attr);
         pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
@@ -38,7 +38,7 @@ cdef extern from * nogil:
         return error;
     }
     /* A native thread must not take the process's signals: Python wants them on its main thread. */
-    static int start_quiet_thread(pthread_t *thread, void *(*run)(void *), void *arg) {
+    static inline int start_quiet_thread(pthread_t *thread, void *(*run)(void *), void *arg) {
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);

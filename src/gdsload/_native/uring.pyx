@@ -16,6 +16,9 @@ cdef extern from "<sys/uio.h>" nogil:
         void *iov_base
         size_t iov_len
 
+cdef extern from "<unistd.h>" nogil:
+    int usleep(unsigned microseconds)
+
 cdef extern from "<liburing.h>" nogil:
     enum:
         IORING_SETUP_SINGLE_ISSUER
@@ -63,6 +66,7 @@ cdef enum:
     ETIME = 62
     SLOTS = 1024       # files in the ring's table; a file beyond it is read by its descriptor
     REAP_BATCH = 64
+    BACK_OFF_US = 1000
 
 cdef uint64_t CANCEL_COOKIE = 0xFFFFFFFFFFFFFFFF
 
@@ -175,7 +179,10 @@ cdef int reap_uring(void *engine, Completion *out, int room, int64_t wait_ns) no
     wait.tv_sec = wait_ns // 1000000000
     wait.tv_nsec = wait_ns % 1000000000
     error = io_uring_submit_and_wait_timeout(&self.ring, cqes, 1, &wait, NULL)
-    if error < 0 and error != -ETIME and error != -EINTR and error != -EAGAIN and error != -EBUSY:
+    if error == -EAGAIN or error == -EBUSY:
+        # The kernel has no room now, and says so at once: asked in a loop, it would burn a core.
+        usleep(BACK_OFF_US)
+    elif error < 0 and error != -ETIME and error != -EINTR:
         return error
     seen = io_uring_peek_batch_cqe(&self.ring, cqes, room if room < REAP_BATCH else REAP_BATCH)
     for i in range(seen):

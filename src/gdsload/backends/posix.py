@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
-from gdsload._native.pump import Pump, Request
+from gdsload._native.pump import Pump
+from gdsload._native.request import Request
 from gdsload.backends.base import (
     DRAM,
     VRAM,
@@ -277,7 +278,12 @@ class PosixRequest:
 
     def start(self) -> None:
         self._own()
-        self.native.post()
+        try:
+            self.native.post()
+        except OSError as error:
+            raise BackendUnavailable(
+                f"backend 'posix' can read no more: {error.strerror}", {"posix": str(error)}
+            ) from error
 
     def _own(self) -> None:
         if self.native.pump.pid != os.getpid():
