@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpudoubles import compiler
 
 from gdsload._native import cufile
+from gpudoubles import compiler
 
 # What cufile.h wants of CUDA: two names.
 CUDA_H = """
@@ -120,7 +120,7 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
     source, program = folder / "ask.c", folder / "ask"
     source.write_text(
         f'#include <stdio.h>\n#include <stddef.h>\n#include "{header}"\n'
-        "#define SAY(name, value) printf(\"%s %lld\\n\", name, (long long)(value))\n"
+        '#define SAY(name, value) printf("%s %lld\\n", name, (long long)(value))\n'
         f"{body}"
     )
     command = [compiler(), "-w", "-D_GNU_SOURCE", "-Werror=incompatible-pointer-types",

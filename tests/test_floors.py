@@ -21,7 +21,7 @@ FLOORS = (
     "plan",
     "arena gpu ring residency report",
     "backends",
-    "load doctor tensors prefetch",
+    "load doctor vram tensors prefetch",
     "model warmup run seam weights labels slices feed cuts converters swaps",
     "cli integrations bench __main__",
 )

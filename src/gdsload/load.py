@@ -23,7 +23,7 @@ from gdsload.backends import Backend, Memory, OpenFile, Registration, choose
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
-from gdsload.errors import PlacementError, ReadError, ShortRead, StallError
+from gdsload.errors import CuFileError, PlacementError, ReadError, ShortRead, StallError
 from gdsload.plan import (
     DEFAULT_BLOCK_BYTES,
     Piece,
@@ -81,7 +81,7 @@ class Session:
         return self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        choice = choose(self.device, self._wanted)
+        choice = choose(self.device, self._wanted, self._options)
         backend = choice.backend(**self._options)
         self._backend = backend
         self.report.refusals.update(choice.refusals)
@@ -116,6 +116,8 @@ class Session:
         return spots, [piece for piece in pieces if piece.shard in cold]
 
     def _is_mapped(self, shard: int, pieces: Sequence[Piece]) -> bool:
+        if self.device != "cpu":
+            return False
         if self.cache != "auto":
             return self.cache == "mapped"
         fd = self.checkpoint.shards[shard].fd
@@ -238,15 +240,17 @@ class Batch:
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
-                self._post(Arena(plan))
+                self._post(self._take_memory())
 
-    def _post(self, arena: Arena) -> None:
+    def _take_memory(self) -> list[Memory]:
+        """Memory for each target of the plan."""
+        arena = Arena(self.plan)
+        self.spots.update(arena.spots(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
+
+    def _post(self, memory: list[Memory]) -> None:
         backend, plan = self.session.backend, self.plan
-        self.spots.update(arena.spots(plan))
-        self._memory = [
-            backend.register(Memory(DRAM, region.address, region.length, region))
-            for region in arena.regions
-        ]
+        self._memory = [backend.register(entry) for entry in memory]
         files = [entry or _NO_FILE for entry in self.session._files]
         self._request = backend.prepare(plan.transfers, files, self._memory)
         backend.post(self._request)
@@ -305,6 +309,13 @@ class Batch:
                 f"{path}: the file ended at byte {transfer.offset + failure.got}, while bytes up to"
                 f" {transfer.offset + transfer.wanted} were read for tensor {tensor!r}",
                 hint="it was truncated after it was opened",
+                **facts,
+            )
+        if failure.code:
+            return CuFileError(
+                f"{path}: reading {transfer.wanted} bytes at {transfer.offset} failed after"
+                f" {failure.got}: {failure.text} (tensor {tensor!r})",
+                code=failure.code,
                 **facts,
             )
         why = failure.text or os.strerror(failure.errno)

@@ -620,26 +620,6 @@ cdef class Stage:
         """
         return [(<uintptr_t>self.stage, sizeof(CStage))]
 
-    def after(self, uint64_t stream):
-        """Copies that are not started yet wait for what ``stream`` has been given so far.
-
-        Memory from torch's allocator may still be in use by kernels of its last owner.
-        """
-        cdef CStage *stage = self.stage
-        cdef void *event = NULL
-        cdef void *popped
-        cdef int code = stage.cuda.push_current(stage.context)
-        if code == CUDA_SUCCESS:
-            code = stage.cuda.event_create(&event, CU_EVENT_DISABLE_TIMING)
-            if code == CUDA_SUCCESS:
-                code = stage.cuda.event_record(event, <void *><uintptr_t>stream)
-                if code == CUDA_SUCCESS:
-                    code = stage.cuda.stream_wait(stage.stream, event, 0)
-                stage.cuda.event_destroy(event)
-            stage.cuda.pop_current(&popped)
-        if code != CUDA_SUCCESS:
-            raise OSError(5, f"the copies cannot wait for another stream (CUDA error {code})")
-
     def land(self, list shares):
         """A `Landing`: ``shares`` are (place in it, bytes, device address), in any order."""
         return Landing(self, shares)

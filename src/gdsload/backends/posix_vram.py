@@ -31,7 +31,8 @@ def open_road(
     ring.
     """
     ring = ring_for(DRAM, gpu.ordinal_of(device), settings["request_bytes"], settings["ring_bytes"])
-    notes.update({"posix/ring": note for note in ring.notes})
+    if ring.notes:
+        notes["posix/ring"] = "; ".join(ring.notes)
     try:
         # Twice the depth: half of the slots are being copied from while the others are read to.
         return StagedRoad(

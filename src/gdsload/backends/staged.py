@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from gdsload._native.cufile import Files
-from gdsload._native.pump import Pump, Request
+from gdsload._native.pump import Pump
+from gdsload._native.request import Request
 from gdsload._native.stage import Landing, Stage
 from gdsload.backends.base import (
     VRAM,
