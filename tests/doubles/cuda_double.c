@@ -267,6 +267,27 @@ EXPORT int cuMemHostUnregister(void *at)
     broken("memory was unpinned that was not pinned");
     return leave(713);
 }
+EXPORT int cuMemHostAlloc(void **at, size_t bytes, unsigned flags)
+{
+    if (posix_memalign(at, 4096, bytes)) return OUT_OF_MEMORY;
+    int code = cuMemHostRegister_v2(*at, bytes, flags);
+    if (code) free(*at);
+    return code;
+}
+EXPORT int cuMemAllocHost_v2(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
+EXPORT int cuMemFreeHost(void *at)
+{
+    int code = cuMemHostUnregister(at);
+    if (!code) free(at);
+    return code;
+}
+EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *out, void *at, unsigned flags)
+{
+    ENTER(1);
+    (void)flags;
+    *out = (uint64_t)at;
+    return leave(0);
+}
 EXPORT int cuMemcpy(uint64_t to, uint64_t from, size_t bytes)
 {
     ENTER(1);
@@ -402,10 +423,63 @@ EXPORT int cuGetErrorString(int error, const char **text)
     return 0;
 }
 
-/* --- for the real libcufile: what else it looks up is there, and does not work --------------- */
+/* What the real libcufile takes besides, in its compatibility mode, and stubs for whatever else it
+ * looks up. */
+#include <dlfcn.h>
+
+typedef void (*callback_t)(void *);
+typedef void (*stream_callback_t)(void *, int, void *);
+EXPORT int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = *greatest = 0; return 0; }
+EXPORT int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
+{
+    (void)flags; (void)priority;
+    return cuStreamCreate(stream, 1);
+}
+EXPORT int cuStreamGetPriority(void *stream, int *priority) { (void)stream; *priority = 0; return 0; }
+EXPORT int cuStreamGetCtx(void *stream, void **context)
+{
+    (void)stream;
+    *context = &contexts[0];
+    return 0;
+}
+EXPORT int cuStreamQuery(void *stream) { return cuStreamSynchronize(stream); }
+EXPORT int cuPointerSetAttribute(const void *value, int attribute, uint64_t at)
+{
+    (void)value; (void)attribute; (void)at;
+    return 0;
+}
+EXPORT int cuMemHostGetFlags(unsigned *flags, void *at) { (void)at; *flags = 0; return 0; }
+EXPORT int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t bytes) { return cuMemcpy(to, from, bytes); }
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream)
+{
+    (void)stream;
+    return cuMemcpy(to, from, bytes);
+}
+EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream)
+{
+    (void)stream;
+    return cuMemcpy((uint64_t)to, from, bytes);
+}
+EXPORT int cuMemsetD8_v2(uint64_t to, unsigned char value, size_t bytes)
+{
+    memset((void *)to, value, bytes);
+    return 0;
+}
+EXPORT int cuLaunchHostFunc(void *stream, callback_t call, void *argument)
+{
+    cuStreamSynchronize(stream);
+    call(argument);
+    return 0;
+}
+EXPORT int cuStreamAddCallback(void *stream, stream_callback_t call, void *argument, unsigned flags)
+{
+    (void)flags;
+    cuStreamSynchronize(stream);
+    call(stream, 0, argument);
+    return 0;
+}
 
 #ifdef STUBS
-#include <dlfcn.h>
 #define STUB(name) EXPORT int name(void) { return NOT_SUPPORTED; }
 #include STUBS
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *told)

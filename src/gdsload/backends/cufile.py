@@ -45,6 +45,7 @@ MEANINGS = {
     5012: "that is no device pointer",
     5017: "a read past the end of what was registered",
     5018: "cuFile reads no files of this kind",
+    5019: "cuFile does not take a file that was opened like this; does its filesystem do O_DIRECT?",
     5022: "cuFile refused the arguments",
     5025: "permission denied: by the driver or for the file",
     5026: "cuFile's driver is open already",

@@ -48,7 +48,8 @@ class GdsBackend(CuFileBackend):
 
     def limits(self, device: str = "cpu") -> Limits:
         """From cuFile's own configuration, once it is open."""
-        largest = self._driver.limits.buffer_cache if self._driver else _DEFAULT_CACHE
+        # Some releases before 1.14 do not tell.
+        largest = (self._driver.limits.buffer_cache if self._driver else 0) or _DEFAULT_CACHE
         wanted = self.settings["request_bytes"] or largest
         return Limits(max_request=min(wanted, largest), depth=self._depth())
 
@@ -60,7 +61,7 @@ class GdsBackend(CuFileBackend):
         if complaint := found.complaint():
             self.refusals["gds/limits"] = complaint
             depth = min(depth, found.device_cache // found.buffer_cache)
-        return max(min(depth, _HANDLES * found.batch), 1)
+        return max(min(depth, _HANDLES * found.batch) if found.batch else depth, 1)
 
     def _new_engine(self) -> object:
         missing = {"cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",

@@ -5,9 +5,11 @@ is what the two differ in.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from gdsload import gpu
@@ -98,8 +100,7 @@ class CuFileBackend(Backend):
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
         library = self._open(self._device).library
-        # A descriptor of our own: cuFile knows files by number, and one number only once.
-        fd = os.dup(what.direct_fd if what.direct_fd >= 0 else what.fd)
+        fd = own_descriptor(what)
         try:
             handle = library.register_file(fd)
         except CuFileFailure as error:
@@ -195,7 +196,9 @@ class CuFileBackend(Backend):
             return {f"{self.name}/{driver.mode}": total}
         moved = {road: now[road] - self._counted.get(road, 0) for road in now}
         self._counted = now
-        return {f"{self.name}/{road}": part for road, part in shares_of(total, moved).items()}
+        # Batches are not counted everywhere: then there is only what the driver said it would do.
+        parts = shares_of(total, moved) or {driver.mode: total}
+        return {f"{self.name}/{road}": part for road, part in parts.items()}
 
     def close(self) -> None:
         """Ends the threads and gives cuFile its files back. A read that hangs keeps both."""
@@ -226,11 +229,26 @@ def _registrar(
     return register
 
 
+def own_descriptor(file: OpenFile) -> int:
+    """A descriptor for cuFile alone: it knows files by number, and one number only once.
+
+    For direct I/O wherever the filesystem does it: older releases take no other, newer ones would
+    read through the page cache.
+    """
+    if file.direct_fd >= 0:
+        return os.dup(file.direct_fd)
+    if fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        with suppress(OSError):
+            return os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    return os.dup(file.fd)
+
+
 def shares_of(total: int, reads: dict[str, int]) -> dict[str, int]:
-    """Splits bytes over roads as their reads were counted; requests are all of a size."""
+    """Splits bytes over roads as their reads were counted, requests being all of a size; empty
+    where none was counted."""
     counted = sum(count for count in reads.values() if count > 0)
     if not counted:
-        return {"uncounted": total} if total else {}
+        return {}
     found: dict[str, int] = {}
     left, left_reads = total, counted
     for road, count in reads.items():
