@@ -18,7 +18,16 @@ import pytest
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
 from gdsload import gpu, ring
-from gdsload.backends import VRAM, Backend, Memory, OpenFile, Registration, cufile, registry
+from gdsload.backends import (
+    VRAM,
+    Backend,
+    Memory,
+    OpenFile,
+    Registration,
+    cufile,
+    registry,
+    truth,
+)
 from gdsload.backends.base import Failure
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
@@ -621,3 +630,25 @@ def test_room_is_asked_for_first(doubles: Doubles) -> None:
     with pytest.raises(PlacementError) as caught:
         gpu.require_room(0, 1 << 30)
     assert caught.value.missing_bytes == gpu.SPARE_BYTES
+
+
+def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Path) -> None:
+    opens = doubles.cufile_log["opens"]
+    facts = {each.name: each for each in truth.facts()}
+    assert {each.verdict for each in facts.values()} == {"yes"}
+    assert facts["libcufile"].detail.startswith("1.17 at ")
+    assert "Double 0 at 0000:01:00.0" in facts["cuda:0"].detail
+    assert doubles.cufile_log["opens"] == opens
+    (tmp_path / "root/dev/nvidia-fs0").unlink()
+    (tmp_path / "root/run/udev").rmdir()
+    facts = {each.name: each for each in truth.facts("cuda:9")}
+    assert "not in this container" in facts["native path"].detail
+    assert "/run/udev" in facts["opening cuFile"].mend
+    assert "CUDA sees 2" in facts["cuda:9"].detail
+    assert {facts[name].verdict for name in ("native path", "opening cuFile", "cuda:9")} == {"no"}
+    with PosixBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        load.finish()
+        backend.release(load.request)
+        ringed = truth.facts()[-1]
+    assert (ringed.name, ringed.detail[:13]) == ("ring of cuda:0", "1 MiB of DRAM")
