@@ -1,7 +1,7 @@
 # One command per habit. Everything runs in .venv, which `make setup` makes and keeps up to date.
 
 PY := .venv/bin/python
-SCRIPTS := $(wildcard scripts/*.sh .ci/run)
+SCRIPTS := $(wildcard scripts/*.sh benchmarks/*.sh .ci/run)
 
 # Headers and archives that scripts/setup.sh unpacked where it was not root.
 PREFIX := $(CURDIR)/.cache/prefix
@@ -47,4 +47,19 @@ gpu-check: setup  ## on a machine with a GPU: every road, exact bytes, memory gi
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp
-	find src tests scripts -name __pycache__ -prune -exec rm -rf {} +
+	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: bench-deps bench
+MODEL ?= build/demo/qwen3-0.6b
+REPEATS ?= 7
+
+bench-deps: setup  ## the loaders that benchmarks compare with, in .cache/bench
+	@sh benchmarks/deps.sh
+
+bench: bench-deps  ## cold and warm tables of MODEL=directory, REPEATS=7, raw runs kept
+	@test -e $(MODEL) || { mkdir -p $(dir $(MODEL)) && \
+	    $(PY) -c "from gdsload import synth; synth.write('$(notdir $(MODEL))', '$(MODEL)')"; }
+	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state backed
+	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state idle
+	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state backed --warm
+	$(PY) -m benchmarks.render

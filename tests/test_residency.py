@@ -91,3 +91,22 @@ def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert residency.resident_bytes(tmp_path / "empty") == 0
     assert residency.evict(tmp_path / "empty") == 0
+
+
+def test_nearly_warm_is_warm(fd: int) -> None:
+    whole = PAGES * PAGE
+    assert not residency.mostly_resident(fd, 0, whole)
+    os.pread(fd, whole - PAGE, 0)
+    assert residency.mostly_resident(fd, 0, whole), "63 of 64 pages"
+    os.posix_fadvise(fd, 0, 32 * PAGE, os.POSIX_FADV_DONTNEED)
+    assert not residency.mostly_resident(fd, 0, whole)
+
+
+def test_a_large_range_is_sampled(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "SAMPLES", 4)
+    monkeypatch.setattr(residency, "SAMPLE_BYTES", PAGE)
+    samples = [int((PAGES - 1) * PAGE / 3 * number) for number in range(4)]
+    for offset in samples:
+        assert not residency.mostly_resident(fd, 0, PAGES * PAGE)
+        os.pread(fd, PAGE, offset)
+    assert residency.mostly_resident(fd, 0, PAGES * PAGE)

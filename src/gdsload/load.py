@@ -122,7 +122,7 @@ class Session:
             return self.cache == "mapped"
         fd = self.checkpoint.shards[shard].fd
         return all(
-            residency.wholly_resident(fd, extent.offset, extent.length)
+            residency.mostly_resident(fd, extent.offset, extent.length)
             for extent in extents_of(pieces)
         )
 

@@ -163,6 +163,7 @@ def plan(
         )  # fmt: skip
 
 
+@collector_paused()
 def pieces_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[Piece]:
     """The whole tensors of these names, in that order; all, in file order, where None.
 

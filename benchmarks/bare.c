@@ -1,0 +1,87 @@
+/* The yardstick: deep O_DIRECT reads of whole files into memory, and nothing else.
+ *
+ * No header is parsed, nothing is planned, one thread, one ring. The caller (arms.py) times it by
+ * the same clock as the loaders, and sums the bytes in the same way afterwards.
+ *
+ *     cc -O2 -shared -fPIC -o bare.so bare.c -luring
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <liburing.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { MAX_FILES = 4096, BLOCK = 4096 };
+
+static size_t rounded(size_t size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
+
+/* Fresh memory of `size` bytes; `huge` asks for huge pages, `backed` touches it. 0 on failure. */
+char *bare_memory(size_t size, int huge, int backed)
+{
+    const size_t whole = 2 << 20;
+    char *base = mmap(0, rounded(size) + whole, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        return 0;
+    base = (char *)(((size_t)base + whole - 1) / whole * whole);
+    madvise(base, rounded(size), huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    if (backed)
+        memset(base, 1, rounded(size));
+    return base;
+}
+
+/* Reads `count` files of `sizes` bytes to `bases`, `depth` requests of `request` bytes in flight.
+ * 0, or a negative errno. */
+int bare_read(const char **paths, const size_t *sizes, char **bases, int count, size_t request,
+              int depth)
+{
+    struct io_uring_params params = {.flags = IORING_SETUP_SINGLE_ISSUER |
+                                              IORING_SETUP_DEFER_TASKRUN};
+    struct io_uring ring;
+    int fds[MAX_FILES], flight = 0, error, file = 0;
+    size_t offset = 0, wanted = 0, got = 0;
+
+    if (count > MAX_FILES || request % BLOCK)
+        return -EINVAL;
+    for (int i = 0; i < count; i++) {
+        if ((fds[i] = open(paths[i], O_RDONLY | O_DIRECT | O_CLOEXEC)) < 0)
+            return -errno;
+        wanted += sizes[i];
+    }
+    if ((error = io_uring_queue_init_params(depth, &ring, &params)))
+        return error;
+    if ((error = io_uring_register_files(&ring, fds, count)))
+        return error;
+    while (file < count || flight) {
+        while (flight < depth && file < count) {
+            struct io_uring_sqe *sqe = io_uring_get_sqe(&ring);
+            size_t left = rounded(sizes[file]) - offset;
+            size_t length = left < request ? left : request;
+            io_uring_prep_read(sqe, file, bases[file] + offset, length, offset);
+            sqe->flags |= IOSQE_FIXED_FILE;
+            offset += length;
+            flight++;
+            if (offset >= sizes[file])
+                file++, offset = 0;
+        }
+        if ((error = io_uring_submit_and_wait(&ring, 1)) < 0)
+            return error;
+        struct io_uring_cqe *cqe;
+        unsigned head, seen = 0;
+        io_uring_for_each_cqe(&ring, head, cqe) {
+            if (cqe->res < 0)
+                return cqe->res;
+            got += cqe->res;
+            seen++;
+            flight--;
+        }
+        io_uring_cq_advance(&ring, seen);
+    }
+    io_uring_queue_exit(&ring);
+    for (int i = 0; i < count; i++)
+        close(fds[i]);
+    return got == wanted ? 0 : -EIO;
+}

@@ -1,0 +1,135 @@
+"""When is it cheaper to read through a gap than to make two requests? What chose GAP_BYTES.
+
+    python -m benchmarks.gap MODEL_DIR_OR_FILE
+
+First pieces at regular distances: all of them read with their gaps (joined) and without (split),
+where the two times cross is where the rule should lie. Then a random half of the checkpoint's
+tensors, under rules from 0 to 4 MiB. Direct reads throughout: nothing enters the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, tables
+from benchmarks.cold import RESULTS
+from benchmarks.judge import ROOT
+from gdsload.checkpoint import Checkpoint
+from gdsload.load import Batch, Session
+from gdsload.plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
+from gdsload.report import LoadReport
+
+KIB = 1 << 10
+GAPS = (8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB,
+        2048 * KIB, 4096 * KIB)  # fmt: skip
+PIECE_BYTES = (64 * KIB, 1024 * KIB)
+MOST_BYTES = 256 << 20  # of a file, for one measurement
+
+
+def read(checkpoint: Checkpoint, pieces: list[Piece], gap: int) -> tuple[float, ReadPlan]:
+    """Seconds from the first request to the last byte, in memory that was touched before."""
+    with Session(checkpoint, LoadReport(""), cache="direct") as session:
+        session.plan(pieces[:1])  # opens the backend and registers the file, before the clock
+        plan = plan_reads(
+            pieces,
+            [shard.size for shard in checkpoint.shards],
+            session.backend.limits(),
+            gap_bytes=gap,
+        )
+        began = time.monotonic()
+        batch = Batch(session, plan, {})
+        try:
+            batch.wait()
+        finally:
+            batch.release()
+        return time.monotonic() - began, plan
+
+
+def regular(checkpoint: Checkpoint, piece: int, gap: int) -> list[Piece]:
+    """Pieces of one size at one distance, from page to page, in the first shard."""
+    shard = checkpoint.shards[0]
+    first = -(-shard.data_start // 4096) * 4096
+    step = piece + gap
+    count = max(min(shard.size - first, MOST_BYTES) // step, 1)
+    return [Piece(f"{number}", 0, first + number * step, piece) for number in range(count)]
+
+
+def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
+    """Joined against split, for each piece and gap."""
+    found = []
+    for piece in PIECE_BYTES:
+        for gap in GAPS:
+            pieces = regular(checkpoint, piece, gap)
+            times: dict[str, list[float]] = {"joined": [], "split": []}
+            for _ in range(repeats):
+                for name, rule in (("joined", gap), ("split", 0)):
+                    # Less than two blocks is never a gap: it is joined either way.
+                    times[name].append(read(checkpoint, pieces, rule)[0])
+            found.append({"piece": piece, "gap": gap, "pieces": len(pieces), "times": times})
+    return found
+
+
+def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str, Any]]:
+    """A random half of the tensors, in file order, by rule."""
+    everything = [piece for piece in pieces_of(checkpoint) if piece.nbytes <= MOST_BYTES]
+    chosen = set(random.Random(seed).sample(range(len(everything)), len(everything) // 2))
+    pieces = [piece for number, piece in enumerate(everything) if number in chosen]
+    rules = (0, *GAPS)
+    found: list[dict[str, Any]] = [{"gap": gap, "times": []} for gap in rules]
+    for _ in range(repeats):
+        for entry in found:
+            seconds, plan = read(checkpoint, pieces, entry["gap"])
+            entry["times"].append(seconds)
+            entry |= {
+                "requests": len(plan.transfers),
+                "wanted_bytes": plan.wanted_bytes,
+                "read_bytes": plan.read_bytes,
+            }
+    return found
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gap", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS / "gap.json")
+    options = parser.parse_args(words)
+    with Checkpoint.open(options.source) as checkpoint:
+        joined = compared(checkpoint, options.repeats)
+        halves = subset(checkpoint, options.repeats)
+        facts = machine.describe(Path(checkpoint.shards[0].path))
+    options.output.write_text(
+        json.dumps({"machine": facts, "commit": machine.commit(ROOT), "gaps": joined,
+                    "subset": halves}) + "\n"
+    )  # fmt: skip
+    rows = []
+    for entry in joined:
+        per = [statistics.median(entry["times"][name]) / entry["pieces"] * 1e6
+               for name in ("joined", "split")]  # fmt: skip
+        rows.append([f"{entry['piece'] >> 10} KiB", f"{entry['gap'] >> 10} KiB",
+                     f"{per[0]:.1f}", f"{per[1]:.1f}", f"{per[0] / per[1]:.2f}"])  # fmt: skip
+    head = ["pieces of", "gap", "joined, us a piece", "split, us a piece", "ratio"]
+    print(tables.markdown(head, rows))
+    rows = [
+        [f"{entry['gap'] >> 10} KiB", str(entry["requests"]),
+         f"{entry['read_bytes'] / max(entry['wanted_bytes'], 1) - 1:.2%}",
+         f"{statistics.median(entry['times']):.3f}"]
+        for entry in halves
+    ]  # fmt: skip
+    print(f"\na random half of the tensors, {halves[0]['wanted_bytes'] / 1e9:.2f} GB\n")
+    print(tables.markdown(["rule", "requests", "read over", "median s"], rows))
+    print(f"\nthe rule in force: {GAP_BYTES >> 10} KiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Sees to it that a run is what it says: cold when called cold, equal in bytes, honest in cost.
+
+The judge makes the state, starts the worker (worker.py), looks at the page cache itself before the
+clock starts, and reads the disk's own counter before and after. A run that does not add up is not
+a result: it is kept among the discarded ones with its reason, and made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.arms import KINDS, OURS, Arm, files_of
+from gdsload import residency
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER_PYTHON = ROOT / ".cache/bench/peers/bin/python"
+BARE = ROOT / ".cache/bench/bare.so"
+PATIENCE_SECONDS = 900.0
+# What the disk may have read beyond the files: code that was paged in, metadata, neighbours.
+SLACK_BYTES = 48 << 20
+SLACK_SHARE = 0.03
+# A cold run may read less than all files hold only by headers and by tensors nobody asked for.
+SHORT_SHARE = 0.002
+
+
+class ArmFailed(Exception):
+    """An arm that cannot run here, with its reason."""
+
+
+class NotWhatItSays(Exception):
+    """A run whose page cache or bytes are not what its state promises."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The state in which all arms of a table run."""
+
+    source: Path
+    warm: bool = False
+    state: str = "backed"
+    prepare_bytes: int = 0
+    idle_seconds: float = 0.0
+    rehearsal: Path | None = None
+    # Whether others may read from the disk meanwhile: the arm's own account then has to add up.
+    neighbours: bool = False
+
+    @property
+    def files(self) -> list[Path]:
+        return files_of(self.source)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def make_cache(self) -> str:
+        """Empties the page cache of the files, or fills it; says how."""
+        if self.warm:
+            self.fill()
+            return "files read"
+        if residency.drop_caches():
+            return "drop_caches"
+        for file in self.files:
+            residency.evict(file)
+        return "evicted"
+
+    def fill(self) -> None:
+        """Reads all files through the page cache."""
+        buffer = bytearray(1 << 20)
+        for file in self.files:
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+
+    def settled_bytes(self) -> int:
+        """What is resident just before a clock starts. A kernel that reclaims idle pages by itself
+        (DAMON) may have taken some of a warm file since it was read: they are read again."""
+        for _ in range(3):
+            resident = self.resident_bytes()
+            if not self.warm or resident == self.file_bytes:
+                break
+            self.fill()
+        return resident
+
+    def resident_bytes(self) -> int:
+        return sum(residency.resident_bytes(file) for file in self.files)
+
+
+@dataclass
+class Judge:
+    """Runs arms under one set of conditions, and compares what they have read."""
+
+    conditions: Conditions
+    discarded: list[dict[str, Any]] = field(default_factory=list)
+    sums: dict[str, tuple[int, str]] = field(default_factory=dict)
+    crcs: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.disk = machine.diskstats_key(self.conditions.files[0])
+
+    def run(self, arm: Arm, *, checked: bool = False, tries: int = 3) -> dict[str, Any]:
+        """One run that adds up. Raises ArmFailed, or NotWhatItSays after so many `tries`."""
+        for turn in range(1, tries + 1):
+            facts = self._run(arm, checked)
+            why = self.objection(facts)
+            if why is None:
+                return facts
+            self.discarded.append({"arm": arm.label, "why": why, **facts})
+            print(f"    discarded: {arm.label}: {why}", file=sys.stderr)
+            if turn == tries:
+                raise NotWhatItSays(f"{arm.label}, {tries} times in a row: {why}")
+        raise AssertionError("no run was tried")
+
+    def objection(self, facts: dict[str, Any]) -> str | None:
+        """Why a run does not count, or None."""
+        total, resident = self.conditions.file_bytes, facts["resident_before_bytes"]
+        if self.conditions.warm:
+            return None if resident == total else f"{total - resident:,} bytes were not resident"
+        if resident:
+            return f"{resident:,} bytes were resident before the clock started"
+        read = facts["device_read_bytes"]
+        if read is None:
+            return None
+        least = facts["touched_bytes"] * (1 - SHORT_SHARE)
+        most = total * (1 + SLACK_SHARE) + SLACK_BYTES
+        if read < least:
+            return f"the disk read {read:,} bytes, but {facts['touched_bytes']:,} were touched"
+        if read > most:
+            own = facts.get("own_read_bytes")
+            if self.conditions.neighbours and own is not None and least <= own <= most:
+                return None
+            return f"the disk read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+        return None
+
+    def python_of(self, arm: Arm) -> Path:
+        """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
+        if KINDS[arm.kind].environment == OURS:
+            return Path(sys.executable)
+        if not PEER_PYTHON.exists():
+            raise ArmFailed("not installed: make bench-deps")
+        return PEER_PYTHON
+
+    def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
+        conditions = self.conditions
+        job = {
+            "kind": arm.kind,
+            "settings": arm.options,
+            "source": str(conditions.source),
+            "rehearsal": str(conditions.rehearsal or ""),
+            "prepare_bytes": conditions.prepare_bytes,
+            "idle_seconds": conditions.idle_seconds,
+            "checksums": checked,
+        }
+        with Worker(self.python_of(arm), job, arm.environment) as worker:
+            worker.hear("imported")
+            how = conditions.make_cache()
+            worker.say("go")
+            worker.hear("prepared")
+            resident = conditions.settled_bytes()
+            reads, busy = machine.disk_reads(), machine.busy_seconds()
+            worker.say("go")
+            facts = worker.hear("measured")
+            busy = machine.busy_seconds() - busy
+            read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
+            left = conditions.resident_bytes()
+            self._compare(arm, facts.pop("sums"), self.sums, "sum")
+            if checked:
+                self._compare(arm, worker.hear("checked")["crcs"], self.crcs, "CRC-32")
+        facts.pop("step")
+        return {
+            **facts,
+            "cache": how,
+            "resident_before_bytes": resident,
+            "resident_after_bytes": left,
+            "device_read_bytes": read,
+            "machine_cpu_s": busy,
+        }
+
+    def _compare(
+        self, arm: Arm, found: dict[str, int], known: dict[str, tuple[int, str]], what: str
+    ) -> None:
+        """Each tensor must be to this arm what it was to the first that had it."""
+        for name, value in found.items():
+            truth, of = known.setdefault(name, (value, arm.label))
+            if truth != value:
+                raise NotWhatItSays(
+                    f"{name}: its {what} is {value:x} by {arm.label} and {truth:x} by {of}"
+                )
+        if KINDS[arm.kind].gives == "tensors" and found.keys() != known.keys():
+            missing = sorted(known.keys() - found.keys())
+            raise NotWhatItSays(f"{arm.label} did not load {', '.join(missing[:5])}")
+
+
+class Worker:
+    """The other end of the conversation, and its process."""
+
+    def __init__(self, python: Path, job: dict[str, Any], settings: dict[str, str]) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        environment |= {**settings, "BENCH_BARE": str(BARE), "HF_HUB_OFFLINE": "1"}
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._process = subprocess.Popen(
+            [str(python), "-m", "benchmarks.worker"],
+            cwd=ROOT, env=environment, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
+        )  # fmt: skip
+        self._heard = b""
+        self.say(json.dumps(job))
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it died of is heard, not said
+            self._process.stdin.write(line.encode() + b"\n")
+
+    def hear(self, step: str) -> dict[str, Any]:
+        """What it says next. Raises ArmFailed for anything but `step`."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        while b"\n" not in self._heard:
+            if not select.select([pipe], [], [], PATIENCE_SECONDS)[0]:
+                raise ArmFailed(f"no word in {PATIENCE_SECONDS:.0f} s, where {step!r} was expected")
+            chunk = os.read(pipe.fileno(), 1 << 20)
+            if not chunk:
+                raise ArmFailed(f"died before {step!r}: {self._last_words()}")
+            self._heard += chunk
+        line, _, self._heard = self._heard.partition(b"\n")
+        facts: dict[str, Any] = json.loads(line)
+        if facts["step"] != step:
+            raise ArmFailed(facts.get("why", f"said {facts['step']!r}, not {step!r}"))
+        return facts
+
+    def _last_words(self) -> str:
+        self._process.wait(60)
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        code = self._process.returncode
+        return f"exit {code}, {lines[-1] if lines else 'without a word'}"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            # It ends by itself; its memory must be free before the next one starts.
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._words.close()

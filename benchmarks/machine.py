@@ -1,0 +1,150 @@
+"""The machine that a result belongs to, and what its disk says it has read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own sectors are
+
+
+def first_line(path: str | Path) -> str:
+    """The first line of a file of /proc or /sys, or "" where there is none."""
+    with contextlib.suppress(OSError):
+        lines = Path(path).read_text(errors="replace").splitlines()
+        return lines[0].strip() if lines else ""
+    return ""
+
+
+def fields(path: str) -> dict[str, str]:
+    """`name: value` lines of a file of /proc; of names that repeat, the first."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text(errors="replace").splitlines():
+            name, colon, value = line.partition(":")
+            if colon:
+                found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def mount_of(path: Path) -> dict[str, str]:
+    """Filesystem, source and options of the mount that holds a path."""
+    number = os.stat(path).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    best: dict[str, str] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        words, (kind, source, *rest) = before.split(), after.split()
+        if words[2] == wanted:
+            flags = dict.fromkeys(f"{words[5]},{rest[-1]}".split(","))
+            best = {"filesystem": kind, "source": source, "options": ",".join(flags)}
+    return best
+
+
+def diskstats_key(path: Path) -> str | None:
+    """The block device below a path as major:minor, None where it has none of its own."""
+    number = os.stat(path).st_dev
+    keys = [f"{os.major(number)}:{os.minor(number)}"]
+    with contextlib.suppress(OSError):  # btrfs and others number their mounts themselves
+        device = os.stat(mount_of(path).get("source", "")).st_rdev
+        keys.append(f"{os.major(device)}:{os.minor(device)}")
+    known = disk_reads()
+    return next((key for key in keys if key in known), None)
+
+
+def disk_reads() -> dict[str, int]:
+    """Bytes read from each block device since the machine started."""
+    found = {}
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        words = line.split()
+        found[f"{words[0]}:{words[1]}"] = int(words[5]) * SECTOR_BYTES
+    return found
+
+
+def busy_seconds() -> float:
+    """CPU seconds that the whole machine has worked, kernel threads included."""
+    words = [int(word) for word in first_line("/proc/stat").split()[1:9]]
+    user, nice, system, _idle, _wait, irq, soft, _steal = words
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    return int(fields("/proc/meminfo").get("MemAvailable", "0 kB").split()[0]) << 10
+
+
+def choice(text: str) -> str:
+    """The chosen word of a setting that lists them all: "always [madvise] never"."""
+    found = re.search(r"\[(.*?)\]", text)
+    return found[1] if found else text
+
+
+def block_device(path: Path) -> dict[str, Any]:
+    """What the kernel says of the disk: name, queue and read-ahead."""
+    key = diskstats_key(path)
+    if key is None:
+        return {}
+    device = Path(f"/sys/dev/block/{key}").resolve()
+    disk = device.parent if (device / "partition").exists() else device
+    queue = disk / "queue"
+    return {
+        "name": device.name,
+        "model": first_line(disk / "device/model"),
+        "virtual": disk.name.startswith("vd"),
+        "scheduler": choice(first_line(queue / "scheduler")),
+        "read_ahead_kib": first_line(queue / "read_ahead_kb"),
+        "requests": first_line(queue / "nr_requests"),
+        "largest_request_kib": first_line(queue / "max_sectors_kb"),
+    }
+
+
+def commit(root: Path) -> str:
+    """The commit that is measured, with a + where files differ from it."""
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Everything that a reader needs to judge a figure, without names of hosts or people."""
+    cpu, memory = fields("/proc/cpuinfo"), fields("/proc/meminfo")
+    thp = Path("/sys/kernel/mm/transparent_hugepage")
+    reporting = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+    release = {}
+    with contextlib.suppress(OSError):
+        release = platform.freedesktop_os_release()
+    mount: Mapping[str, str] = mount_of(path)
+    return {
+        "kernel": platform.release(),
+        "system": release.get("PRETTY_NAME", platform.system()),
+        "cpu": cpu.get("model name", platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "hypervisor": "hypervisor" in cpu.get("flags", ""),
+        "memory_bytes": int(memory.get("MemTotal", "0 kB").split()[0]) << 10,
+        "swap_bytes": int(memory.get("SwapTotal", "0 kB").split()[0]) << 10,
+        "huge_pages": choice(first_line(thp / "enabled")),
+        "huge_pages_defrag": choice(first_line(thp / "defrag")),
+        "free_page_reporting_order": first_line(reporting) or None,
+        # A kernel that reclaims idle pages by itself can cool a warm cache.
+        "damon": any(
+            first_line(comm).startswith("kdamond") for comm in Path("/proc").glob("[0-9]*/comm")
+        ),
+        "filesystem": mount.get("filesystem", ""),
+        "mount_options": mount.get("options", ""),
+        "disk": block_device(path),
+        "python": platform.python_version(),
+    }

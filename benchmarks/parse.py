@@ -1,0 +1,141 @@
+"""What a tensor costs before and after its bytes are read: 100,000 of them, in 200 shards.
+
+    python -m benchmarks.parse
+
+The shards are sparse files: headers as in a real checkpoint, holes for data. Parsing is `open`;
+planning and handing over are what the load itself adds to reading, and have a target: 5 us a
+tensor together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, tables
+from benchmarks.cold import RESULTS
+from benchmarks.judge import ROOT
+from gdsload.arena import Arena, hand_over, map_shard
+from gdsload.checkpoint import Checkpoint
+from gdsload.plan import Limits, pieces_of, plan_reads
+
+DIRECTORY = ROOT / ".cache/bench/many"
+TENSOR_BYTES = 4096
+SHAPE = [32, 64]  # BF16
+TARGET = ("plan", "place", "hand over")
+
+
+def write(directory: Path, tensors: int, shards: int) -> Path:
+    """A checkpoint of so many tensors in so many shards, of holes. Replaces what is there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    names = [f"model.layers.{n // 768}.mlp.experts.{n // 3 % 256}.{n % 3}_proj.weight"
+             for n in range(tensors)]  # fmt: skip
+    where = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        members = names[shard * tensors // shards : (shard + 1) * tensors // shards]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for number, name in enumerate(members):
+            begin = number * TENSOR_BYTES
+            header[name] = {"dtype": "BF16", "shape": SHAPE,
+                            "data_offsets": [begin, begin + TENSOR_BYTES]}  # fmt: skip
+            where[name] = file
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (directory / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + len(members) * TENSOR_BYTES)
+    index = {"metadata": {"total_size": tensors * TENSOR_BYTES}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+Cost = tuple[float, float]
+
+
+def timed(action: Callable[[], Any]) -> tuple[Cost, Any]:
+    """Seconds by the clock and of CPU (all threads), and what it returned."""
+    began, worked = time.perf_counter(), time.process_time()
+    result = action()
+    return (time.perf_counter() - began, time.process_time() - worked), result
+
+
+def once(source: Path) -> dict[str, Cost]:
+    """What each step of a load costs, but for the reading."""
+    gc.collect()
+    steps: dict[str, Cost] = {}
+    steps["open"], checkpoint = timed(lambda: Checkpoint.open(source))
+    with checkpoint:
+        infos = list(checkpoint.tensors.values())
+        sizes = [shard.size for shard in checkpoint.shards]
+
+        def plan() -> Any:
+            return plan_reads(pieces_of(checkpoint), sizes, Limits())
+
+        steps["plan"], planned = timed(plan)
+        steps["place"], spots = timed(lambda: Arena(planned).spots(planned))
+        steps["hand over"], given = timed(lambda: hand_over(infos, spots))
+        steps["let go"], _ = timed(given.clear)
+        del spots
+
+        def mapped() -> Any:
+            from gdsload.arena import Spot
+
+            regions = [map_shard(checkpoint, number) for number in range(len(sizes))]
+            return {info.name: Spot(regions[info.shard], info.offset) for info in infos}
+
+        _, spots = timed(mapped)
+        steps["hand over, mapped"], given = timed(lambda: hand_over(infos, spots))
+    return steps
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parse", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--tensors", type=int, default=100_000)
+    parser.add_argument("--shards", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=RESULTS / "parse.json")
+    options = parser.parse_args(words)
+    import torch  # noqa: F401 - its import is not what is measured
+
+    source = write(DIRECTORY, options.tensors, options.shards)
+    try:
+        once(source)
+        runs = [once(source) for _ in range(options.repeats)]
+        facts = machine.describe(source)
+    finally:
+        shutil.rmtree(source)
+    options.output.write_text(
+        json.dumps({"machine": facts, "commit": machine.commit(ROOT), "tensors": options.tensors,
+                    "shards": options.shards, "runs": runs}, indent=1) + "\n"
+    )  # fmt: skip
+    rows = []
+    for step in runs[0]:
+        found = tables.spread(run[step][0] for run in runs)
+        worked = tables.spread(run[step][1] for run in runs)
+        rows.append([step, f"{found.median:.3f}", f"{found.low:.3f} to {found.high:.3f}",
+                     f"{found.median / options.tensors * 1e6:.2f}",
+                     f"{worked.median / options.tensors * 1e6:.2f}"])  # fmt: skip
+    both = [
+        tables.spread(sum(run[step][kind] for step in TARGET) for run in runs).median
+        / options.tensors * 1e6
+        for kind in (0, 1)
+    ]  # fmt: skip
+    print(f"{options.tensors:,} tensors in {options.shards} shards\n")
+    print(tables.markdown(["step", "median s", "min to max", "us a tensor", "CPU us"], rows))
+    print(f"\n{', '.join(TARGET)}: {both[0]:.2f} us a tensor, {both[1]:.2f} of CPU")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Results as tables: medians with their spread, and what each second and byte was spent on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Spread(NamedTuple):
+    """Median, extremes and the range of the middle half."""
+
+    median: float
+    low: float
+    high: float
+    quarter: float
+    three_quarters: float
+
+    @property
+    def iqr(self) -> float:
+        return self.three_quarters - self.quarter
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Of at least one value."""
+    ordered = sorted(values)
+    if len(ordered) == 1:
+        return Spread(*ordered * 5)
+    first, middle, third = statistics.quantiles(ordered, n=4, method="inclusive")
+    return Spread(middle, ordered[0], ordered[-1], first, third)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with aligned columns, the first to the left."""
+    table = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    lines = []
+    for row in table:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("| " + " | ".join(cells) + " |")
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines.insert(1, "| " + " | ".join(rule) + " |")
+    return "\n".join(lines)
+
+
+def grouped(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The runs of each arm, in the order of the arms."""
+    runs: dict[str, list[dict[str, Any]]] = {arm["label"]: [] for arm in result["arms"]}
+    for run in result["runs"]:
+        runs[run["arm"]].append(run)
+    return {label: found for label, found in runs.items() if found}
+
+
+def seconds_of(runs: Iterable[dict[str, Any]]) -> Spread:
+    return spread(run["seconds"] for run in runs)
+
+
+def yardstick(result: dict[str, Any]) -> str | None:
+    """The fastest bare reader into fresh memory: what the fraction is a fraction of."""
+    fresh = {arm["label"] for arm in result["arms"]
+             if arm["kind"] == "bare" and arm["settings"]["memory"] == "fresh"}  # fmt: skip
+    runs = {label: found for label, found in grouped(result).items() if label in fresh}
+    return min(runs, key=lambda label: seconds_of(runs[label]).median, default=None)
+
+
+def middle(runs: list[dict[str, Any]], key: str) -> float | None:
+    """The median of a fact, None where it was not taken."""
+    values = [run[key] for run in runs if run.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def shown(value: float | None, form: Callable[[float], str]) -> str:
+    return "" if value is None else form(value)
+
+
+HEAD = (
+    "arm", "median s", "min to max", "IQR", "GB/s", "of bare", "load s", "touch s", "CPU s/GB",
+    "peak RSS GB", "of it file", "faults minor", "major", "disk read GB",
+)  # fmt: skip
+
+
+def row(label: str, runs: list[dict[str, Any]], bare: float | None, nbytes: int) -> list[str]:
+    """One arm."""
+    took = seconds_of(runs)
+    size = middle(runs, "touched_bytes") or middle(runs, "read_bytes") or nbytes
+    file, anon = middle(runs, "file_bytes"), middle(runs, "anon_bytes")
+    share = None
+    if file is not None and anon is not None and file + anon > nbytes / 100:
+        share = max(file, 0.0) / max(file + anon, 1.0)
+    cpu = middle(runs, "cpu_s")
+    same = bare is not None and size > 0.9 * nbytes and middle(runs, "touched_bytes")
+    return [
+        label,
+        f"{took.median:.3f}",
+        f"{took.low:.3f} to {took.high:.3f}",
+        f"{took.iqr:.3f}",
+        f"{size / took.median / 1e9:.2f}",
+        f"{bare / took.median:.2f}" if same and bare else "",
+        shown(middle(runs, "load_s"), lambda v: f"{v:.3f}"),
+        shown(middle(runs, "touch_s"), lambda v: f"{v:.3f}"),
+        shown(cpu, lambda v: f"{v / size * 1e9:.2f}"),
+        shown(middle(runs, "peak_rss_bytes"), lambda v: f"{v / 1e9:.2f}"),
+        shown(share, lambda v: f"{v:.0%}"),
+        shown(middle(runs, "minor_faults"), lambda v: f"{v:,.0f}"),
+        shown(middle(runs, "major_faults"), lambda v: f"{v:,.0f}"),
+        shown(middle(runs, "device_read_bytes"), lambda v: f"{v / 1e9:.2f}"),
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The arms of a result, the fastest first."""
+    runs = grouped(result)
+    nbytes = result["checkpoint"]["bytes"]
+    reference = yardstick(result)
+    bare = seconds_of(runs[reference]).median if reference else None
+    order = sorted(runs, key=lambda label: seconds_of(runs[label]).median)
+    return markdown(HEAD, [row(label, runs[label], bare, nbytes) for label in order])
+
+
+def title(result: dict[str, Any]) -> str:
+    """What the table shows, in one line."""
+    checkpoint, state = result["checkpoint"], result["conditions"]
+    cache = "warm" if state["warm"] else "cold"
+    memory = {
+        "backed": "memory backed just before",
+        "idle": f"memory left idle for {state['idle_seconds']:g} s",
+        "none": "memory as it was found",
+    }[state["state"]]
+    return (
+        f"{checkpoint['name']}, {checkpoint['bytes'] / 1e9:.2f} GB, {checkpoint['tensors']} tensors"
+        f" in {checkpoint['files']} files; {cache}, {memory}; {state['repeats']} repeats"
+    )
+
+
+def notes(result: dict[str, Any]) -> str:
+    """How it was made, what was left out, and what has to be known to believe it."""
+    state, machine = result["conditions"], result["machine"]
+    disk = machine["disk"]
+    reference = yardstick(result)
+    idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"Linux {machine['kernel']}, {machine['filesystem']} on {disk.get('name', '?')} "
+        f"({machine['mount_options']}); {result['date']}, gdsload {result['commit']}",
+        f"cache: {', '.join(state['cache'])}, residency checked before each clock; memory touched "
+        f"and freed before, in the same process: {state['prepare_bytes'] / 1e9:.2f} GB in 4 KiB "
+        f"pages{idled}",
+        "arms in turn, each run in a fresh process, imports and one small rehearsal outside the "
+        "clock; every byte summed by one thread inside it; all sums equal"
+        + (", all CRC-32 of the first round equal" if state["checked"] else ""),
+    ]
+    if reference:
+        lines.append(f"of bare: {reference} = 1.00, the fastest bare reader into fresh memory")
+    if result["discarded"]:
+        reasons = "; ".join(f"{run['arm']}: {run['why']}" for run in result["discarded"])
+        lines.append(f"discarded and repeated, {len(result['discarded'])} runs: {reasons}")
+    if state["neighbours"]:
+        lines.append("the machine was shared: others read from the same disk meanwhile")
+    versions = {
+        f"{name} {version}"
+        for arm in result["arms"]
+        for name, version in arm.get("versions", {}).items()
+    }
+    lines.append("versions: " + ", ".join(sorted(versions)))
+    lines += [f"left out: {arm}: {why}" for arm, why in result["left_out"].items()]
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,79 @@
+"""Finds each arm's best settings on this machine, so that nobody is beaten by a bad default.
+
+    python -m benchmarks.tune MODEL_DIR --state backed --repeats 3
+    python -m benchmarks.cold MODEL_DIR --state backed --best benchmarks/results/best-...json
+
+Runs the candidates as arms of one cold benchmark, in turn, and keeps the one of the lowest median
+of each kind. Arguments are those of benchmarks.cold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from benchmarks import cold, tables
+from benchmarks.judge import NotWhatItSays
+
+QUEUE = "runai:RUNAI_STREAMER_FS_QUEUE_DEPTH={},RUNAI_STREAMER_FS_CHUNK_BYTESIZE={}"
+# numpy asks for huge pages for what runai reads into: dear where the host must find them first.
+SMALL = ",NUMPY_MADVISE_HUGEPAGE=0"
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "bare": (
+        *(f"bare:request_kib={size},depth={depth}"
+          for size, depth in ((512, 32), (1024, 16), (1024, 32), (1024, 64), (2048, 16),
+                              (2048, 32), (4096, 16), (8192, 16), (8192, 64))),
+    ),
+    "safetensors-mmap": ("safetensors-mmap",),
+    "safetensors-pread": ("safetensors-pread",),
+    "fastsafetensors": (
+        *(f"fastsafetensors:max_threads={threads}" for threads in (2, 4, 8, 16, 32)),
+        "fastsafetensors:max_threads=16,bbuf_size_kb=65536",
+        "fastsafetensors:max_threads=8,bbuf_size_kb=65536",
+    ),
+    "fastsafetensors-parallel": (
+        *(f"fastsafetensors-parallel:max_threads={threads}" for threads in (4, 8, 16, 32)),
+        "fastsafetensors-parallel:max_threads=16,queue_size=1",
+    ),
+    "runai": (
+        "runai",
+        "runai:NUMPY_MADVISE_HUGEPAGE=0",
+        QUEUE.format(16, 8 << 20) + SMALL,
+        QUEUE.format(32, 2 << 20) + SMALL,
+        QUEUE.format(64, 1 << 20) + SMALL,
+        "runai:RUNAI_STREAMER_FS_STRATEGY=libaio_direct" + SMALL,
+        "runai:RUNAI_STREAMER_FS_STRATEGY=sync_buffered" + SMALL,
+    ),
+}  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> int:
+    options = cold.arguments(words)
+    kinds = options.arms or list(CANDIDATES)
+    options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
+    try:
+        result = cold.bench(options)
+    except NotWhatItSays as error:
+        print(f"tune: no result: {error}", file=sys.stderr)
+        return 1
+    medians = {
+        label: tables.seconds_of(runs).median for label, runs in tables.grouped(result).items()
+    }
+    best = {
+        kind: min(ran, key=lambda label: medians[label])
+        for kind in kinds
+        if (ran := [label for label in CANDIDATES[kind] if label in medians])
+    }
+    name, state = result["checkpoint"]["name"], result["conditions"]["state"]
+    output = options.output or cold.RESULTS / f"best-{name}-{state}.json"
+    output.write_text(
+        json.dumps({"date": result["date"], "machine": result["machine"], "best": best,
+                    "medians": medians}, indent=1) + "\n"
+    )  # fmt: skip
+    print(f"\n{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}")
+    print("\nbest: " + ", ".join(best.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""One arm, once, in a fresh process; the judge holds the whip.
+
+    judge                          worker
+      starts it with a job   ->      imports, rehearses on a small file      says "imported"
+      drops the page cache   ->      touches and frees memory, waits idle    says "prepared"
+      checks that it is gone ->      loads, touches every byte               says what it cost
+
+The worker knows neither the state of the page cache nor what the other arms have found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import json
+import mmap
+import os
+import resource
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from benchmarks.arms import KINDS, Loaded, versions
+
+STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
+
+
+def status() -> dict[str, int]:
+    """Bytes of memory of this process, by the kernel's names."""
+    found = {}
+    with open("/proc/self/status") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in STATUS_FIELDS:
+                found[name] = int(value.split()[0]) << 10
+    return found
+
+
+def forget_peak() -> bool:
+    """Resets VmHWM to what is resident now; False where the kernel does not let us."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def back_memory(nbytes: int) -> None:
+    """Touches so much memory in 4 KiB pages and frees it: the host has found it then."""
+    if nbytes <= 0:
+        return
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        handle = ctypes.c_char.from_buffer(memory)
+        ctypes.memset(ctypes.addressof(handle), 1, nbytes)
+        del handle
+
+
+def view(address: int, nbytes: int, dtype: Any) -> Any:
+    """An array over memory that somebody else keeps alive."""
+    return numpy.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype)
+
+
+def touch(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """The sum of each tensor's bytes, taken as 64-bit integers: each is read once, by one thread.
+
+    The same few instructions for every arm, whatever made the memory.
+    """
+    sums = {}
+    for name, (address, nbytes) in places.items():
+        words = nbytes // 8
+        total = int(view(address, 8 * words, numpy.int64).sum()) if words else 0
+        if tail := nbytes - 8 * words:
+            total += int.from_bytes(ctypes.string_at(address + 8 * words, tail), "little")
+        sums[name] = total & 0xFFFFFFFFFFFFFFFF
+    return sums
+
+
+def checksums(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """CRC-32 of each tensor: unlike the sum, it knows the order of the bytes. Outside the clock."""
+    return {
+        name: zlib.crc32(view(address, nbytes, numpy.uint8)) if nbytes else 0
+        for name, (address, nbytes) in places.items()
+    }
+
+
+def digest(values: Mapping[str, int]) -> str:
+    """One word for a dict, whatever the order in which it was filled."""
+    text = "\n".join(f"{name} {value:x}" for name, value in sorted(values.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def usage() -> dict[str, float]:
+    """CPU seconds of all threads of this process, and its faults."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "user_s": used.ru_utime,
+        "system_s": used.ru_stime,
+        "minor_faults": used.ru_minflt,
+        "major_faults": used.ru_majflt,
+    }
+
+
+def read_bytes() -> int:
+    """What this process made storage read, by the kernel's account of it."""
+    with contextlib.suppress(OSError), open("/proc/self/io") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return -1
+
+
+def measured(load: Any, source: Path) -> tuple[dict[str, Any], Loaded]:
+    """Loads and touches, with everything on the scales."""
+    gc.collect()
+    peak_known = forget_peak()
+    before, io, memory = usage(), read_bytes(), status()
+    began = time.monotonic()
+    loaded: Loaded = load(source)
+    there = time.monotonic()
+    half = usage()
+    sums = touch(loaded.places)
+    ended = time.monotonic()
+    after, memory_after = usage(), status()
+    cost = {name: after[name] - before[name] for name in after}
+    load_cpu = sum(half[name] - before[name] for name in ("user_s", "system_s"))
+    facts = {
+        "seconds": ended - began,
+        "load_s": there - began,
+        "touch_s": ended - there,
+        **cost,
+        "cpu_s": cost["user_s"] + cost["system_s"],
+        "load_cpu_s": load_cpu,
+        "peak_rss_bytes": memory_after["VmHWM"] - memory["VmRSS"] if peak_known else None,
+        "anon_bytes": memory_after["RssAnon"] - memory["RssAnon"],
+        "file_bytes": memory_after["RssFile"] - memory["RssFile"],
+        "rss_before_bytes": memory["VmRSS"],
+        "own_read_bytes": read_bytes() - io if io >= 0 else None,
+        "tensors": len(loaded.places),
+        "touched_bytes": sum(nbytes for _, nbytes in loaded.places.values()),
+        "sums": sums,
+        "notes": loaded.notes,
+    }
+    return facts, loaded
+
+
+def said(file: Any, **facts: Any) -> None:
+    print(json.dumps(facts), file=file, flush=True)
+
+
+def steps(job: Mapping[str, Any], out: Any) -> Iterator[str]:
+    """The worker's part of the conversation: yields what it has just done."""
+    kind = KINDS[job["kind"]]
+    source = Path(job["source"])
+    found = versions(kind)
+    opened = kind.open(source, job["settings"])
+    if job["rehearsal"]:
+        opened.load(Path(job["rehearsal"]))
+    gc.collect()
+    yield "imported"
+    back_memory(job["prepare_bytes"])
+    opened.prepare()
+    time.sleep(job["idle_seconds"])
+    yield "prepared"
+    facts, loaded = measured(opened.load, source)
+    said(out, step="measured", versions=found, **facts)
+    if job["checksums"]:
+        crcs = checksums(loaded.places)
+        said(out, step="checked", crcs=crcs)
+
+
+def main() -> None:
+    """Answers on the descriptor that was stdout; what libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = json.loads(sys.stdin.readline())
+    try:
+        for step in steps(job, out):
+            said(out, step=step)
+            if sys.stdin.readline().strip() != "go":
+                break
+    except BaseException as error:
+        traceback.print_exc()
+        said(out, step="failed", why=f"{type(error).__name__}: {error}")
+    out.flush()
+    # Threads that a library left behind are not waited for.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
