@@ -1,7 +1,7 @@
 """Whole checkpoints through the real libcufile: in its compatibility mode, over the double of CUDA.
 
-What this proves is that our side of the contract holds: the bookkeeping, the codes and the limits are
-the real ones. The native road and its speed are not in it.
+What this proves is that our side of the contract holds: the bookkeeping, the codes and the limits
+are the real ones. The native road and its speed are not in it.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _native() -> Fact:
         return Fact("native path", YES, "nvidia-fs")
     if way == cufile.P2P:
         return Fact("native path", PARTLY, "the driver is set up for PCI P2PDMA",
-                    "only cuFile's counters can tell: load something, and look at its report")  # fmt: skip
+                    "a load's report tells whether it worked")  # fmt: skip
     return Fact("native path", NO, why, "scripts/install_gds.sh --check says what is missing")
 
 
