@@ -22,7 +22,7 @@ FLOORS = (
     "arena gpu ring residency report",
     "backends",
     "load doctor vram tensors prefetch",
-    "model warmup run seam weights labels slices feed cuts converters swaps",
+    "model warmup run seam loading weights labels slices feed cuts swaps",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

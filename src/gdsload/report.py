@@ -26,7 +26,12 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class LoadReport:
-    """One load. Bytes, seconds and counts; `roads` maps "backend/engine/way" to bytes."""
+    """One load. Bytes, seconds and counts; `roads` maps "backend/engine/way" to bytes.
+
+    Of a model: `path` is the way into transformers that ran ("seam", "safe_open" or "stock"),
+    `path_reason` why it was not the first of these, `labels` how many tensors became parameters as
+    they are ("keep"), were converted or cast ("transient"), or were not read ("skip").
+    """
 
     source: str
     device: str = "cpu"
@@ -46,6 +51,9 @@ class LoadReport:
     cpu_seconds: float = 0.0
     peak_rss_bytes: int = 0
     failure: str = ""
+    path: str = ""
+    path_reason: str = ""
+    labels: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False)
 
     @property
@@ -79,6 +87,10 @@ class LoadReport:
                 f"{self.requests} requests, {self.short_reads} short reads continued,"
                 f" {self.retries} retries"
             )
+        if self.path:
+            why = f" ({self.path_reason})" if self.path_reason else ""
+            counts = ", ".join(f"{count} {label}" for label, count in self.labels.items())
+            lines.append(f"path into transformers: {self.path}{why}; {counts or 'no labels'}")
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")
@@ -127,6 +139,8 @@ class LoadReport:
         start, cpu = time.monotonic(), time.process_time()
         try:
             yield
+        except GeneratorExit:  # a stream that its caller had enough of
+            raise
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise

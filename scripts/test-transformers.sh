@@ -1,0 +1,24 @@
+#!/bin/sh
+# Tests the way into transformers against several of its versions, each in an environment of its
+# own below .cache.
+#
+#   sh scripts/test-transformers.sh [version ...]
+#
+# Without versions: the oldest that is supported and some between it and the newest, which
+# `make test` covers. Needs uv, and gdsload built in place (`make setup`).
+set -eu
+cd "$(dirname "$0")/.."
+torch=$(.venv/bin/python -c 'import torch; print(torch.__version__.split("+")[0])')
+python=$(.venv/bin/python -c 'import platform; print(platform.python_version())')
+failed=""
+[ $# -gt 0 ] || set -- 4.57.6 5.0.0 5.4.0 5.8.1 5.15.1
+for version in "$@"; do
+    where=.cache/transformers-$version
+    [ -x "$where/bin/python" ] || uv venv --quiet --python "$python" "$where"
+    uv pip install --quiet --python "$where/bin/python" "transformers==$version" "torch==$torch" \
+        accelerate safetensors psutil click tqdm pytest hypothesis
+    printf 'transformers %s\n' "$version"
+    PYTHONPATH=src:tests "$where/bin/python" -m pytest -q -p no:cacheprovider \
+        tests/test_model_*.py || failed="$failed $version"
+done
+[ -z "$failed" ] || { printf 'failed:%s\n' "$failed" >&2; exit 1; }

@@ -1,0 +1,338 @@
+"""Tensors in the order in which somebody is going to ask for them, read before they do.
+
+    cuts, in the expected order          window    window    window   window
+      -> windows of so many bytes        [taken]   [posted]  [posted] [ahead is full]
+      -> stages, posted some ahead          |
+      -> take(cut), from any thread         released when all of it was taken
+
+A stage is one request of the session. A cut of a window that was not posted yet has it posted at
+once, and one that nobody expected gets a stage of its own, so no order of requests can hang.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from gdsload.arena import Spot, hand_over, map_shard
+from gdsload.backends.base import Memory
+from gdsload.checkpoint import TensorInfo
+from gdsload.cuts import Cut
+from gdsload.errors import GdsloadError, ReadError
+from gdsload.load import Batch, Session
+from gdsload.plan import Piece, ReadPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from gdsload._native.memory import Region
+
+# One window, and how much of them may be on its way. With half of it a cast begins to wait for
+# storage; with twice as much, fresh memory costs more than the reads that it hides.
+WINDOW_BYTES = 32 << 20
+AHEAD_BYTES = 128 << 20
+_LOOK_SECONDS = 0.1  # how long Ctrl-C, or an error seen by another thread, may have to wait
+_MADE_AT_ONCE = 256  # tensors handed over in one go
+
+
+class Taken(NamedTuple):
+    """What a feed has handed out: how many cuts, and the bytes of their runs."""
+
+    tensors: int
+    nbytes: int
+
+
+class FeedClosed(GdsloadError, RuntimeError):
+    """A tensor was asked for after its load had ended, by an error or by its own end."""
+
+
+class Stage(Batch):
+    """The parts of some cuts on their way, each taken as soon as its own bytes are there."""
+
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+    ) -> None:
+        super().__init__(session, plan, spots)
+        self.left = len(cuts)
+        self.arrived = not plan.transfers
+        self._infos = [part for cut in cuts for part in cut.parts]
+        self._place = {info.name: place for place, info in enumerate(self._infos)}
+        self._made: dict[str, torch.Tensor] = {}
+        self._arrived = bytearray(len(plan.transfers))
+
+    @classmethod
+    def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
+        """Puts them on their way and returns at once."""
+        pieces = [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
+        with session.report.phase("plan"):
+            spots, to_read = session.sort(pieces)
+            plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
+        return cls(session, plan, spots, cuts)
+
+    def look(self) -> None:
+        """Notes what has arrived since it was last asked. Raises as `Batch.wait` does."""
+        if self._request is None:
+            return
+        session = self.session
+        progress = session.backend.check(self._request)
+        for place in progress.settled:
+            self._arrived[place] = 1
+        if progress.failures:
+            raise self._error(progress.failures[0])
+        if self._arrived.find(0) < 0:
+            self._settle()
+            return
+        if progress.finished:
+            raise ReadError(
+                f"{session.checkpoint.source}: the request ended with"
+                f" {self._arrived.count(0)} reads undone",
+                path=session.checkpoint.source,
+            )
+        if progress.idle_seconds > session.stall_seconds:
+            raise self._stall(self.plan.transfers[self._arrived.find(0)], progress.idle_seconds)
+
+    def _settle(self) -> None:
+        """Ends the request, and gives back the pages between the parts that were read.
+
+        At once: memory is made ready in units larger than a page, sometimes after the reads, so
+        that gaps fill with pages that nobody needs, and those of tensors that are gone fill again.
+        """
+        regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
+        self.release()
+        self.arrived = True
+        ends = [0] * len(regions)
+        gaps = []
+        for transfer in sorted(self.plan.transfers, key=lambda t: (t.target, t.target_offset)):
+            number, start = transfer.target, transfer.target_offset
+            gaps.append((number, ends[number], start - ends[number]))
+            ends[number] = max(ends[number], start + transfer.length)
+        gaps += [(n, end, regions[n].length - end) for n, end in enumerate(ends)]
+        for number, start, length in gaps:
+            if length > 0:
+                regions[number].view(start, length, (length,), 1, 8)  # dies, and its pages with it
+
+    def has(self, cut: Cut) -> bool:
+        """Whether all bytes of it are there."""
+        return all(part.name in self._made or self._is_there(part) for part in cut.parts)
+
+    def _is_there(self, info: TensorInfo) -> bool:
+        home = self.plan.homes.get(info.name)
+        return home is None or self._arrived.find(0, home.first, home.last + 1) < 0
+
+    def pause(self, cut: Cut, seconds: float) -> None:
+        """Waits, without the GIL, until the cut may be there; returns after `seconds` at most."""
+        request, homes = self._request, self.plan.homes
+        if request is None or self.session.checkpoint.closed:
+            return
+        spans = [homes[part.name] for part in cut.parts if part.name in homes]
+        if not spans:
+            return
+        first = min(home.first for home in spans)
+        last = max(home.last for home in spans)
+        if last >= first:
+            self.session.backend.wait(request, seconds, first, last)
+
+    def give(self, cut: Cut) -> list[torch.Tensor]:
+        """The tensors of its parts, once: each owns its memory."""
+        made = self._made
+        for part in cut.parts:
+            if part.name not in made:
+                self._make(self._place[part.name])
+        self.left -= 1
+        return [made.pop(part.name) for part in cut.parts]
+
+    def _make(self, place: int) -> None:
+        """Makes tensors of this part and of those after it that are there as well."""
+        batch: list[TensorInfo] = []
+        for info in self._infos[place : place + _MADE_AT_ONCE]:
+            if info.name in self._made or not self._is_there(info):
+                break
+            if info.nbytes and info.name not in self.spots:
+                break  # it was taken before
+            batch.append(info)
+        self._made.update(hand_over(batch, self.spots))
+        for info in batch:
+            self.spots.pop(info.name, None)
+
+    def end(self) -> None:
+        """Releases what nobody took, and the request."""
+        self._made.clear()
+        self.spots.clear()
+        self.release()
+
+
+class Feed:
+    """Hands out cuts to any number of threads, some windows ahead of them. Close it at the end."""
+
+    def __init__(
+        self,
+        session: Session,
+        cuts: Sequence[Cut] = (),
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        """`cuts` in the order in which they will be asked for; nothing is read before `start`.
+
+        `window_bytes` 0 makes one window of all, whose cuts are given as they come: right where the
+        memory is the model's own. Of other windows a cut is given when all of it has arrived.
+        """
+        self.session = session
+        self.waited_seconds = 0.0  # of all threads together
+        self.unexpected: list[str] = []
+        self.taken = Taken(0, 0)
+        self._ahead_bytes = ahead_bytes
+        self._gives = "cuts" if not window_bytes else "windows"
+        self._lock = threading.Lock()
+        self._closed = False
+        known = {cut.key: cut for cut in cuts}
+        self._windows = list(_grouped(list(known.values()), window_bytes))
+        self._sizes = [sum(cut.nbytes for cut in window) for window in self._windows]
+        self._window_of = {
+            cut.key: number for number, window in enumerate(self._windows) for cut in window
+        }
+        self._stages: dict[int, Stage] = {}  # posted, and not yet all taken
+        self._posted = [False] * len(self._windows)
+        self._next = 0
+        self._loose: set[Stage] = set()
+        self._mappings: dict[int, Region] = {}
+
+    @property
+    def untaken(self) -> list[str]:
+        """What was expected and never asked for."""
+        return list(self._window_of)
+
+    def start(self) -> None:
+        """Posts the first windows."""
+        with self._lock:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Posts windows while there is room for them."""
+        held = sum(self._sizes[number] for number in self._stages)
+        while self._next < len(self._windows):
+            size = self._sizes[self._next]
+            if self._posted[self._next]:
+                self._next += 1
+                continue
+            if self._stages and held + size > self._ahead_bytes:
+                return
+            self._post(self._next)
+            held += size
+
+    def _post(self, number: int) -> Stage:
+        stage = Stage.of(self.session, self._windows[number])
+        self._posted[number] = True
+        self._stages[number] = stage
+        self._windows[number] = []  # its stage holds what is still needed
+        return stage
+
+    def take(self, cut: Cut) -> torch.Tensor:
+        """The tensor of a cut, when its bytes are there. It owns its memory.
+
+        Raises ReadError and its kinds for what went wrong with its window, FeedClosed when the load
+        ended meanwhile.
+        """
+        with self._lock:
+            self._require_open()
+            number = self._window_of.pop(cut.key, None)
+            if number is None:
+                stage = Stage.of(self.session, [cut])
+                self._loose.add(stage)
+                self.unexpected.append(cut.key)
+            elif self._posted[number]:
+                stage = self._stages[number]
+            else:
+                stage = self._post(number)
+        parts = self._await(stage, cut)
+        if stage.left == 0:
+            with self._lock:
+                self._retire(stage, number)
+        return _joined(cut, parts)
+
+    def _await(self, stage: Stage, cut: Cut) -> list[torch.Tensor]:
+        start = 0.0
+        while True:
+            with self._lock:
+                self._require_open()
+                if not self._is_ready(stage, cut):
+                    stage.look()
+                if self._is_ready(stage, cut):
+                    if start:
+                        self.waited_seconds += time.monotonic() - start
+                    self.taken = Taken(self.taken.tensors + 1, self.taken.nbytes + cut.nbytes)
+                    return stage.give(cut)
+            start = start or time.monotonic()
+            stage.pause(cut, _LOOK_SECONDS)
+
+    def _is_ready(self, stage: Stage, cut: Cut) -> bool:
+        return stage.arrived or (self._gives == "cuts" and stage.has(cut))
+
+    def _retire(self, stage: Stage, number: int | None) -> None:
+        if number is None:
+            self._loose.discard(stage)
+        elif self._stages.pop(number, None) is None:
+            return  # another thread was quicker
+        if not self._closed:
+            stage.end()
+            self._advance()
+
+    def mapped(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor in a mapping of its file: nothing is read until somebody touches it."""
+        with self._lock:
+            self._require_open()
+            if info.shard not in self._mappings:
+                self._mappings[info.shard] = map_shard(self.session.checkpoint, info.shard)
+            region = self._mappings[info.shard]
+        return hand_over([info], {info.name: Spot(region, info.offset)})[info.name]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise FeedClosed(f"{self.session.checkpoint.source}: this load has ended")
+
+    def close(self) -> None:
+        """Ends all reads and gives their memory back; whoever waits gets FeedClosed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for stage in [*self._stages.values(), *self._loose]:
+                stage.end()
+            self._stages.clear()
+            self._loose.clear()
+            self._mappings.clear()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _grouped(cuts: Sequence[Cut], window_bytes: int) -> Iterator[list[Cut]]:
+    if not window_bytes:
+        if cuts:
+            yield list(cuts)
+        return
+    window: list[Cut] = []
+    held = 0
+    for cut in cuts:
+        if window and held + cut.nbytes > window_bytes:
+            yield window
+            window, held = [], 0
+        window.append(cut)
+        held += cut.nbytes
+    if window:
+        yield window
+
+
+def _joined(cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+    tensor = parts[0]
+    if cut.shape is not None:
+        import torch
+
+        tensor = torch.stack(parts).view(cut.shape)
+    # A copy, where something was cut away: a view would keep the rest alive.
+    return tensor if cut.index is None else tensor[cut.index].clone()

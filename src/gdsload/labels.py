@@ -1,0 +1,236 @@
+"""What transformers is going to do with each tensor of a checkpoint, said before it does.
+
+    skip       it will not be asked for, or only a view of it is wanted: nothing is read
+    keep       it becomes the parameter as it is: its memory is the model's
+    transient  it is cast, converted, cut or moved: its memory goes back at once
+
+The rules are transformers' own (`rename_source_key`, `DtensorShardOperation`, the device map);
+only their order is repeated here. A wrong forecast costs time and never a wrong tensor: what was
+not foreseen is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gdsload.checkpoint import TensorInfo
+from gdsload.cuts import Cut, cut, whole
+from gdsload.dtypes import torch_dtype
+from gdsload.errors import CheckpointError
+
+SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What will be asked for, in order. `lazy` tensors are wanted as views that nobody reads."""
+
+    cuts: list[Cut] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    names: dict[tuple[str, int, int], tuple[str, str | None]] = field(default_factory=dict)
+    sort_keys: dict[str, list[Any]] = field(default_factory=dict)
+    lazy: set[str] = field(default_factory=set)
+    deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
+    transient_bytes: int = 0
+
+    def count(self) -> dict[str, int]:
+        """How many tensors have each label."""
+        found = Counter(self.labels.values())
+        return {label: found[label] for label in (KEEP, TRANSIENT, SKIP)}
+
+
+class _Naming:
+    """transformers' renaming of checkpoint keys; each answer is noted, to be given once more."""
+
+    def __init__(self, model: Any, load_config: Any, forecast: Forecast) -> None:
+        from transformers import core_model_loading as loading
+
+        mapping = load_config.weight_mapping or []
+        self._renamings = [e for e in mapping if isinstance(e, loading.WeightRenaming)]
+        self._converters = [e for e in mapping if isinstance(e, loading.WeightConverter)]
+        self._rename = loading.rename_source_key
+        self._prefix = model.base_model_prefix
+        self._noted = forecast.names
+        self.meta: Mapping[str, Any] = model.state_dict()
+
+    def __call__(self, key: str) -> tuple[str, str | None]:
+        found = self._ask(key, self._renamings, self._converters)
+        if found[0] not in self.meta and key in self.meta:
+            found = self._ask(key, [], [])
+        return found
+
+    def _ask(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = self._rename(
+            key, renamings, converters, self._prefix, self.meta
+        )
+        self._noted[key, len(renamings), len(converters)] = found
+        return found
+
+    def marks(self) -> list[tuple[Any, bool]]:
+        """The marks that renaming leaves on the transforms, to be put back."""
+        return [(e, e._was_used) for e in (*self._renamings, *self._converters)
+                if hasattr(e, "_was_used")]  # fmt: skip
+
+
+def forecast(model: Any, load_config: Any, infos: Mapping[str, TensorInfo]) -> Forecast:
+    """What `convert_and_load_state_dict_in_model` will ask for, given these tensors.
+
+    Leaves the transforms of `load_config` marked as used, as the load itself will. When it raises
+    (AttributeError, TypeError: these are transformers' inner parts) the marks are put back.
+    """
+    found = Forecast()
+    naming = _Naming(model, load_config, found)
+    marks = naming.marks()
+    try:
+        _label(found, naming, load_config, infos)
+    except BaseException:
+        for transform, mark in marks:
+            transform._was_used = mark
+        raise
+    return found
+
+
+def _label(
+    found: Forecast, naming: _Naming, load_config: Any, infos: Mapping[str, TensorInfo]
+) -> None:
+    from transformers import core_model_loading as loading
+
+    place_of = _places(load_config)
+    shares_of = _shares(loading)
+    unforeseen = load_config.device_mesh is not None and shares_of is None
+    casts = _casts(loading, load_config)
+    groups: dict[str, dict[str, list[str]]] = {}
+    wishes: dict[str, list[Cut]] = {}
+    members: Counter[tuple[str, str]] = Counter()
+    found.sort_keys = {key: loading.dot_natural_key(key) for key in infos}
+    for key in sorted(infos, key=found.sort_keys.__getitem__):
+        name, pattern = naming(key)
+        param = naming.meta.get(name) if name in naming.meta else None
+        if name not in naming.meta:
+            found.labels[key] = SKIP
+            continue
+        info = infos[key]
+        place = place_of(name)
+        if place == "disk" and pattern is None:
+            # Its tensor is made and thrown away: accelerate reads the file itself, when needed.
+            found.labels[key] = SKIP
+            found.lazy.add(key)
+            continue
+        groups.setdefault(name, {}).setdefault(pattern or key, []).append(key)
+        share = [whole(info)]
+        if shares_of is not None and _is_dtensor(param):
+            number = members[name, pattern] if pattern is not None else None
+            if pattern is not None:
+                members[name, pattern] += 1
+            share = shares_of(param, info, number)
+        kept = (
+            pattern is None
+            and place == "cpu"
+            and not casts(name, param, info)
+            and all(c.shape is None and c.index is None for c in share)
+        )
+        found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
+        found.deferred = found.deferred and place in ("cpu", "disk", "meta")
+        if not kept:
+            found.transient_bytes += sum(c.nbytes for c in share)
+        wishes[key] = share
+    if unforeseen:
+        # Which parts of which tensors a rank needs is not known here before it asks.
+        found.deferred = False
+        wishes.clear()
+    if found.deferred:
+        order: Iterable[str] = (
+            key for patterns in groups.values() for keys in patterns.values() for key in keys
+        )
+    else:
+        order = list(wishes)
+    found.cuts = [wish for key in order for wish in wishes.get(key, ())]
+
+
+def _places(load_config: Any) -> Callable[[str], str]:
+    """The kind of device of a parameter: "cpu", "cuda", "disk", "meta"."""
+    device_map = load_config.device_map or {"": "cpu"}
+    if len(set(map(str, device_map.values()))) == 1 and "" in device_map:
+        only = _kind(device_map[""])
+        return lambda name: only
+    from transformers.integrations.accelerate import expand_device_map
+
+    known: dict[str, str] = {}
+
+    def place_of(name: str) -> str:
+        if name not in known:
+            known[name] = _kind(expand_device_map(device_map, [name])[name])
+        return known[name]
+
+    return place_of
+
+
+def _kind(device: Any) -> str:
+    return "cuda" if isinstance(device, int) else str(device).partition(":")[0]
+
+
+def _casts(loading: Any, load_config: Any) -> Callable[[str, Any, TensorInfo], bool]:
+    """Whether a tensor's dtype changes on its way into the model."""
+    plan = getattr(load_config, "dtype_plan", None) or {}
+    search: Callable[[str], Any] | None = None
+    group_of: dict[str, str] = {}
+    if plan:
+        alternation, group_of, _ = loading.build_glob_alternation(list(plan))
+        search = alternation.search
+    quantizer = load_config.hf_quantizer
+    known: dict[str, Any] = {}
+
+    def casts(name: str, param: Any, info: TensorInfo) -> bool:
+        if quantizer is not None and not quantizer.pre_quantized:
+            return True
+        wanted = param.dtype if param is not None else load_config.dtype
+        match = search(name) if search is not None else None
+        if match is not None:
+            wanted = plan[group_of[match.lastgroup]]
+        if info.dtype not in known:
+            try:
+                known[info.dtype] = torch_dtype(info.dtype)
+            except CheckpointError:  # this torch lacks it: said when the tensor is asked for
+                known[info.dtype] = None
+        return bool(known[info.dtype] != wanted)
+
+    return casts
+
+
+def _is_dtensor(param: Any) -> bool:
+    return param is not None and hasattr(param, "placements") and hasattr(param, "device_mesh")
+
+
+class _Probe:
+    """Stands where a slice will, and notes which parts of it are asked for."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
+        self.cuts: list[Cut] = []
+
+    def get_shape(self) -> list[int]:
+        return list(self._info.shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        import torch
+
+        self.cuts.append(cut(self._info, index))
+        return torch.empty(self._info.shape, device="meta")[index]
+
+
+def _shares(loading: Any) -> Callable[[Any, TensorInfo, int | None], list[Cut]] | None:
+    """What a rank will ask of a tensor that is sharded; None where transformers has no such
+    operation, and the answer is known only when it asks."""
+    operation = getattr(loading, "DtensorShardOperation", None)
+    if operation is None:
+        return None
+
+    def shares_of(param: Any, info: TensorInfo, number: int | None) -> list[Cut]:
+        probe = _Probe(info)
+        operation(param).shard_tensor(probe, tensor_idx=number, device="meta")
+        return probe.cuts
+
+    return shares_of

@@ -1,0 +1,90 @@
+"""What is replaced in transformers' `core_model_loading` while our weights are on their way: work
+that was done already, or whose result is thrown away.
+
+    rename_source_key     the forecast has asked it about every key; its answers are given again
+    dot_natural_key       likewise
+    deepcopy              a converter is copied for every tensor, but only the first copy for each
+                          parameter is used: the others are not made
+    is_env_variable_true  no threads: our reads are ahead of whoever asks for a tensor, and worker
+                          threads would hold tensors that nobody needs yet
+
+Outside of a load of ours, each does what it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from gdsload.swaps import Swap
+from gdsload.weights import Weights
+
+# The load whose inner parts run in this context.
+running: ContextVar[Weights | None] = ContextVar("gdsload.weights", default=None)
+
+# How transformers uses the copies of converters, in the text of its function. Where it does so in
+# another way, all of them are made.
+_USE_OF_COPIES = (
+    "deepcopy(pattern_to_converter[source_pattern])",
+    "param_name_to_load.setdefault(renamed_key, new_converter)",
+)
+
+
+def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
+    """What is replaced in `transformers.core_model_loading`."""
+    deepcopy, rename, natural, is_true = (
+        module.deepcopy, module.rename_source_key, module.dot_natural_key,
+        module.is_env_variable_true,
+    )  # fmt: skip
+    spares_copies = _uses_first_copies(module)
+
+    @functools.wraps(rename)
+    def renamed(key: str, renamings: Any, converters: Any, *rest: Any, **named: Any) -> Any:
+        weights = running.get()
+        if weights is None or named.get("reverse"):
+            return rename(key, renamings, converters, *rest, **named)
+        found = weights.forecast.names.get((key, len(renamings), len(converters)))
+        if found is None:
+            found = rename(key, renamings, converters, *rest, **named)
+        weights.named = found[0]
+        return found
+
+    def copied(value: Any, *rest: Any) -> Any:
+        weights = running.get()
+        if weights is None or not spares_copies or not hasattr(value, "collected_tensors"):
+            return deepcopy(value, *rest)
+        # The parameter that the key just renamed belongs to has its converter: `setdefault` will
+        # throw this one away.
+        if weights.named in weights.converted:
+            return value
+        weights.converted.add(weights.named)
+        return deepcopy(value, *rest)
+
+    def natural_key(name: str) -> Any:
+        weights = running.get()
+        known = None if weights is None else weights.forecast.sort_keys.get(name)
+        return natural(name) if known is None else known
+
+    @functools.wraps(is_true)
+    def env_is_true(name: str) -> Any:
+        weights = running.get()
+        if weights is not None and name == "HF_DEACTIVATE_ASYNC_LOAD" and weights.forecast.deferred:
+            return True
+        return is_true(name)
+
+    yield Swap(module, "rename_source_key", renamed)
+    yield Swap(module, "deepcopy", copied)
+    yield Swap(module, "dot_natural_key", natural_key)
+    yield Swap(module, "is_env_variable_true", env_is_true)
+
+
+def _uses_first_copies(module: ModuleType) -> bool:
+    try:
+        text = inspect.getsource(module.convert_and_load_state_dict_in_model)
+    except (OSError, TypeError):
+        return False
+    return all(text.count(use) == 1 for use in _USE_OF_COPIES) and text.count("deepcopy(") == 1

@@ -1,0 +1,172 @@
+"""transformers models through gdsload: one line swapped, or none.
+
+`from_pretrained` stands where a class's own does; `accelerated` is for code that cannot be
+changed, and `install` for whole processes. Everything but the reading stays with transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from gdsload import seam
+from gdsload.errors import CheckpointError
+from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
+from gdsload.load import CACHES, STALL_SECONDS
+from gdsload.report import LoadReport
+from gdsload.weights import Options
+
+# What a config is found by; the rest of from_pretrained's keywords is for the model.
+_CONFIG_WORDS = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
+    "subfolder", "token", "trust_remote_code",
+)  # fmt: skip
+_lock = threading.Lock()
+
+
+def from_pretrained(
+    source: str | os.PathLike[str],
+    *args: Any,
+    cls: Any = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> Any:
+    """`cls.from_pretrained(source, *args, **kwargs)`, with the weights read by gdsload.
+
+    `cls` is any class of transformers with a `from_pretrained`, an Auto class included; None takes
+    the architecture that the config names. What comes back is what transformers gives: the same
+    keys, bytes, buffers and ties. `gdsload.last_report()` says which way was taken (`path`).
+
+    Raises what transformers raises; CheckpointError, ReadError, PlacementError and FileChanged for
+    the weights, BackendUnavailable for a `backend` that was asked for by name. No model escapes.
+    """
+    inherited = seam.active() or Options()
+    if backend != "auto":
+        inherited = replace(inherited, backend=backend)
+    report = LoadReport(str(source))
+    with report.whole(), _entered(inherited):
+        if cls is None:
+            with report.phase("architecture"):
+                cls = architecture(source, **kwargs)
+        token = seam.outer_report.set(report)
+        try:
+            with report.phase("from_pretrained"):
+                model = cls.from_pretrained(source, *args, **kwargs)
+        finally:
+            seam.outer_report.reset(token)
+        if not report.path:
+            seam.note(report, seam.STOCK, "transformers did not come to where weights are loaded")
+        return model
+
+
+def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """The class that a checkpoint's config names; an Auto class where it names none of
+    transformers' own.
+
+    Raises CheckpointError where it names none at all, and what transformers raises for a config
+    that cannot be found.
+    """
+    import transformers
+
+    config = kwargs.get("config")
+    if not isinstance(config, transformers.PretrainedConfig):
+        words = {name: kwargs[name] for name in _CONFIG_WORDS if name in kwargs}
+        try:
+            config = transformers.AutoConfig.from_pretrained(config or source, **words)
+        except (OSError, ValueError):
+            # An adapter has no config of its own: the Auto classes find its base model.
+            if not os.path.exists(os.path.join(str(source), "adapter_config.json")):
+                raise
+            return transformers.AutoModelForCausalLM
+    mapped = getattr(config, "auto_map", None) or {}
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+        for auto, home in mapped.items():
+            where = home[0] if isinstance(home, (list, tuple)) else home
+            if str(where).rpartition(".")[2] == name and hasattr(transformers, auto):
+                return getattr(transformers, auto)
+    for auto in ("AutoModelForCausalLM", "AutoModel"):
+        if auto in mapped:
+            return getattr(transformers, auto)
+    raise CheckpointError(
+        f"{source}: its config names no architecture of transformers"
+        f" ({getattr(config, 'architectures', None)}); pass cls="
+    )
+
+
+@contextmanager
+def accelerated(
+    *,
+    backend: str = "auto",
+    cache: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    window_bytes: int = WINDOW_BYTES,
+    ahead_bytes: int = AHEAD_BYTES,
+) -> Iterator[None]:
+    """Within it, this thread's `from_pretrained` calls (and accelerate's and diffusers' loading of
+    safetensors files) read by gdsload. Others are not touched; nothing stays behind.
+
+    `backend`, `cache`, `options` and `stall_seconds` are those of `gdsload.load_file`. Tensors that
+    are converted or cast are read `ahead_bytes` ahead of transformers at most, in windows of
+    `window_bytes`.
+    """
+    wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
+    with _entered(wanted):
+        yield
+
+
+def install(
+    *,
+    backend: str = "auto",
+    cache: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    window_bytes: int = WINDOW_BYTES,
+    ahead_bytes: int = AHEAD_BYTES,
+) -> None:
+    """`accelerated` for the whole process, all threads, until `uninstall`. A second call changes
+    the options. Imports neither torch nor transformers."""
+    wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
+    with _lock:
+        if seam.installed.options is None:
+            seam.swaps.enter()
+        seam.installed.options = wanted
+
+
+def uninstall() -> None:
+    """Undoes `install`; without one it does nothing."""
+    with _lock:
+        if seam.installed.options is not None:
+            seam.installed.options = None
+            seam.swaps.leave()
+
+
+def _options(
+    backend: str, cache: str, options: Mapping[str, Any] | None, stall_seconds: float,
+    window_bytes: int, ahead_bytes: int,
+) -> Options:  # fmt: skip
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    if window_bytes < 1 or ahead_bytes < 1:
+        raise ValueError("window_bytes and ahead_bytes are at least 1")
+    return Options(
+        backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes
+    )  # fmt: skip
+
+
+@contextmanager
+def _entered(options: Options) -> Iterator[None]:
+    seam.swaps.enter()
+    token = seam.chosen.set(options)
+    try:
+        yield
+    finally:
+        seam.chosen.reset(token)
+        seam.swaps.leave()

@@ -1,0 +1,328 @@
+"""Where gdsload enters transformers, accelerate and diffusers, and how it leaves them.
+
+    seam       `PreTrainedModel._load_pretrained_model` gets lazy slices in place of a state dict
+    safe_open  `modeling_utils.safe_open` opens files whose tensors come from gdsload (4.57)
+    stock      transformers reads by itself
+
+The first that fits runs; which, and why, is in the report, and said once in the log where it is
+not the first. The replaced names do nothing for callers outside of `accelerated`: other threads
+and other loads go through them as if they were not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from gdsload.collector import collector_paused
+from gdsload.errors import BackendUnavailable
+from gdsload.loading import running, swaps_of_loading
+from gdsload.report import LoadReport
+from gdsload.slices import OpenedFile
+from gdsload.swaps import Swap, Swaps
+from gdsload.weights import Misfit, Options, Weights
+
+log = logging.getLogger("gdsload")
+
+SEAM, SAFE_OPEN, STOCK = "seam", "safe_open", "stock"
+_FRONT = ("model", "state_dict", "checkpoint_files")
+Call = Callable[..., Any]
+Opener = Callable[[str, Any], OpenedFile]
+
+# What a `with accelerated()` around the caller says; the report that an enclosing from_pretrained
+# wants filled; who opens files in place of safetensors.
+chosen: ContextVar[Options | None] = ContextVar("gdsload.options", default=None)
+outer_report: ContextVar[LoadReport | None] = ContextVar("gdsload.report", default=None)
+_opener: ContextVar[Opener | None] = ContextVar("gdsload.opener", default=None)
+
+
+class Installed:
+    """What `install` chose for the whole process; None while it is not installed."""
+
+    options: Options | None = None
+
+
+installed = Installed()
+_said: set[tuple[str, str]] = set()
+_said_lock = threading.Lock()
+# Models of transformers 4.57 on their way, whose shards may be read in threads of its own.
+_old_models: WeakKeyDictionary[Any, tuple[Options, LoadReport]] = WeakKeyDictionary()
+
+
+def active() -> Options | None:
+    """What the caller wants, or None where it wants none of this."""
+    return chosen.get() or installed.options
+
+
+def note(report: LoadReport, path: str, reason: str = "") -> None:
+    """Writes into the report which way was taken; the log hears of it once per reason."""
+    report.path, report.path_reason = path, reason
+    if path == SEAM:
+        return
+    with _said_lock:
+        if (path, reason) in _said:
+            return
+        _said.add((path, reason))
+    log.warning("%s: loaded by the path %r: %s", report.source, path, reason)
+
+
+@contextmanager
+def reported(source: str) -> Iterator[LoadReport]:
+    """The report of the enclosing from_pretrained, or one for this load alone."""
+    outer = outer_report.get()
+    if outer is not None:
+        yield outer
+        return
+    report = LoadReport(source)
+    with report.whole():
+        yield report
+
+
+def refusal(state_dict: Any, files: Any, is_zero3: bool) -> str:
+    """Why these weights are transformers' own business; empty where they are not."""
+    if state_dict is not None:
+        return "transformers had the weights already (gguf, an adapter, or state_dict=)"
+    if not files:
+        return "there are no checkpoint files"
+    others = [str(file) for file in files if not str(file).endswith(".safetensors")]
+    if others:
+        return f"{others[0]} is not a .safetensors file: torch reads it"
+    if is_zero3:
+        return "DeepSpeed ZeRO-3 spreads the weights by itself"
+    return ""
+
+
+def _load(
+    module: ModuleType, original: Call, model: Any, state_dict: Any, files: Any, config: Any,
+    rest: tuple[Any, ...], named: dict[str, Any],
+) -> Any:  # fmt: skip
+    """`_load_pretrained_model` of transformers 5 for somebody who asked for gdsload."""
+
+    def stock() -> Any:
+        return original(model, state_dict, files, config, *rest, **named)
+
+    options = active()
+    if options is None or running.get() is not None:
+        return stock()
+    with reported(_title(config, files)) as report, ExitStack() as stack:
+        is_zero3 = module.is_deepspeed_zero3_enabled() and not config.is_quantized
+        reason = refusal(state_dict, files, is_zero3)
+        if reason:
+            note(report, STOCK, reason)
+            return stock()
+        if getattr(config, "disable_mmap", False) and options.cache == "auto":
+            options = _unmapped(options)
+        try:
+            weights = stack.enter_context(Weights([str(f) for f in files], options, report))
+            weights.foresee(model, config)
+        except BackendUnavailable as error:
+            if options.backend != "auto":
+                raise
+            note(report, STOCK, str(error))
+            return stock()
+        except Misfit as misfit:
+            note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
+            with _opening(options, report):
+                return stock()
+        note(report, SEAM)
+        token = running.set(weights)
+        try:
+            with report.phase("transformers"), collector_paused():
+                result = original(model, weights.slices(), files, config, *rest, **named)
+        finally:
+            running.reset(token)
+        weights.finish()
+        return result
+
+
+def _title(config: Any, files: Any) -> str:
+    name = getattr(config, "pretrained_model_name_or_path", None)
+    return str(name or (files or ["?"])[0])
+
+
+def _unmapped(options: Options) -> Options:
+    from dataclasses import replace
+
+    return replace(options, cache="buffered")
+
+
+@contextmanager
+def _opening(options: Options, report: LoadReport) -> Iterator[None]:
+    """Files that are opened meanwhile in this context come from gdsload, and end with it."""
+    with ExitStack() as stack:
+        opened: list[Weights] = []
+
+        def open_file(path: str, device: Any) -> OpenedFile:
+            opened.append(stack.enter_context(Weights([path], options, report)))
+            return opened[-1].opened(device)
+
+        token = _opener.set(open_file)
+        try:
+            yield
+        finally:
+            _opener.reset(token)
+        for weights in opened:
+            weights.finish()
+
+
+def _load_old(
+    module: ModuleType, original: Call, model: Any, state_dict: Any, files: Any, source: Any,
+    rest: tuple[Any, ...], named: dict[str, Any],
+) -> Any:  # fmt: skip
+    """`_load_pretrained_model` of transformers 4.57: its shards are opened one after the other."""
+
+    def stock() -> Any:
+        return original(model, state_dict, files, source, *rest, **named)
+
+    options = active()
+    if options is None or model in _old_models:
+        return stock()
+    with reported(str(source or (files or ["?"])[0])) as report:
+        is_zero3 = module.is_deepspeed_zero3_enabled() and named.get("hf_quantizer") is None
+        reason = refusal(state_dict, files, is_zero3)
+        if reason:
+            note(report, STOCK, reason)
+            return stock()
+        note(report, SAFE_OPEN, "transformers before 5.0 has no state dict of slices")
+        _old_models[model] = options, report
+        try:
+            with report.phase("transformers"):
+                return stock()
+        finally:
+            del _old_models[model]
+
+
+def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, names: Any,
+                    rest: tuple[Any, ...], named: dict[str, Any]) -> Any:  # fmt: skip
+    """`_load_state_dict_into_meta_model` of 4.57: it knows what is wanted of a shard, in order."""
+    known = _old_models.get(model)
+    if known is None or not str(path).endswith(".safetensors"):
+        return original(model, state_dict, path, names, *rest, **named)
+    options, report = known
+    with Weights([str(path)], options, report) as weights:
+        mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
+        # A rank of a mesh wants parts that are known only when it asks for them.
+        weights.expect([] if mesh is not None else [names[key] for key in state_dict])
+        token = _opener.set(lambda _, device: weights.opened(device))
+        try:
+            result = original(model, state_dict, path, names, *rest, **named)
+        finally:
+            _opener.reset(token)
+        weights.finish()
+        return result
+
+
+def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
+    """What is replaced in `transformers.modeling_utils`."""
+    base = module.PreTrainedModel
+    raw = base.__dict__["_load_pretrained_model"]
+    plain = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
+    front = tuple(inspect.signature(plain).parameters)
+    bound = isinstance(raw, classmethod)
+    front = front[1:] if bound else front
+    roads = {"load_config": _load, "pretrained_model_name_or_path": _load_old}
+    if front[:3] == _FRONT and len(front) > 3 and front[3] in roads:
+        road, fourth = roads[front[3]], front[3]
+
+        @functools.wraps(plain)
+        def wrapper(*args: Any, **named: Any) -> Any:
+            call = plain
+            if bound:
+                call, args = functools.partial(plain, args[0]), args[1:]
+            model, state_dict, files, last = (
+                args[place] if place < len(args) else named.pop(name)
+                for place, name in enumerate((*_FRONT, fourth))
+            )
+            return road(module, call, model, state_dict, files, last, args[4:], named)
+
+        replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
+        yield Swap(base, "_load_pretrained_model", replacement)
+    else:
+        _misfit[module.__name__] = f"_load_pretrained_model takes {', '.join(front)}"
+    yield Swap(module, "safe_open", _swapped_open(module.safe_open))
+    shard = getattr(module, "_load_state_dict_into_meta_model", None)
+    if shard is not None:
+
+        @functools.wraps(shard)
+        def load_shard(model: Any, state_dict: Any, path: Any, names: Any, *rest: Any,
+                       **named: Any) -> Any:  # fmt: skip
+            return _load_old_shard(shard, model, state_dict, path, names, rest, named)
+
+        yield Swap(module, "_load_state_dict_into_meta_model", load_shard)
+
+
+_misfit: dict[str, str] = {}
+
+
+def _swapped_open(original: Call) -> Call:
+    @functools.wraps(original)
+    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
+        opener = _opener.get()
+        options = active()
+        if opener is not None:
+            return opener(str(filename), device)
+        if options is None or not _misfit:
+            return original(filename, framework=framework, device=device, **rest)
+        # No known way into this transformers but the files that it opens.
+        with reported(str(filename)) as report:
+            note(report, SAFE_OPEN, f"transformers has no seam that is known: {_misfit}")
+            return Weights([str(filename)], options, report).opened(device, owned=True)
+
+    return safe_open
+
+
+def swaps_of_accelerate(module: ModuleType) -> Iterator[Swap]:
+    """What is replaced in `accelerate.utils.modeling`."""
+    yield Swap(module, "safe_open", _drop_in_open(module.safe_open))
+    yield Swap(module, "safe_load_file", _drop_in_load(module.safe_load_file))
+
+
+def swaps_of_safetensors(module: ModuleType) -> Iterator[Swap]:
+    """What is replaced in `safetensors.torch`: diffusers calls it by that name."""
+    yield Swap(module, "load_file", _drop_in_load(module.load_file))
+
+
+def _drop_in_open(original: Call) -> Call:
+    @functools.wraps(original)
+    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
+        options = active()
+        if options is None or rest or framework != "pt":
+            return original(filename, framework=framework, device=device, **rest)
+        from gdsload.tensors import safe_open as ours
+
+        return ours(filename, framework, device, backend=options.backend, cache=options.cache,
+                    options=options.options, stall_seconds=options.stall_seconds)  # fmt: skip
+
+    return safe_open
+
+
+def _drop_in_load(original: Call) -> Call:
+    @functools.wraps(original)
+    def load_file(filename: Any, device: Any = "cpu", **rest: Any) -> Any:
+        options = active()
+        if options is None or rest:
+            return original(filename, device=device, **rest)
+        from gdsload.tensors import load_file as ours
+
+        return ours(filename, device, backend=options.backend, cache=options.cache, progress=False,
+                    options=options.options, stall_seconds=options.stall_seconds)  # fmt: skip
+
+    return load_file
+
+
+swaps = Swaps(
+    {
+        "transformers.modeling_utils": swaps_of_modeling,
+        "transformers.core_model_loading": swaps_of_loading,
+        "accelerate.utils.modeling": swaps_of_accelerate,
+        "safetensors.torch": swaps_of_safetensors,
+    }
+)

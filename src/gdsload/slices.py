@@ -1,0 +1,112 @@
+"""Stand-ins for what safetensors gives out: slices that are read when they are indexed, and an
+opened file of such slices. Both may be used from any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.cuts import cut, whole
+from gdsload.dtypes import torch_dtype
+from gdsload.errors import CheckpointError
+from gdsload.feed import Feed
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LazySlice:
+    """A tensor of a checkpoint that is read when it is indexed."""
+
+    __slots__ = ("_device", "_feed", "_info")
+
+    def __init__(self, feed: Feed, info: TensorInfo, device: Any = None) -> None:
+        self._feed = feed
+        self._info = info
+        self._device = device
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """What indexing the whole tensor gives, in memory of its own. Raises ReadError."""
+        wanted = whole(self._info) if index is Ellipsis else cut(self._info, index)
+        tensor = self._feed.take(wanted)
+        return tensor if self._device is None else tensor.to(self._device)
+
+    def get_shape(self) -> list[int]:
+        """The shape in elements, as in the header."""
+        return list(self._info.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype by safetensors' name, such as "BF16"."""
+        return self._info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self._info.dtype)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+class MappedSlice(LazySlice):
+    """A tensor that is wanted as a view nobody reads: a mapping of its file."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._feed.mapped(self._info)[index]
+
+
+class OpenedFile:
+    """A checkpoint of one file, with the members of `safetensors.safe_open`. Whoever owns the feed
+    closes it; `leave`, if any, is called when the file is left."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        feed: Feed,
+        device: Any = "cpu",
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._tensors: Mapping[str, TensorInfo] = checkpoint.tensors
+        self._feed = feed
+        self._device = None if str(device) == "cpu" else device
+        self._leave = leave
+
+    def keys(self) -> list[str]:
+        """The names, sorted."""
+        return sorted(self._tensors)
+
+    def offset_keys(self) -> list[str]:
+        """The names, in the order of the data."""
+        return list(self._tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the header says under ``__metadata__``; None where it says nothing."""
+        return dict(self._checkpoint.metadata) or None
+
+    def get_slice(self, name: str) -> LazySlice:
+        """A tensor to be indexed. Raises CheckpointError where there is none of that name."""
+        info = self._tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self._checkpoint.source}: there is no tensor {name!r} in it", tensor=name
+            )
+        return LazySlice(self._feed, info, self._device)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        return self.get_slice(name)[...]
+
+    def __enter__(self) -> OpenedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._leave is not None:
+            self._leave()

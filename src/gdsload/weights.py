@@ -1,0 +1,144 @@
+"""The weights of one model on their way into it: files opened, forecast made, reads under way.
+
+`Weights` is what transformers' loading is given in place of a state dict. It owns the files, the
+reads and their memory, and gives all of it back when it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from gdsload.checkpoint import Checkpoint
+from gdsload.collector import collector_paused
+from gdsload.cuts import whole
+from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed
+from gdsload.labels import Forecast, forecast
+from gdsload.load import STALL_SECONDS, Session
+from gdsload.report import LoadReport
+from gdsload.slices import LazySlice, MappedSlice, OpenedFile
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How weights are read: as for `load_file`, with the bytes of a window and of what is read
+    ahead of transformers."""
+
+    backend: str = "auto"
+    cache: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stall_seconds: float = STALL_SECONDS
+    window_bytes: int = WINDOW_BYTES
+    ahead_bytes: int = AHEAD_BYTES
+
+
+class Misfit(Exception):
+    """transformers' inner parts are not what this module knows; the text says which."""
+
+
+class Weights:
+    """An opened checkpoint whose tensors are asked for by somebody else."""
+
+    def __init__(self, files: Sequence[str], options: Options, report: LoadReport) -> None:
+        """Opens the files; nothing is read. Raises CheckpointError and its kinds."""
+        self.report = report
+        self.options = options
+        self.forecast = Forecast()
+        # Where transformers' loop is: the parameter of the last key, and those with a converter.
+        self.named = ""
+        self.converted: set[str] = set()
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            with report.phase("open"):
+                # As transformers: of two files that hold a tensor the last one's counts.
+                self.checkpoint = stack.enter_context(Checkpoint.of(files, strict=False))
+            self.session = stack.enter_context(
+                Session(
+                    self.checkpoint,
+                    report,
+                    backend=options.backend,
+                    cache=options.cache,
+                    options=options.options,
+                    stall_seconds=options.stall_seconds,
+                )
+            )
+            self.feed = Feed(self.session)
+            self._stack = stack.pop_all()
+
+    def foresee(self, model: Any, load_config: Any) -> None:
+        """Labels every tensor and puts the first reads on their way.
+
+        Raises Misfit where transformers' inner parts are not what was expected, BackendUnavailable,
+        PlacementError, ReadError.
+        """
+        with self.report.phase("label"), collector_paused():
+            try:
+                found = forecast(model, load_config, self.checkpoint.tensors)
+            except (AttributeError, ImportError, KeyError, LookupError, TypeError) as error:
+                raise Misfit(f"{type(error).__name__}: {error}") from error
+        self.forecast = found
+        self.report.labels = found.count()
+        self._begin(Feed(
+            self.session,
+            found.cuts,
+            # What stays in the model need not be waited for; what goes again is bounded.
+            window_bytes=self.options.window_bytes if found.transient_bytes else 0,
+            ahead_bytes=self.options.ahead_bytes,
+        ))  # fmt: skip
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Puts the first of these tensors on their way, in this order."""
+        tensors = self.checkpoint.tensors
+        labels = self.report.labels
+        labels["materialised"] = labels.get("materialised", 0) + len(names)
+        labels["skip"] = labels.get("skip", 0) + len(tensors) - len(names)
+        self._begin(
+            Feed(
+                self.session,
+                [whole(tensors[name]) for name in names],
+                window_bytes=self.options.window_bytes,
+                ahead_bytes=self.options.ahead_bytes,
+            )
+        )
+
+    def _begin(self, feed: Feed) -> None:
+        self.feed = self._stack.enter_context(feed)
+        feed.start()
+
+    @collector_paused()
+    def slices(self) -> dict[str, LazySlice]:
+        """A slice for every tensor, by its name in the checkpoint."""
+        lazy = self.forecast.lazy
+        return {
+            name: (MappedSlice if name in lazy else LazySlice)(self.feed, info)
+            for name, info in self.checkpoint.tensors.items()
+        }
+
+    def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
+        """The checkpoint as an opened file; where it is `owned`, leaving it closes this."""
+        leave = self.close if owned else None
+        return OpenedFile(self.checkpoint, self.feed, device, leave)
+
+    def finish(self) -> None:
+        """To be called when the model has all it asked for, before anybody gets it.
+
+        Raises FileChanged when a file was touched meanwhile.
+        """
+        self.checkpoint.verify_unchanged()
+        feed, report = self.feed, self.report
+        asked = feed.taken
+        report.tensors += asked.tensors
+        report.wanted_bytes += asked.nbytes
+        report.phases["wait"] = report.phases.get("wait", 0.0) + feed.waited_seconds
+
+    def close(self) -> None:
+        """Ends all reads, and gives back memory and descriptors. May be called again."""
+        self._stack.close()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

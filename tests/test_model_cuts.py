@@ -1,0 +1,100 @@
+"""Parts of tensors: the bytes that are picked, and the tensor they make."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from gdsload.checkpoint import TensorInfo
+from gdsload.cuts import MAX_RUNS, Cut, cut, whole
+from gdsload.plan import GAP_BYTES
+
+
+def info_of(tensor: torch.Tensor) -> TensorInfo:
+    names = {torch.float32: "F32", torch.uint8: "U8", torch.int16: "I16"}
+    nbytes = tensor.numel() * tensor.element_size()
+    return TensorInfo("w", names[tensor.dtype], tuple(tensor.shape), 0, 128, nbytes)
+
+
+def assembled(tensor: torch.Tensor, wanted: Cut) -> torch.Tensor:
+    """What a cut makes of the bytes of a file that holds the tensor at offset 128."""
+    raw = bytes(128) + tensor.contiguous().numpy().tobytes()
+    parts = []
+    for part in wanted.parts:
+        data = bytearray(raw[part.offset : part.offset + part.nbytes])
+        assert len(data) == part.nbytes
+        flat = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0)
+        parts.append(flat.to(tensor.dtype).reshape(part.shape))
+    found = parts[0] if wanted.shape is None else torch.stack(parts).view(wanted.shape)
+    return found if wanted.index is None else found[wanted.index]
+
+
+INDEXES: list[Any] = [
+    ..., (), slice(None), slice(1, 3), slice(3, 1), slice(-2, None), slice(None, None, 2), 0, -1,
+    (slice(1, 3), 2), (slice(1, 3), slice(0, 4, 2)), (slice(0, 2), ..., 0), (0, slice(1, 2)),
+    (slice(None), slice(2, 5)), (slice(1, 2), slice(2, 5), slice(0, 1)), (slice(0, 99),),
+    (..., slice(1, 2)), None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=str)
+def test_a_cut_is_what_torch_gives(index: Any) -> None:
+    tensor = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
+    expected = tensor[index]
+    found = assembled(tensor, cut(info_of(tensor), index))
+    assert torch.equal(found, expected)
+    assert found.shape == expected.shape
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_ranges(seed: int) -> None:
+    """Large rows, so that columns are picked out one run each."""
+    dice = random.Random(seed)
+    shape = [dice.randint(1, 4), dice.randint(1, 6), dice.choice([1, 7, GAP_BYTES])]
+    dice.shuffle(shape)
+    tensor = torch.randint(0, 255, shape, dtype=torch.uint8)
+    index = []
+    for size in shape:
+        ends = sorted((dice.randint(0, size), dice.randint(0, size)))
+        index.append(slice(*ends) if dice.random() < 0.7 else slice(None))
+    expected = tensor[tuple(index)]
+    wanted = cut(info_of(tensor), tuple(index))
+    assert torch.equal(assembled(tensor, wanted), expected)
+    assert wanted.nbytes <= tensor.numel()
+    assert len({part.name for part in wanted.parts}) == len(wanted.parts)
+
+
+def test_rows_bring_only_rows() -> None:
+    info = info_of(torch.empty(100, 7, dtype=torch.int16))
+    assert cut(info, slice(10, 20)).parts[0].nbytes == 10 * 7 * 2
+    assert cut(info, (slice(10, 20), slice(0, 3))).parts[0].nbytes == 10 * 7 * 2
+    assert cut(info, slice(5, 5)).nbytes == 0
+
+
+def test_columns_bring_what_they_need_where_it_pays() -> None:
+    near = info_of(torch.empty(8, 100, dtype=torch.uint8))
+    assert cut(near, (slice(None), slice(0, 50))).nbytes == near.nbytes
+    far = info_of(torch.empty(8, 4 * GAP_BYTES, dtype=torch.uint8))
+    half = cut(far, (slice(None), slice(0, 2 * GAP_BYTES)))
+    assert half.nbytes == far.nbytes // 2
+    assert len(half.parts) == 8
+    inner = info_of(torch.empty(3, 4, GAP_BYTES, dtype=torch.uint8))
+    assert cut(inner, (slice(None), slice(0, 2))).nbytes == inner.nbytes // 2
+    rows = MAX_RUNS + 1
+    many = TensorInfo("w", "U8", (rows, 2 * GAP_BYTES), 0, 0, rows * 2 * GAP_BYTES)
+    assert len(cut(many, (slice(None), slice(0, 8))).parts) == 1
+
+
+def test_the_same_part_has_the_same_key() -> None:
+    info = info_of(torch.empty(4, 6))
+    assert cut(info, slice(0, 4)) == whole(info) == cut(info, ...)
+    assert cut(info, slice(0, 2)).key == cut(info, (slice(0, 2), slice(None))).key
+    assert cut(info, slice(0, 2)).key != cut(info, slice(1, 3)).key
+
+
+def test_what_has_no_rows_in_bytes_is_read_whole() -> None:
+    packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
+    assert cut(packed, slice(0, 2)).nbytes == 16

@@ -1,0 +1,121 @@
+"""The feed: any order, any thread, bounded, and ended cleanly."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gdsload.checkpoint import Checkpoint
+from gdsload.cuts import Cut, cut, whole
+from gdsload.feed import Feed, FeedClosed
+from gdsload.load import Session
+from gdsload.report import LoadReport
+
+
+@pytest.fixture
+def session(tiny_moe_checkpoint: Path) -> Iterator[Session]:
+    with (
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+    ):
+        yield session
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_moe_checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in tiny_moe_checkpoint.glob("*.safetensors"):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def wholes(session: Session) -> list[Cut]:
+    return [whole(info) for info in session.checkpoint.tensors.values()]
+
+
+@pytest.mark.parametrize("window_bytes", [0, 1, 10_000, 1 << 30])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_by_many_threads(
+    session: Session, expected: dict[str, torch.Tensor], window_bytes: int, seed: int
+) -> None:
+    cuts = wholes(session)
+    asked = list(cuts)
+    random.Random(seed).shuffle(asked)
+    feed = Feed(session, cuts, window_bytes=window_bytes, ahead_bytes=20_000)
+    with feed, ThreadPoolExecutor(5) as pool:
+        feed.start()
+        found = dict(zip((c.key for c in asked), pool.map(feed.take, asked), strict=True))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert feed.untaken == []
+    assert feed.unexpected == []
+    assert feed.taken.tensors == len(cuts)
+
+
+def test_no_more_is_on_its_way_than_is_allowed(session: Session) -> None:
+    cuts = wholes(session)
+    with Feed(session, cuts, window_bytes=10_000, ahead_bytes=40_000) as feed:
+        feed.start()
+        assert 0 < len(feed._stages) < len(feed._sizes)
+        for wanted in cuts:
+            feed.take(wanted)
+            held = sum(feed._sizes[number] for number in feed._stages)
+            assert held <= 40_000 or len(feed._stages) == 1
+        assert feed._stages == {}
+
+
+def test_the_same_twice_and_what_nobody_expected(
+    session: Session, expected: dict[str, torch.Tensor]
+) -> None:
+    """Each tensor owns its memory: changing one does not change what is read after it."""
+    info = max(session.checkpoint.tensors.values(), key=lambda info: info.nbytes)
+    with Feed(session, [whole(info)], window_bytes=1) as feed:
+        feed.start()
+        first = feed.take(whole(info))
+        first.zero_()
+        second = feed.take(whole(info))
+        rows = feed.take(cut(info, slice(1, 3)))
+        columns = feed.take(cut(info, (slice(None), slice(0, 2))))
+    wanted = expected[info.name]
+    assert torch.equal(second, wanted)
+    assert torch.equal(rows, wanted[1:3])
+    assert torch.equal(columns, wanted[:, :2])
+    assert columns.is_contiguous()
+    assert len(feed.unexpected) == 3
+    del feed
+    gc.collect()
+    assert torch.equal(second, wanted)
+
+
+def test_a_mapped_tensor(session: Session, expected: dict[str, torch.Tensor]) -> None:
+    info = next(iter(session.checkpoint.tensors.values()))
+    with Feed(session) as feed:
+        tensor = feed.mapped(info)
+    assert torch.equal(tensor, expected[info.name])
+
+
+def test_closing_wakes_whoever_waits(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = wholes(session)
+    feed = Feed(session, cuts, window_bytes=1)
+    waiting = threading.Event()
+    monkeypatch.setattr(Feed, "_is_ready", lambda *_: False)
+    monkeypatch.setattr("gdsload.feed.Stage.look", lambda _: waiting.set())
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(feed.take, cuts[0])
+        assert waiting.wait(10)
+        feed.close()
+        with pytest.raises(FeedClosed, match="has ended"):
+            taken.result(10)
+    with pytest.raises(FeedClosed):
+        feed.take(cuts[1])
+    with pytest.raises(FeedClosed):
+        feed.mapped(cuts[1].parts[0])
+    feed.close()

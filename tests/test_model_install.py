@@ -1,0 +1,118 @@
+"""Whole processes and scripts that cannot be changed; names that are replaced and put back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import transformers
+
+import gdsload
+import tinymodels
+
+FIRST = "seam" if transformers.__version__[0] > "4" else "safe_open"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+def test_install(qwen: Path) -> None:
+    gdsload.install(cache="buffered")
+    try:
+        gdsload.install(cache="buffered")
+        found: list[str] = []
+
+        def load() -> None:
+            transformers.AutoModelForCausalLM.from_pretrained(qwen)
+            found.append(gdsload.last_report().path)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+        assert found == [FIRST]
+        assert gdsload.last_report().roads.get("mapped", 0) == 0
+    finally:
+        gdsload.uninstall()
+    gdsload.uninstall()
+
+
+def test_options_are_looked_at() -> None:
+    with pytest.raises(ValueError, match="cache='never'"):
+        gdsload.install(cache="never")
+    with pytest.raises(ValueError, match="window_bytes"), gdsload.accelerated(window_bytes=0):
+        pass
+
+
+SCRIPT = """
+import sys
+from transformers import AutoModelForCausalLM
+import gdsload
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(gdsload.last_report().path, sys.argv[1:], __name__)
+"""
+
+
+def ran(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
+    )  # fmt: skip
+
+
+def test_a_script_that_cannot_be_changed(qwen: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = ran("-m", "gdsload", "run", str(script), str(qwen), "--flag")
+    assert done.stdout.split()[0] == FIRST, done.stderr
+    assert f"['{qwen}', '--flag'] __main__" in done.stdout
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("from gdsload.run import activate\nactivate()\n")
+    paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    done = ran(str(script), str(qwen), GDSLOAD="1", PYTHONPATH=paths)
+    assert done.stdout.split()[0] == FIRST, done.stderr
+
+
+def test_running_nothing() -> None:
+    assert "usage: python -m gdsload run" in ran("-m", "gdsload", "run").stderr
+
+
+def test_installing_imports_nothing_heavy() -> None:
+    program = (
+        "import gdsload, sys; gdsload.install();"
+        " print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    assert ran("-c", program).stdout.strip() == "set()"
+
+
+def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gdsload.swaps import Swap, Swaps
+
+    (tmp_path / "latecomer.py").write_text("value = 1\nother = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    swaps = Swaps({"latecomer": lambda module: [Swap(module, "value", 7), Swap(module, "none", 0)]})
+    before = list(sys.meta_path)
+    swaps.enter()
+    swaps.enter()
+    import latecomer
+
+    assert latecomer.value == 7
+    swaps.leave()
+    assert latecomer.value == 7
+    swaps.leave()
+    assert latecomer.value == 1
+    assert not hasattr(latecomer, "none")
+    assert sys.meta_path == before
+    swaps.enter()
+    latecomer.value = 9
+    swaps.leave()
+    assert latecomer.value == 9
+    del sys.modules["latecomer"]

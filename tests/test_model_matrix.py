@@ -1,0 +1,98 @@
+"""Every architecture, loaded by transformers alone and through gdsload, is the same to the bit.
+
+Reads are direct and in windows of a few kilobytes, so that each model takes many of them, some
+asked for before they were posted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+import tinymodels
+
+NAMES = [
+    name
+    for name, (class_name, _) in tinymodels.ARCHITECTURES.items()
+    if hasattr(transformers, class_name)
+]
+
+
+def windows(path: Path) -> dict[str, Any]:
+    """Small windows, read directly where this filesystem can."""
+    probe = path / "probe"
+    probe.touch()
+    cache = "direct"
+    try:
+        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        cache = "buffered"
+    return {"cache": cache, "window_bytes": 1 << 14, "ahead_bytes": 1 << 15}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def test_there_are_enough() -> None:
+    assert len(NAMES) >= 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal(name: str, tmp_path: Path) -> None:
+    try:
+        model = tinymodels.build(name)
+    except AttributeError as error:
+        if transformers.__version__[0] > "4":
+            raise
+        pytest.skip(f"this transformers has another config: {error}")
+    model.save_pretrained(tmp_path / "a", max_shard_size="60KB")
+    stock, told = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
+    with gdsload.accelerated(**windows(tmp_path)):
+        ours, told_us = gdsload.from_pretrained(tmp_path / "a", output_loading_info=True)
+    report = gdsload.last_report()
+    assert report.path == ("seam" if transformers.__version__[0] > "4" else "safe_open")
+    assert report.roads.get("mapped", 0) == 0
+    assert tinymodels.differences(stock, ours) == []
+    assert told == told_us
+    for one, other in zip(tinymodels.answers(stock), tinymodels.answers(ours), strict=True):
+        assert tinymodels.same_bytes(one, other)
+    stock.save_pretrained(tmp_path / "b", max_shard_size="60KB")
+    ours.save_pretrained(tmp_path / "c", max_shard_size="60KB")
+    assert tinymodels.files_of(tmp_path / "b") == tinymodels.files_of(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "t5", "mamba2", "wav2vec2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
+def test_equal_when_cast(name: str, dtype: Any, tmp_path: Path) -> None:
+    """T5 keeps some modules in float32."""
+    model = tinymodels.build(name)
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path, dtype=dtype)
+    with gdsload.accelerated(**windows(tmp_path)):
+        ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
+    assert tinymodels.differences(stock, ours) == []
+    labels = gdsload.last_report().labels
+    assert labels.get("transient", labels.get("materialised")) > 0
+
+
+def test_the_oracle_sees_a_difference(tmp_path: Path) -> None:
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    one, other = (gdsload.from_pretrained(tmp_path) for _ in range(2))
+    assert tinymodels.differences(one, other) == []
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1e-3
+    other.model.rotary_emb.inv_freq[0] = 2.0
+    other.train()
+    found = " ".join(tinymodels.differences(one, other))
+    assert "tensor model.norm.weight" in found
+    assert "buffer model.rotary_emb.inv_freq" in found
+    assert "training" in found

@@ -1,0 +1,384 @@
+"""What from_pretrained is asked for besides a model: devices, files, quantizers, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import gdsload
+import tinymodels
+
+NEW = transformers.__version__[0] > "4"
+FIRST = "seam" if NEW else "safe_open"
+HERE = Path(__file__).parent
+needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    tinymodels.build("qwen2").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    tinymodels.build("mixtral").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+def both(source: Any, *, auto: Any = None, **words: Any) -> tuple[Any, Any]:
+    """A model by transformers alone, and the same through gdsload."""
+    auto = auto or transformers.AutoModelForCausalLM
+    torch.manual_seed(0)  # what a checkpoint lacks is initialised at random
+    stock = auto.from_pretrained(source, **words)
+    torch.manual_seed(0)
+    with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
+        ours = gdsload.from_pretrained(source, cls=auto, **words)
+    return stock, ours
+
+
+def require_same(stock: Any, ours: Any, path: str = FIRST) -> None:
+    assert gdsload.last_report().path == path
+    assert tinymodels.differences(stock, ours) == []
+    for one, other in zip(tinymodels.answers(stock), tinymodels.answers(ours), strict=True):
+        assert tinymodels.same_bytes(one, other)
+
+
+MAPS: dict[str, Any] = {
+    "none": None,
+    "cpu": "cpu",
+    "device": torch.device("cpu"),
+    "auto": "auto",
+    "balanced": "balanced",
+    "balanced_low_0": "balanced_low_0",
+    "sequential": "sequential",
+    "whole": {"": "cpu"},
+    "parts": {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "lm_head": "cpu"},
+    "disk": {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+             "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("which", ["qwen", "mixture"])
+def test_device_maps(name: str, which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source = request.getfixturevalue(which)
+    words = {"offload_folder": str(tmp_path)} if name == "disk" else {}
+    stock, ours = both(source, device_map=MAPS[name], **words)
+    require_same(stock, ours)
+
+
+def test_what_is_on_disk_stays_there(qwen: Path, tmp_path: Path) -> None:
+    if not NEW:
+        pytest.skip("transformers 4.57 reads what it leaves on disk")
+    both(qwen, device_map=MAPS["disk"], offload_folder=str(tmp_path))
+    report = gdsload.last_report()
+    assert report.labels["skip"] > 0
+    total = sum(p.stat().st_size for p in qwen.glob("*.safetensors"))
+    assert report.wanted_bytes < 0.75 * total
+
+
+@needs_new
+def test_max_memory_leads_to_disk(qwen: Path, tmp_path: Path) -> None:
+    words = {"device_map": "auto", "max_memory": {"cpu": 40_000}, "offload_folder": str(tmp_path)}
+    stock, ours = both(qwen, **words)
+    assert any(p.device.type == "meta" for p in ours.parameters())
+    require_same(stock, ours)
+
+
+@needs_new
+def test_the_meta_device(qwen: Path) -> None:
+    stock, ours = both(qwen, device_map={"": "meta"})
+    assert ours.device.type == "meta"
+    assert tinymodels.differences(stock, ours) == []
+    with torch.device("meta"), pytest.raises(RuntimeError, match="meta device"):
+        gdsload.from_pretrained(qwen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", [0, "cuda", "cuda:0", torch.device("cuda"), "auto"])
+@pytest.mark.parametrize("which", ["qwen", "mixture"])
+def test_device_maps_of_a_gpu(device_map: Any, which: str, request: pytest.FixtureRequest) -> None:
+    stock, ours = both(request.getfixturevalue(which), device_map=device_map)
+    assert tinymodels.differences(stock, ours) == []
+
+
+def test_words_go_through(qwen: Path) -> None:
+    stock, ours = both(qwen, attn_implementation="eager", dtype="bfloat16")
+    assert ours.config._attn_implementation == "eager"
+    require_same(stock, ours)
+    stock, ours = both(qwen, torch_dtype=torch.float16)
+    require_same(stock, ours)
+    for wanted in (None, "auto"):
+        stock, ours = both(qwen, dtype=wanted)
+        require_same(stock, ours)
+
+
+def test_keys_that_are_renamed_and_shapes_that_do_not_match(qwen: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen, tmp_path / "m")
+    for path in (tmp_path / "m").glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({f"old_{n}": t for n, t in tensors.items()}, path, {"format": "pt"})
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    facts = json.loads(index.read_text())
+    facts["weight_map"] = {f"old_{n}": f for n, f in facts["weight_map"].items()}
+    index.write_text(json.dumps(facts))
+    stock, ours = both(tmp_path / "m", key_mapping={"^old_": ""})
+    require_same(stock, ours)
+    config = transformers.AutoConfig.from_pretrained(qwen)
+    config.vocab_size = 50
+    found = []
+    for load in (transformers.Qwen2ForCausalLM.from_pretrained, gdsload.from_pretrained):
+        torch.manual_seed(0)
+        found.append(
+            load(qwen, config=config, ignore_mismatched_sizes=True, output_loading_info=True)
+        )
+    (stock, told), (ours, told_us) = found
+    assert tinymodels.differences(stock, ours) == []
+    assert told == told_us
+    assert told["mismatched_keys"]
+
+
+def test_variant_and_subfolder(tmp_path: Path) -> None:
+    model = tinymodels.build("llama")
+    model.save_pretrained(tmp_path / "sub", variant="fp16", max_shard_size="30KB")
+    words = {"variant": "fp16", "subfolder": "sub"}
+    stock, ours = both(tmp_path, **words)
+    require_same(stock, ours)
+    assert type(gdsload.from_pretrained(tmp_path, **words)) is type(model)
+
+
+def test_a_model_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of links into blobs, found by name and revision, with the network refused."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    home = tmp_path / "models--some--model"
+    snapshot, blobs = home / "snapshots" / commit, home / "blobs"
+    for directory in (snapshot, blobs, home / "refs"):
+        directory.mkdir(parents=True)
+    (home / "refs" / "v1").write_text(commit)
+    tinymodels.build("qwen3").save_pretrained(tmp_path / "plain", max_shard_size="30KB")
+    for number, path in enumerate(sorted((tmp_path / "plain").iterdir())):
+        path.rename(blobs / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = {"revision": "v1", "cache_dir": tmp_path, "local_files_only": True}
+    stock, ours = both("some/model", **words)
+    require_same(stock, ours)
+    assert ours.name_or_path == "some/model"
+    by_config = gdsload.from_pretrained("some/model", **words)
+    assert type(by_config) is transformers.Qwen3ForCausalLM
+
+
+def test_the_architecture_that_the_config_names(tmp_path: Path, qwen: Path) -> None:
+    assert type(gdsload.from_pretrained(qwen)) is transformers.Qwen2ForCausalLM
+    assert type(gdsload.from_pretrained(str(qwen))) is transformers.Qwen2ForCausalLM
+    config = transformers.AutoConfig.from_pretrained(qwen)
+    config.architectures = None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(gdsload.CheckpointError, match="pass cls="):
+        gdsload.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"config|Repo id"):
+        gdsload.from_pretrained(tmp_path / "nothing")
+
+
+REMOTE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    def __init__(self, size=8, **words):
+        self.size = size
+        super().__init__(**words)
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    main_input_name = "values"
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = torch.nn.Linear(config.size, config.size)
+        self.register_buffer("steps", torch.arange(3))
+        self.post_init()
+    def forward(self, values=None, **words):
+        return {"values": self.inner(values)}
+"""
+
+
+def test_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    source = tmp_path / "own"
+    source.mkdir()
+    (source / "own.py").write_text(REMOTE)
+    (source / "config.json").write_text(json.dumps({
+        "model_type": "own", "architectures": ["OwnModel"], "size": 8,
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"},
+    }))  # fmt: skip
+    tensors = {"inner.weight": torch.randn(8, 8), "inner.bias": torch.randn(8),
+               "steps": torch.arange(3)}  # fmt: skip
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    stock = transformers.AutoModel.from_pretrained(source, trust_remote_code=True)
+    ours = gdsload.from_pretrained(source, trust_remote_code=True)
+    assert type(ours).__name__ == "OwnModel"
+    assert tinymodels.differences(stock, ours) == []
+    assert torch.equal(ours.inner.weight, tensors["inner.weight"])
+    assert gdsload.last_report().path == FIRST
+
+
+def quantized(path: Path, model: Any, config: dict[str, Any], change: Any) -> None:
+    """Saves a model whose tensors `change` has made into those of a quantized checkpoint."""
+    model.save_pretrained(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        tensors.update(change(name, tensor))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    facts = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**facts, "quantization_config": config}))
+
+
+@needs_new
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
+    def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if tensor.ndim != 2 or not key.endswith("_proj.weight"):
+            return {key: tensor}
+        scales = torch.rand(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 16)) + 0.5
+        return {key: tensor.to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
+
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    quantized(tmp_path, tinymodels.build(name), config, change)
+    stock, ours = both(tmp_path)
+    require_same(stock, ours)
+    assert gdsload.last_report().labels["transient"] > 0
+
+
+@needs_new
+def test_mxfp4(tmp_path: Path) -> None:
+    def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {key: tensor.to(torch.bfloat16)}
+        experts, rows, columns = tensor.shape[0], tensor.shape[2], tensor.shape[1]
+        shape = (experts, rows, columns // 32)
+        return {f"{key}_blocks": torch.randint(0, 255, (*shape, 16), dtype=torch.uint8),
+                f"{key}_scales": torch.randint(120, 130, shape, dtype=torch.uint8)}  # fmt: skip
+
+    torch.manual_seed(0)
+    sizes = {**tinymodels.MOE, "intermediate_size": 64, "sliding_window": 16}
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
+    model = tinymodels.perturbed(transformers.GptOssForCausalLM(config))
+    quantized(tmp_path, model, {"quant_method": "mxfp4"}, change)
+    stock, ours = both(tmp_path)
+    require_same(stock, ours)
+
+
+def test_adapters(qwen: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    adapted = tinymodels.perturbed(peft.get_peft_model(base, wanted))
+    adapted.save_pretrained(tmp_path)
+    facts = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert facts["base_model_name_or_path"] == str(qwen)
+    stock, ours = both(tmp_path)
+    assert any("lora" in name for name in ours.state_dict())
+    require_same(stock, ours)
+    by_config = gdsload.from_pretrained(tmp_path)
+    assert tinymodels.differences(stock, by_config) == []
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    ours = gdsload.from_pretrained(qwen)
+    stock.load_adapter(str(tmp_path))
+    with gdsload.accelerated():
+        ours.load_adapter(str(tmp_path))
+    assert tinymodels.differences(stock, ours) == []
+
+
+def test_accelerate_by_itself(qwen: Path) -> None:
+    import accelerate
+
+    config = transformers.AutoConfig.from_pretrained(qwen)
+    wanted = transformers.Qwen2Model.from_pretrained(qwen)
+    full = transformers.Qwen2ForCausalLM(config)
+    with gdsload.accelerated(cache="buffered"):
+        accelerate.load_checkpoint_in_model(full, str(qwen))
+    assert gdsload.last_report().source.startswith(str(qwen))
+    for name, tensor in wanted.state_dict().items():
+        assert tinymodels.same_bytes(tensor, full.state_dict()[f"model.{name}"])
+    head = transformers.Qwen2ForCausalLM(config)
+    before = gdsload.last_report()
+    with gdsload.accelerated(cache="buffered"):
+        head = accelerate.load_checkpoint_and_dispatch(head, str(qwen), device_map={"": "cpu"})
+    assert gdsload.last_report() is not before
+    assert tinymodels.same_bytes(head.model.norm.weight, wanted.norm.weight)
+
+
+def test_diffusers(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(
+        block_out_channels=(8,), norm_num_groups=4, latent_channels=2, sample_size=8
+    )
+    model.save_pretrained(tmp_path)
+    stock = diffusers.AutoencoderKL.from_pretrained(tmp_path)
+    with gdsload.accelerated(cache="buffered"):
+        ours = diffusers.AutoencoderKL.from_pretrained(tmp_path)
+    report = gdsload.last_report()
+    assert report.source.startswith(str(tmp_path))
+    assert report.tensors == len(stock.state_dict())
+    for name, tensor in stock.state_dict().items():
+        assert tinymodels.same_bytes(tensor, ours.state_dict()[name])
+
+
+@needs_new
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_a_rank_reads_its_part(name: str, tmp_path: Path) -> None:
+    tinymodels.build(name).save_pretrained(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "tensor_parallel.py"), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    whole = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    for out, errors in told:
+        assert out, errors[-2000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["wrong"] == []
+        assert found["same_keys"]
+        assert found["same_logits"]
+        assert found["path"] == "seam"
+        assert found["held_bytes"] < 0.9 * whole
+        # Rows are read for this rank alone; of columns in rows this short, the whole row.
+        assert found["wanted_bytes"] < 0.9 * whole

@@ -1,0 +1,366 @@
+"""The way into transformers: taken, refused, undone; in threads, and when reading fails."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import modeling_utils
+
+import gdsload
+import tinymodels
+from gdsload import labels, seam
+from gdsload.backends.base import Failure, Progress
+from gdsload.backends.posix import PosixBackend
+from gdsload.backends.registry import register_backend
+
+NEW = transformers.__version__[0] > "4"
+FIRST = "seam" if NEW else "safe_open"
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    tinymodels.build("qwen3_moe").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+def names_replaced() -> list[Any]:
+    """Whatever gdsload may replace, as it is now."""
+    import accelerate.utils.modeling
+    import safetensors.torch
+
+    found = [
+        transformers.PreTrainedModel.__dict__["_load_pretrained_model"], modeling_utils.safe_open,
+        accelerate.utils.modeling.safe_open, accelerate.utils.modeling.safe_load_file,
+        safetensors.torch.load_file,
+    ]  # fmt: skip
+    if NEW:
+        from transformers import core_model_loading as loading
+
+        found += [loading.deepcopy, loading.rename_source_key, loading.dot_natural_key,
+                  loading.is_env_variable_true]  # fmt: skip
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = names_replaced()
+    yield
+    assert names_replaced() == before
+    assert not seam.swaps.in_place
+
+
+def open_files(under: Path) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [name for name in found if name.startswith(str(under))]
+
+
+def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
+    """A model without its head: the labels say what is materialised, and no more is read."""
+    with gdsload.accelerated(cache="buffered"):
+        model = gdsload.from_pretrained(qwen, cls=transformers.Qwen3Model)
+    report = gdsload.last_report()
+    held = {id(p): p.nbytes for p in model.state_dict().values()}
+    assert report.wanted_bytes == sum(held.values())
+    classifier = transformers.Qwen3ForSequenceClassification
+    stock, told = classifier.from_pretrained(qwen, output_loading_info=True)
+    ours, told_us = gdsload.from_pretrained(qwen, cls=classifier, output_loading_info=True)
+    assert told == told_us
+    stock.score.weight, ours.score.weight = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    assert tinymodels.differences(stock, ours) == []
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 says what it wants shard by shard")
+@pytest.mark.parametrize("name", sorted(tinymodels.ARCHITECTURES))
+def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was foreseen is what is asked for, in that order; nothing else."""
+    if not hasattr(transformers, tinymodels.ARCHITECTURES[name][0]):
+        pytest.skip(f"this transformers has no {name}")
+    from gdsload.feed import Feed
+
+    asked: list[str] = []
+    foreseen: list[str] = []
+    take, forecast = Feed.take, labels.forecast
+
+    def noted_take(self: Feed, cut: Any) -> Any:
+        asked.append(cut.key)
+        return take(self, cut)
+
+    def noted_forecast(*args: Any) -> Any:
+        found = forecast(*args)
+        foreseen.extend(cut.key for cut in found.cuts)
+        return found
+
+    monkeypatch.setattr(Feed, "take", noted_take)
+    monkeypatch.setattr("gdsload.weights.forecast", noted_forecast)
+    model = tinymodels.build(name)
+    model.save_pretrained(tmp_path)
+    for loaded_as in {type(model), type(model.base_model)}:
+        asked.clear()
+        foreseen.clear()
+        gdsload.from_pretrained(tmp_path, cls=loaded_as)
+        assert asked == foreseen
+        assert asked
+
+
+def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:
+    stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    ours = gdsload.from_pretrained(mixture)
+    assert tinymodels.differences(stock, ours) == []
+
+
+def test_the_way_is_in_the_report_and_in_the_log(
+    qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam, "_said", set())
+    with caplog.at_level(logging.WARNING, "gdsload"):
+        for _ in range(2):
+            gdsload.from_pretrained(qwen)
+    assert gdsload.last_report().path == FIRST
+    assert len(caplog.records) == (0 if NEW else 1)
+    assert sum(gdsload.last_report().labels.values()) > 0
+    assert f"path into transformers: {FIRST}" in gdsload.last_report().summary()
+
+
+@pytest.mark.skipif(not NEW, reason="4.57 has no first way")
+def test_the_second_way_where_inner_parts_are_strange(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise AttributeError("'LoadStateDictConfig' object has no attribute 'weight_mapping'")
+
+    monkeypatch.setattr(seam, "_said", set())
+    monkeypatch.setattr("gdsload.weights.forecast", broken)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    with caplog.at_level(logging.WARNING, "gdsload"):
+        for _ in range(2):
+            ours = gdsload.from_pretrained(mixture)
+    report = gdsload.last_report()
+    assert report.path == "safe_open"
+    assert "weight_mapping" in report.path_reason
+    assert report.tensors > 0
+    assert len([r for r in caplog.records if "safe_open" in r.getMessage()]) == 1
+    assert tinymodels.differences(stock, ours) == []
+    assert open_files(mixture) == []
+
+
+@pytest.mark.skipif(not NEW, reason="4.57 has no first way")
+def test_the_second_way_where_the_seam_is_gone(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = transformers.PreTrainedModel
+    original = base._load_pretrained_model
+
+    def another(model: Any, weights: Any, files: Any, config: Any) -> Any:
+        return original(model, weights, files, config)
+
+    monkeypatch.setattr(base, "_load_pretrained_model", staticmethod(another))
+    monkeypatch.setattr(seam, "_misfit", {})
+    stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    ours = gdsload.from_pretrained(mixture)
+    assert gdsload.last_report().path == "safe_open"
+    assert "model, weights, files, config" in gdsload.last_report().path_reason
+    assert tinymodels.differences(stock, ours) == []
+    monkeypatch.undo()
+    assert open_files(mixture) == []
+
+
+def test_the_third_way(tmp_path: Path) -> None:
+    model = tinymodels.build("gpt2")
+    model.save_pretrained(tmp_path)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    stock = type(model).from_pretrained(tmp_path)
+    ours = gdsload.from_pretrained(tmp_path)
+    report = gdsload.last_report()
+    assert report.path == "stock"
+    assert "pytorch_model.bin is not a .safetensors file" in report.path_reason
+    assert tinymodels.differences(stock, ours) == []
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        gdsload.from_pretrained(tmp_path, use_safetensors=True)
+    ours = gdsload.from_pretrained(None, cls=type(model), config=model.config, state_dict=state)
+    assert "transformers had the weights already" in gdsload.last_report().path_reason
+
+
+def test_zero3_is_left_alone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ZeRO-3" in seam.refusal(None, ["a.safetensors"], True)
+    assert seam.refusal(None, ["a.safetensors"], False) == ""
+    assert "no checkpoint files" in seam.refusal(None, [], False)
+
+
+def test_no_backend(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `auto` transformers reads by itself; asked for by name it is an error."""
+    if NEW:
+
+        def none(*_: Any) -> Any:
+            raise gdsload.BackendUnavailable("no backend can load to cpu")
+
+        monkeypatch.setattr("gdsload.load.choose", none)
+        with gdsload.accelerated(cache="buffered"):
+            gdsload.from_pretrained(qwen)
+        assert gdsload.last_report().path == "stock"
+        assert "no backend can load" in gdsload.last_report().path_reason
+        monkeypatch.undo()
+    with pytest.raises(gdsload.BackendUnavailable, match="nonsense"):
+        gdsload.from_pretrained(qwen, backend="nonsense")
+    assert open_files(qwen) == []
+
+
+class _Breaking(PosixBackend):
+    """Reads like its parent, and reports that the last transfer of a request failed."""
+
+    name = "breaking"
+
+    def check(self, request: Any) -> Progress:
+        progress = super().check(request)
+        failures = [Failure(place, 0, 5) for place in progress.settled]
+        return progress._replace(failures=failures)
+
+
+@pytest.fixture
+def breaking() -> Iterator[None]:
+    from gdsload.backends import registry
+
+    register_backend(_Breaking)
+    yield
+    del registry._registered["breaking"]
+
+
+@pytest.mark.usefixtures("breaking")
+@pytest.mark.parametrize("which", ["qwen", "mixture"])
+def test_an_error_in_the_middle(which: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(which)
+    threads = threading.active_count()
+    with (
+        gdsload.accelerated(backend="breaking", cache="buffered", window_bytes=4096),
+        pytest.raises(gdsload.ReadError, match=r"safetensors.*Input/output error"),
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert "ReadError" in gdsload.last_report().failure
+    assert open_files(path) == []
+    gc.collect()
+    assert threading.active_count() <= threads + 4
+    ours = gdsload.from_pretrained(path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert tinymodels.differences(stock, ours) == []
+
+
+def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gdsload.feed import Stage
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stage, "look", lambda _: None)
+    monkeypatch.setattr(Stage, "pause", interrupted)
+    with pytest.raises(KeyboardInterrupt), gdsload.accelerated(cache="buffered"):
+        transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    assert open_files(qwen) == []
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tinymodels.build("qwen3").save_pretrained(tmp_path)
+    from gdsload.feed import Feed
+
+    take = Feed.take
+
+    def touching(self: Feed, cut: Any) -> Any:
+        os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+        return take(self, cut)
+
+    monkeypatch.setattr(Feed, "take", touching)
+    with pytest.raises(gdsload.CheckpointError, match="changed while it was read"):
+        gdsload.from_pretrained(tmp_path)
+
+
+def test_a_broken_file(tmp_path: Path) -> None:
+    tinymodels.build("qwen3").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"model\.safetensors|not fully covered"):
+        gdsload.from_pretrained(tmp_path)
+    assert open_files(tmp_path) == []
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 cannot load in two threads, stock either")
+def test_two_loads_and_a_stock_one_beside_them(
+    qwen: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building a model changes what is global in transformers, so that two threads may not do it
+    at once, with or without gdsload; loading the weights is where all four meet."""
+    wanted = {path: transformers.AutoModelForCausalLM.from_pretrained(path)
+              for path in (qwen, mixture)}  # fmt: skip
+    wrong: list[str] = []
+    building, meeting = threading.Lock(), threading.Barrier(4)
+    base = transformers.PreTrainedModel
+    raw: Any = base.__dict__["_load_pretrained_model"]
+
+    @functools.wraps(raw.__func__)
+    def met(*args: Any, **named: Any) -> Any:
+        building.release()
+        try:
+            meeting.wait()
+            return raw.__func__(*args, **named)
+        finally:
+            building.acquire()
+
+    monkeypatch.setattr(base, "_load_pretrained_model", type(raw)(met))
+
+    def load(path: Path, accelerated: bool) -> None:
+        try:
+            for _ in range(3):
+                with ExitStack() as stack:
+                    if accelerated:
+                        stack.enter_context(
+                            gdsload.accelerated(
+                                cache="buffered", window_bytes=8192, ahead_bytes=16384
+                            )
+                        )
+                    elif seam.active() is not None:
+                        wrong.append("a stock load was taken over")
+                    with building:
+                        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+                wrong.extend(tinymodels.differences(wanted[path], model))
+        except BaseException as error:
+            wrong.append(repr(error))
+            meeting.abort()
+
+    threads = [
+        threading.Thread(target=load, args=args)
+        for args in ((qwen, True), (mixture, True), (mixture, False), (qwen, False))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
