@@ -17,11 +17,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
     "_native collector errors dtypes quiet",
-    "checkpoint shard source header files strictjson layouts synth",
+    "libraries checkpoint shard source header files strictjson layouts synth",
     "plan",
-    "arena ring residency report claims order",
+    "arena gpu ring residency report claims order",
     "backends outcome roads",
-    "load doctor tensors early ahead asynchronous",
+    "load doctor vram tensors early ahead asynchronous",
     "model warmup run seam loading weights labels slices feed cuts swaps",
     "cli integrations bench __main__",
 )

@@ -176,8 +176,8 @@ def test_a_plugin_where_no_road_of_the_house_works(
 
 
 def test_memory_that_it_does_not_reach(entries: list[EntryPoint]) -> None:
-    with pytest.raises(gdsload.BackendUnavailable, match="does not reach VRAM"):
-        registry.choose("cuda:0", "posix")
+    with pytest.raises(gdsload.BackendUnavailable, match="does not reach DRAM"):
+        registry.choose("cpu", "gds_mt")
 
 
 def test_one_of_no_such_name() -> None:

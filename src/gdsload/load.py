@@ -81,7 +81,7 @@ class Session:
         return self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        choice = choose(self.device, self._wanted)
+        choice = choose(self.device, self._wanted, self._options)
         backend = choice.backend(**self._options)
         self._backend = backend
         self.report.refusals.update(choice.refusals)
@@ -97,6 +97,8 @@ class Session:
         """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
         those to be read. With `adopt` a spot may be one whose bytes are on their way to it: the
         batch that gets it says when they are there (`Batch.settled`)."""
+        if self.device != "cpu":
+            return {}, list(pieces)  # neither a mapping nor a prefetch is where these shall be
         spots = self._adopt(pieces) if adopt else {}
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
@@ -218,7 +220,7 @@ class Batch:
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
-                self._post(self.memory_of(plan))
+                self._post(self._take_memory())
 
     def settled(self, name: str) -> bool:
         """Whether a piece that a prefetch reads is at its spot; True for one that none does.
@@ -253,13 +255,15 @@ class Batch:
         for piece in pieces:
             del self.claims[piece.name]
 
-    def _post(self, arena: Arena) -> None:
+    def _take_memory(self) -> list[Memory]:
+        """Memory for each target of the plan."""
+        arena = self.memory_of(self.plan)
+        self.spots.update(arena.spots(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
+
+    def _post(self, memory: list[Memory]) -> None:
         backend, plan = self.session.backend, self.plan
-        self.spots.update(arena.spots(plan))
-        self._memory = [
-            backend.register(Memory(DRAM, region.address, region.length, region))
-            for region in arena.regions
-        ]
+        self._memory = [backend.register(entry) for entry in memory]
         self._request = backend.prepare(plan.transfers, self.session.files, self._memory)
         if self.ahead:
             backend.yield_to_loads(self._request, True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gdsload.backends.base import Backend, Failure
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import ReadError, ShortRead, StallError
+from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
 from gdsload.plan import Piece, ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
@@ -35,6 +35,13 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
             f"{path}: the file ended at byte {transfer.offset + failure.got}, while bytes up to"
             f" {transfer.offset + transfer.wanted} were read for tensor {tensor!r}",
             hint="it was truncated after it was opened",
+            **facts,
+        )
+    if failure.code:
+        return CuFileError(
+            f"{path}: reading {transfer.wanted} bytes at {transfer.offset} failed after"
+            f" {failure.got}: {failure.text} (tensor {tensor!r})",
+            code=failure.code,
             **facts,
         )
     why = failure.text or os.strerror(failure.errno)

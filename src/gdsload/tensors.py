@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gdsload import vram
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.collector import collector_paused
@@ -71,13 +72,16 @@ def load_file(
             Session(
                 checkpoint,
                 report,
-                backend=backend,
+                device=vram.reached(target, backend),
+                backend=vram.worth(backend, target, report.wanted_bytes),
                 cache=cache,
                 options=options,
                 stall_seconds=stall_seconds,
             )
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
+        if session.device != "cpu":
+            return vram.load(session, infos, bar.moved)
         if target != "cpu":
             return dict(_windows(session, infos, WINDOW_BYTES, target, bar))
         batch = session.start(_pieces(infos))

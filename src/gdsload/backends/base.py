@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,13 +60,18 @@ class OpenFile(NamedTuple):
 
 class Memory(NamedTuple):
     """Memory to register. `region` keeps it alive while reads are in flight, where it is the
-    library's own; `reused` says that many requests will read into it."""
+    library's own; `reused` says that many requests will read into it.
+
+    VRAM is on `device`, and may be in pieces: `shares` are (place, bytes, address), and what lies
+    between them is read and dropped; `region` is then whatever keeps all of them alive."""
 
     kind: str
     address: int
     length: int
     region: Any = None
     reused: bool = False
+    device: str = ""
+    shares: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,14 @@ class Registration:
 
 
 class Failure(NamedTuple):
-    """Why one transfer failed: bytes that came, the errno (0: the file ended early), and more."""
+    """Why one transfer failed: bytes that came, the errno (0: the file ended early), and more.
+    `code` is cuFile's own, where it is one."""
 
     transfer: int
     got: int
     errno: int
     text: str = ""
+    code: int = 0
 
 
 class Progress(NamedTuple):
@@ -123,6 +130,11 @@ class Backend(ABC):
     @abstractmethod
     def probe(cls, device: str = "cpu") -> Support:
         """Whether it can bring bytes to this device on this machine: tried, not guessed."""
+
+    @classmethod
+    def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
+        """The same for a backend that was asked for by name with these options."""
+        return cls.probe(device)
 
     @abstractmethod
     def limits(self, device: str = "cpu") -> Limits:

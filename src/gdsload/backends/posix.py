@@ -21,6 +21,7 @@ from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import (
     DRAM,
+    VRAM,
     Backend,
     Failure,
     Memory,
@@ -44,6 +45,8 @@ DEPTH = 16
 # locks of the address space.
 AHEAD_BYTES = 256 << 20
 POPULATE_THREADS = 2
+# What passes through DRAM on its way to a device, at most (gdsload.ring).
+RING_BYTES = 512 << 20
 # The kernel takes no larger buffer, and takes them when the ring is made.
 LARGEST_BUFFER_BYTES = 1 << 30
 # How long a release, and then a close, waits for reads that cannot be called back before it leaves
@@ -56,10 +59,10 @@ MOST_DEPTH = 4096
 
 
 class PosixBackend(Backend):
-    """Reads files into DRAM in place."""
+    """Reads files into DRAM in place, and into VRAM by way of a pinned ring."""
 
     name: ClassVar[str] = "posix"
-    memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM})
+    memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM, VRAM})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -76,6 +79,7 @@ class PosixBackend(Backend):
         self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []
         self._slots = 0  # numbers for descriptors, never used twice
+        self._device_roads: dict[str, Any] = {}
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -86,11 +90,17 @@ class PosixBackend(Backend):
             Option("populate_threads", POPULATE_THREADS, "threads that make memory ready; 0: none"),
             Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
+            Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
         )
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
         """Whether one engine works: asked in order, up to the first that does."""
+        if device.partition(":")[0] != "cpu":
+            from gdsload.backends import posix_vram  # not before a device is asked for
+
+            if why := posix_vram.why_not(device):
+                return Support(False, (why,))
         reasons: list[str] = []
         for engine in ENGINES:
             answer = try_engine(engine)
@@ -125,6 +135,8 @@ class PosixBackend(Backend):
         if isinstance(what, OpenFile):
             self._slots += 2
             return Registration(what, (self._slots - 2, self._slots - 1))
+        if what.kind == VRAM:
+            return Registration(what, -1)
         if what.kind != DRAM:
             raise BackendUnavailable(f"backend 'posix' does not reach {what.kind}")
         fixed = self.settings["fixed_buffers"]
@@ -175,29 +187,44 @@ class PosixBackend(Backend):
         transfers: Sequence[Transfer],
         files: Sequence[Registration],
         memory: Sequence[Registration],
-    ) -> PosixRequest:
+    ) -> Any:
+        if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
+            return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
         return PosixRequest(self.pump, self.settings, transfers, files, memory)
 
-    def post(self, request: PosixRequest) -> None:
+    def _device_road(self, device: str) -> Any:
+        from gdsload.backends import posix_vram
+
+        if device not in self._device_roads:
+            capsule = _engine_module(self.engine).engine()
+            self._device_roads[device] = posix_vram.open_road(
+                device, self.engine, capsule, self.settings, self.refusals
+            )
+        return self._device_roads[device]
+
+    def post(self, request: Any) -> None:
         request.start()
 
-    def check(self, request: PosixRequest) -> Progress:
-        return request.progress()
+    def check(self, request: Any) -> Progress:
+        progress: Progress = request.progress()
+        return progress
 
-    def wait(self, request: PosixRequest, seconds: float, first: int = 0, last: int = -1) -> None:
+    def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
         request.wait(seconds, first, last)
 
-    def release(self, request: PosixRequest) -> None:
+    def release(self, request: Any) -> None:
         request.end()
 
-    def yield_to_loads(self, request: PosixRequest, ahead: bool) -> None:
+    def yield_to_loads(self, request: Any, ahead: bool) -> None:
         request.native.ahead = ahead
 
-    def roads(self, request: PosixRequest) -> dict[str, int]:
+    def roads(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}
 
     def close(self) -> None:
+        while self._device_roads:
+            self._device_roads.popitem()[1].close()
         if self._pump is not None:
             self._pump.close(DRAIN_SECONDS)
             self._pump = None

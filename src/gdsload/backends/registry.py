@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,14 @@ log = logging.getLogger("gdsload")
 GROUP = "gdsload.backends"
 # What comes with the library, in the order in which `auto` tries it. Plugins come after: they have
 # to be asked for by name, or be the only road that works.
-BUILT_IN = {"posix": "gdsload.backends.posix:PosixBackend"}
+BUILT_IN = {
+    "posix": "gdsload.backends.posix:PosixBackend",
+    "gds_mt": "gdsload.backends.gds_mt:GdsMtBackend",
+    "gds": "gdsload.backends.gds:GdsBackend",
+}
+# Those that only reach VRAM, and the order there: cuFile's native way, our own ring, batches.
+_VRAM_ONLY = frozenset({"gds_mt", "gds"})
+_FOR_VRAM = ("gds_mt", "posix", "gds")
 _registered: dict[str, type[Backend]] = {}
 
 
@@ -123,21 +131,25 @@ def probe_all(device: str = "cpu") -> dict[str, Support]:
     return answers
 
 
-def choose(device: str = "cpu", wanted: str = "auto") -> Choice:
+def choose(
+    device: str = "cpu", wanted: str = "auto", options: Mapping[str, Any] | None = None
+) -> Choice:
     """The backend for a load to `device`: the wanted one, or in ``auto`` the first that works.
+
+    `options` are those that the wanted one will be made with: some decide whether it can work.
 
     Raises BackendUnavailable with all reasons where there is none.
     """
     if wanted != "auto":
         backend = built_in(wanted) if wanted in BUILT_IN else find(wanted)
-        support = _probe(backend, device)
+        support = _probe(backend, device, options)
         if not support.usable:
             raise BackendUnavailable(
                 f"backend {wanted!r} cannot load to {device}: {support}", {wanted: str(support)}
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    for name in BUILT_IN:
+    for name in _house_order(device):
         choice = _try(built_in(name), device, refusals)
         if choice is not None:
             return choice
@@ -150,6 +162,14 @@ def choose(device: str = "cpu", wanted: str = "auto") -> Choice:
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
 
 
+def _house_order(device: str) -> list[str]:
+    """What comes with the library and may reach a device, best first."""
+    if device.partition(":")[0] == "cpu":
+        return [name for name in BUILT_IN if name not in _VRAM_ONLY]
+    rank = {name: place for place, name in enumerate(_FOR_VRAM)}
+    return sorted(BUILT_IN, key=lambda name: rank.get(name, -1))
+
+
 def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choice | None:
     support = _probe(backend, device)
     if support.usable:
@@ -158,12 +178,14 @@ def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choic
     return None
 
 
-def _probe(backend: type[Backend], device: str) -> Support:
+def _probe(
+    backend: type[Backend], device: str, options: Mapping[str, Any] | None = None
+) -> Support:
     kind = DRAM if device.partition(":")[0] == "cpu" else VRAM
     if kind not in backend.memory_kinds:
         return Support(False, (f"it does not reach {kind.upper()}",))
     try:
-        support = backend.probe(device)
+        support = backend.probe_with(device, options) if options else backend.probe(device)
     except Exception as error:
         log.warning("backend %r failed while it was probed", backend.name, exc_info=True)
         return Support(False, (f"its probe raised {type(error).__name__}: {error}",))

@@ -1,0 +1,169 @@
+"""What gdsload does on this machine's GPU: every road, exact bytes, memory given back, rates.
+
+    python scripts/gpu_check.py [--device cuda:0] [--json FILE] [CHECKPOINT ...]
+
+Without a checkpoint, synthetic ones are written below the system's temporary directory. Each road
+loads each checkpoint twice: the second load must register nothing. Ends with a table, a JSON file
+and exit status 1 where bytes were wrong, memory was left or no road led to the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gdsload
+from gdsload import gpu, ring, synth
+from gdsload.backends import cufile, registry
+from gdsload.backends.posix import ENGINES
+from gdsload.errors import GdsloadError
+
+# What a figure needs to be of use: smaller loads are all overhead.
+CHECKPOINTS = ("tiny", "tiny-moe")
+COLUMNS = ("road", "checkpoint", "verdict", "GB", "s", "GB/s", "again s", "by road")
+
+
+def roads(device: str, *, compat: bool) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """(what it is called, backend, options) of every road there is."""
+    for engine in ENGINES:
+        yield f"posix/{engine}", "posix", {"engine": engine}
+    for name in ("gds_mt", "gds"):
+        yield name, name, {}
+        if compat:
+            yield f"{name} (compat)", name, {"allow_compat": True}
+
+
+def expected(source: Path) -> dict[str, torch.Tensor]:
+    return gdsload.load_file(source, "cpu", backend="posix", cache="buffered")
+
+
+def differs(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+    """The first tensor that is not as it should be; empty where all are."""
+    if got.keys() != wanted.keys():
+        return f"other names: {sorted(got.keys() ^ wanted.keys())[:3]}"
+    for name, tensor in wanted.items():
+        there = got[name].to("cpu")
+        if there.dtype != tensor.dtype or there.shape != tensor.shape:
+            return f"{name}: {there.dtype} {tuple(there.shape)}"
+        raw = [each.reshape(-1).view(torch.uint8) for each in (there, tensor)]
+        if not torch.equal(*raw):
+            return f"{name}: other bytes"
+    return ""
+
+
+def held(device: str) -> int:
+    """Bytes of the device that are in use, torch's reserve not counted."""
+    ordinal = gpu.ordinal_of(device)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize(ordinal)
+        torch.cuda.empty_cache()
+    free, total = gpu.device(ordinal).memory()
+    return total - free
+
+
+def check(
+    label: str, backend: str, options: dict[str, Any], source: Path, device: str
+) -> dict[str, Any]:
+    """One road and one checkpoint: what came of two loads."""
+    row: dict[str, Any] = {"road": label, "checkpoint": source.name, "verdict": "exact"}
+    wanted = expected(source)
+    ring.release_rings()
+    before = held(device)
+    try:
+        for pass_ in ("first", "again"):
+            got = gdsload.load_file(source, device, backend=backend, options=options)
+            report = gdsload.last_report()
+            row[pass_] = report.to_dict()
+            if wrong := differs(got, wanted):
+                row["verdict"] = f"WRONG: {wrong}"
+            del got
+    except GdsloadError as error:
+        refused = isinstance(error, gdsload.BackendUnavailable)
+        row["verdict"] = f"{'refused' if refused else 'FAILED'}: {error}"
+        return row
+    ring.release_rings()
+    row["left_bytes"] = held(device) - before
+    if row["left_bytes"] > 0 and row["verdict"] == "exact":
+        row["verdict"] = f"LEFT: {row['left_bytes']:,} bytes of the device"
+    return row
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    first, again = row.get("first"), row.get("again")
+    figures = ["", "", "", "", ""]
+    if first and again:
+        size = first["wanted_bytes"]
+        best = min(first["seconds"], again["seconds"])
+        by_road = ", ".join(f"{road} {part:,}" for road, part in again["roads"].items() if part)
+        figures = [f"{size / 1e9:.3f}", f"{first['seconds']:.3f}", f"{size / best / 1e9:.2f}",
+                   f"{again['seconds']:.3f}", by_road]  # fmt: skip
+    return [row["road"], row["checkpoint"], row["verdict"], *figures]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [list(COLUMNS), *(cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures are of."""
+    facts: dict[str, Any] = {
+        "gdsload": gdsload.__version__,
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "gpu": gpu.facts(gpu.ordinal_of(device))._asdict(),
+        "cuda": gpu.cuda().version,
+        "support": {name: str(each) for name, each in registry.probe_all(device).items()},
+    }
+    try:
+        facts["libcufile"] = {"path": cufile.library().path, "version": cufile.library().version}
+    except GdsloadError as error:
+        facts["libcufile"] = str(error)
+    facts["native_path"] = " ".join(cufile.native_path()).strip()
+    return facts
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkpoints", nargs="*", type=Path)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
+    parser.add_argument("--compat", action="store_true", help="cuFile's compatibility mode too")
+    wanted = parser.parse_args(arguments)
+    if why := gpu.why_not(wanted.device):
+        print(f"gpu-check: nothing to check: {why}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="gdsload-gpu-check-") as folder:
+        sources = wanted.checkpoints or [
+            synth.write(name, Path(folder, name)) for name in CHECKPOINTS
+        ]
+        rows = [
+            check(label, backend, options, source, wanted.device)
+            for label, backend, options in roads(wanted.device, compat=wanted.compat)
+            for source in sources
+        ]
+    wanted.json.write_text(
+        json.dumps({"machine": machine(wanted.device), "rows": rows}, indent=2) + "\n"
+    )
+    print(table(rows))
+    print(f"\n{wanted.json}: everything, for a machine to read")
+    bad = [row for row in rows if row["verdict"].startswith(("WRONG", "LEFT", "FAILED"))]
+    good = [row for row in rows if row["verdict"] == "exact"]
+    return 1 if bad or not good else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

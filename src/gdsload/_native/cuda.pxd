@@ -1,0 +1,46 @@
+# The part of the CUDA driver that gdsload uses, as a table of functions found at run time: nothing
+# here is linked. `Cuda` fills the table; the stage and the cuFile engines call through it on
+# threads of their own. A CUresult is an int, 0 for success; handles are plain pointers.
+
+from libc.stdint cimport uint64_t
+
+cdef enum:
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_READY = 600
+    CU_STREAM_NON_BLOCKING = 1
+    CU_EVENT_DISABLE_TIMING = 2
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+
+cdef struct CudaApi:
+    int (*init)(unsigned int flags) noexcept nogil
+    int (*driver_version)(int *version) noexcept nogil
+    int (*device_count)(int *count) noexcept nogil
+    int (*device_get)(int *device, int ordinal) noexcept nogil
+    int (*device_name)(char *name, int length, int device) noexcept nogil
+    int (*device_attribute)(int *value, int attribute, int device) noexcept nogil
+    int (*device_memory)(size_t *nbytes, int device) noexcept nogil
+    int (*device_bus)(char *bus, int length, int device) noexcept nogil
+    int (*primary_retain)(void **context, int device) noexcept nogil
+    int (*primary_release)(int device) noexcept nogil
+    int (*set_current)(void *context) noexcept nogil
+    int (*push_current)(void *context) noexcept nogil
+    int (*pop_current)(void **context) noexcept nogil
+    int (*memory_info)(size_t *free, size_t *total) noexcept nogil
+    int (*allocate)(uint64_t *address, size_t nbytes) noexcept nogil
+    int (*release)(uint64_t address) noexcept nogil
+    int (*host_register)(void *address, size_t nbytes, unsigned int flags) noexcept nogil
+    int (*host_unregister)(void *address) noexcept nogil
+    int (*copy)(uint64_t to, uint64_t source, size_t nbytes) noexcept nogil
+    int (*copy_async)(uint64_t to, uint64_t source, size_t nbytes, void *stream) noexcept nogil
+    int (*stream_create)(void **stream, unsigned int flags) noexcept nogil
+    int (*stream_destroy)(void *stream) noexcept nogil
+    int (*stream_wait)(void *stream, void *event, unsigned int flags) noexcept nogil
+    int (*event_create)(void **event, unsigned int flags) noexcept nogil
+    int (*event_record)(void *event, void *stream) noexcept nogil
+    int (*event_query)(void *event) noexcept nogil
+    int (*event_destroy)(void *event) noexcept nogil
+    int (*pointer_attribute)(void *value, int attribute, uint64_t address) noexcept nogil
+    int (*error_name)(int error, const char **name) noexcept nogil
+    int (*error_text)(int error, const char **text) noexcept nogil

@@ -1,0 +1,278 @@
+"""The CUDA driver, opened at run time: devices, their memory, and copies that nobody waits for.
+
+`Cuda` finds the functions, `Device` owns a share of a device's primary context, which is the one
+that torch uses. Every call makes that context current for its own length and no longer, so that a
+caller's current device is never changed.
+"""
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport calloc
+
+import os
+
+from gdsload._native.cuda cimport (
+    CU_MEMHOSTREGISTER_PORTABLE,
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+    CUDA_SUCCESS,
+    CudaApi,
+)
+
+cdef extern from "<dlfcn.h>" nogil:
+    enum:
+        RTLD_NOW
+        RTLD_LOCAL
+    void *dlopen(const char *path, int flags)
+    void *dlsym(void *library, const char *name)
+    int dlclose(void *library)
+    char *dlerror()
+
+# In the order of CudaApi: a table of pointers is filled from a table of names.
+_SYMBOLS = (
+    "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
+    "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
+    "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemGetInfo_v2", "cuMemAlloc_v2",
+    "cuMemFree_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpy", "cuMemcpyAsync",
+    "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
+    "cuEventQuery", "cuEventDestroy_v2", "cuPointerGetAttribute", "cuGetErrorName",
+    "cuGetErrorString",
+)
+
+
+class CudaFailure(RuntimeError):
+    """The driver said no: `call` is the function, `code` its CUresult."""
+
+    def __init__(self, call, code, text):
+        super().__init__(f"{call}: {text}")
+        self.call = call
+        self.code = code
+
+
+@cython.final
+cdef class Cuda:
+    """The driver's functions. They stay loaded until the process ends, as CUDA wants it."""
+
+    # Not part of the object: threads that were left behind may use it when that has gone.
+    cdef CudaApi *api
+    cdef readonly str path
+    cdef readonly int pid
+
+    def __cinit__(self, str path):
+        """Opens the library at ``path`` (or by that soname) and starts CUDA.
+
+        Raises OSError where it cannot be opened or lacks a function, CudaFailure where it does
+        not start (no device, no kernel module).
+        """
+        cdef void *library
+        cdef void **slot
+        cdef int code, place = 0
+        assert_table(sizeof(CudaApi) // sizeof(void *))
+        self.api = <CudaApi *>calloc(1, sizeof(CudaApi))
+        if self.api == NULL:
+            raise MemoryError("no memory for CUDA's functions")
+        slot = <void **>self.api
+        encoded = os.fsencode(path)
+        library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+        if library == NULL:
+            raise OSError(dlerror().decode(errors="replace"))
+        for name in _SYMBOLS:
+            symbol = name.encode()
+            slot[place] = dlsym(library, symbol)
+            if slot[place] == NULL:
+                dlclose(library)
+                raise OSError(f"{path} has no {name}: this CUDA driver is too old")
+            place += 1
+        self.path = path
+        self.pid = os.getpid()
+        with nogil:
+            code = self.api.init(0)
+        self.require("cuInit", code)
+
+    cdef require(self, str call, int code):
+        cdef const char *text = NULL
+        if code == CUDA_SUCCESS:
+            return
+        said = f"CUDA error {code}"
+        if self.api.error_name(code, &text) == CUDA_SUCCESS and text != NULL:
+            said = text.decode(errors="replace")
+        if self.api.error_text(code, &text) == CUDA_SUCCESS and text != NULL:
+            said += f", {text.decode(errors='replace')}"
+        raise CudaFailure(call, code, said)
+
+    def describe(self, int code):
+        """The driver's name for one of its codes."""
+        cdef const char *text = NULL
+        if self.api.error_name(code, &text) == CUDA_SUCCESS and text != NULL:
+            return text.decode(errors="replace")
+        return f"CUDA error {code}"
+
+    @property
+    def version(self):
+        """What the driver can do: 13000 for CUDA 13.0."""
+        cdef int version = 0
+        self.require("cuDriverGetVersion", self.api.driver_version(&version))
+        return version
+
+    @property
+    def device_count(self):
+        """Devices that this process may see."""
+        cdef int count = 0
+        self.require("cuDeviceGetCount", self.api.device_count(&count))
+        return count
+
+
+cdef assert_table(size_t entries):
+    if entries != len(_SYMBOLS):
+        raise ImportError("cuda.pxd and cuda.pyx name different functions")
+
+
+@cython.final
+cdef class Device:
+    """One device, with a share of its primary context. Close it, or let it be collected."""
+
+    cdef readonly Cuda cuda
+    cdef readonly int ordinal
+    cdef int handle
+    cdef void *context
+
+    def __cinit__(self, Cuda cuda, int ordinal):
+        """Raises CudaFailure where there is no such device or it cannot be used."""
+        cdef int code
+        self.cuda = cuda
+        self.ordinal = ordinal
+        cuda.require("cuDeviceGet", cuda.api.device_get(&self.handle, ordinal))
+        with nogil:
+            code = cuda.api.primary_retain(&self.context, self.handle)
+        if code != CUDA_SUCCESS:
+            self.context = NULL
+        cuda.require("cuDevicePrimaryCtxRetain", code)
+
+    cdef enter(self):
+        if self.context == NULL:
+            raise RuntimeError(f"device {self.ordinal} is closed")
+        if self.cuda.pid != os.getpid():
+            raise RuntimeError("CUDA was started before this process was forked from its parent")
+        self.cuda.require("cuCtxPushCurrent", self.cuda.api.push_current(self.context))
+
+    cdef leave(self, str call, int code):
+        cdef void *popped
+        self.cuda.api.pop_current(&popped)
+        self.cuda.require(call, code)
+
+    def handles(self):
+        """(the driver's functions, the context): capsules for the native threads."""
+        if self.context == NULL:
+            raise RuntimeError(f"device {self.ordinal} is closed")
+        return (
+            PyCapsule_New(self.cuda.api, b"gdsload.cuda", NULL),
+            PyCapsule_New(self.context, b"gdsload.context", NULL),
+        )
+
+    @property
+    def name(self):
+        """What its maker calls it."""
+        cdef char text[256]
+        self.cuda.require("cuDeviceGetName", self.cuda.api.device_name(text, 256, self.handle))
+        return (<char *>text).decode(errors="replace")
+
+    @property
+    def bus(self):
+        """Its place on the PCI bus, as Linux writes it: 0000:3b:00.0."""
+        cdef char text[64]
+        self.cuda.require("cuDeviceGetPCIBusId", self.cuda.api.device_bus(text, 64, self.handle))
+        return (<char *>text).decode(errors="replace").lower()
+
+    @property
+    def total_bytes(self):
+        """Its memory."""
+        cdef size_t nbytes = 0
+        self.cuda.require("cuDeviceTotalMem", self.cuda.api.device_memory(&nbytes, self.handle))
+        return nbytes
+
+    def attribute(self, int number):
+        """One of CUdevice_attribute."""
+        cdef int value = 0
+        self.cuda.require(
+            "cuDeviceGetAttribute",
+            self.cuda.api.device_attribute(&value, number, self.handle),
+        )
+        return value
+
+    def memory(self):
+        """(bytes free, bytes in all), as they are now."""
+        cdef size_t free_bytes = 0, total = 0
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.memory_info(&free_bytes, &total)
+        self.leave("cuMemGetInfo", code)
+        return free_bytes, total
+
+    def allocate(self, size_t nbytes):
+        """The address of fresh device memory, aligned to 256 bytes. Raises CudaFailure."""
+        cdef uint64_t address = 0
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.allocate(&address, nbytes)
+        self.leave("cuMemAlloc", code)
+        return address
+
+    def release(self, uint64_t address):
+        """Gives memory back that `allocate` gave."""
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.release(address)
+        self.leave("cuMemFree", code)
+
+    def pin(self, uint64_t address, size_t nbytes):
+        """Locks host memory and lets every device copy from it."""
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.host_register(
+                <void *><uintptr_t>address, nbytes, CU_MEMHOSTREGISTER_PORTABLE
+            )
+        self.leave("cuMemHostRegister", code)
+
+    def unpin(self, uint64_t address):
+        """Undoes `pin`."""
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.host_unregister(<void *><uintptr_t>address)
+        self.leave("cuMemHostUnregister", code)
+
+    def copy(self, uint64_t to, uint64_t source, size_t nbytes):
+        """Copies between any two places that CUDA knows, and returns when it is done."""
+        cdef int code
+        self.enter()
+        with nogil:
+            code = self.cuda.api.copy(to, source, nbytes)
+        self.leave("cuMemcpy", code)
+
+    def memory_type(self, uint64_t address):
+        """1 for host memory that CUDA knows, 2 for device memory, 0 for what it does not know."""
+        cdef unsigned int kind = 0
+        cdef int code
+        cdef void *popped
+        self.enter()
+        code = self.cuda.api.pointer_attribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+        self.cuda.api.pop_current(&popped)
+        return kind if code == CUDA_SUCCESS else 0
+
+    def close(self):
+        """Gives the share of the context back. May be called again."""
+        if self.context == NULL:
+            return
+        self.context = NULL
+        if self.cuda.pid == os.getpid():
+            with nogil:
+                self.cuda.api.primary_release(self.handle)
+
+    def __dealloc__(self):
+        if self.context != NULL and self.cuda is not None and self.cuda.pid == os.getpid():
+            self.cuda.api.primary_release(self.handle)

@@ -1,0 +1,143 @@
+# cuFile's own types, as its header lays them out in every release from 1.11 to 1.20 (a test holds
+# them against the headers that the nvidia-cufile packages bring), and its functions as a table that
+# is filled at run time. A function that this libcufile lacks is NULL.
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free
+from posix.time cimport timespec
+
+from gdsload._native.atomics cimport gds_add
+from gdsload._native.cuda cimport CudaApi
+from gdsload._native.pthreads cimport (
+    pthread_mutex_destroy,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+)
+
+cdef enum:
+    CUFILE_BASE_ERR = 5000
+    CU_FILE_HANDLE_TYPE_OPAQUE_FD = 1
+    CUFILE_READ = 0
+    CUFILE_BATCH = 1
+    CUFILE_INVALID = 0x04
+    CUFILE_CANCELED = 0x08
+    CUFILE_COMPLETE = 0x10
+    CUFILE_TIMEOUT = 0x20
+    CUFILE_FAILED = 0x40
+
+cdef struct CUfileError:
+    int err                    # CUfileOpError
+    int cu_err                 # CUresult, where err is CU_FILE_CUDA_DRIVER_ERROR
+
+cdef union CUfileDescrHandle:
+    int fd
+    void *handle
+
+cdef struct CUfileDescr:
+    int type
+    CUfileDescrHandle handle
+    const void *fs_ops
+
+cdef struct CUfileNvfsProps:
+    unsigned int major_version
+    unsigned int minor_version
+    size_t poll_thresh_size
+    size_t max_direct_io_size
+    unsigned int dstatusflags
+    unsigned int dcontrolflags
+
+cdef struct CUfileDrvProps:
+    CUfileNvfsProps nvfs
+    unsigned int fflags
+    unsigned int max_device_cache_size
+    unsigned int per_buffer_cache_size
+    unsigned int max_device_pinned_mem_size
+    unsigned int max_batch_io_size
+    unsigned int max_batch_io_timeout_msecs
+
+cdef struct CUfileBatch:
+    void *devPtr_base
+    int64_t file_offset
+    int64_t devPtr_offset
+    size_t size
+
+cdef union CUfileIOParamsU:
+    CUfileBatch batch
+
+cdef struct CUfileIOParams:
+    int mode
+    CUfileIOParamsU u
+    void *fh
+    int opcode
+    void *cookie
+
+cdef struct CUfileIOEvents:
+    void *cookie
+    int status
+    size_t ret                 # bytes, or a negative error in an unsigned field
+
+cdef struct CuFileApi:
+    # Without these there is no cuFile.
+    CUfileError (*driver_open)() noexcept nogil
+    CUfileError (*handle_register)(void **handle, CUfileDescr *descr) noexcept nogil
+    void (*handle_deregister)(void *handle) noexcept nogil
+    CUfileError (*buf_register)(const void *base, size_t length, int flags) noexcept nogil
+    CUfileError (*buf_deregister)(const void *base) noexcept nogil
+    int64_t (*read)(
+        void *handle, void *base, size_t size, int64_t file_offset, int64_t offset
+    ) noexcept nogil
+    CUfileError (*get_properties)(CUfileDrvProps *props) noexcept nogil
+    # Without these something less can be done or known.
+    CUfileError (*driver_close)() noexcept nogil
+    CUfileError (*get_version)(int *version) noexcept nogil
+    CUfileError (*batch_setup)(void **batch, unsigned int nr) noexcept nogil
+    CUfileError (*batch_submit)(
+        void *batch, unsigned int nr, CUfileIOParams *entries, unsigned int flags
+    ) noexcept nogil
+    CUfileError (*batch_status)(
+        void *batch, unsigned int min_nr, unsigned int *nr, CUfileIOEvents *events,
+        timespec *timeout
+    ) noexcept nogil
+    CUfileError (*batch_cancel)(void *batch) noexcept nogil
+    void (*batch_destroy)(void *batch) noexcept nogil
+    CUfileError (*get_size)(int parameter, size_t *value) noexcept nogil
+    CUfileError (*set_size)(int parameter, size_t value) noexcept nogil
+    CUfileError (*get_bool)(int parameter, unsigned char *value) noexcept nogil
+    CUfileError (*set_bool)(int parameter, unsigned char value) noexcept nogil
+    CUfileError (*set_string)(int parameter, const char *value) noexcept nogil
+    CUfileError (*get_p2p)(int target, int *flags) noexcept nogil
+    CUfileError (*stats_level)(int level) noexcept nogil
+    CUfileError (*stats_start)() noexcept nogil
+    CUfileError (*stats_l3)(void *stats) noexcept nogil
+
+# What an engine over cuFile works with: the functions, the device's context, and the handle of
+# each file, found by the number that the pump has for its descriptor.
+cdef struct CFiles:
+    int64_t references
+    CuFileApi *api
+    CudaApi *cuda
+    void *context
+    int64_t patience_ns        # how long an event of a batch may be waited for
+    pthread_mutex_t lock
+    void **handles
+    int room
+
+cdef inline void *file_handle(CFiles *files, int slot) noexcept nogil:
+    """NULL for a number that stands for no registered file."""
+    cdef void *found = NULL
+    pthread_mutex_lock(&files.lock)
+    if 0 <= slot < files.room:
+        found = files.handles[slot]
+    pthread_mutex_unlock(&files.lock)
+    return found
+
+cdef inline void retain_files(CFiles *files) noexcept nogil:
+    gds_add(&files.references, 1)
+
+cdef inline void release_files(CFiles *files) noexcept nogil:
+    if gds_add(&files.references, -1) > 0:
+        return
+    pthread_mutex_destroy(&files.lock)
+    free(files.handles)
+    free(files)

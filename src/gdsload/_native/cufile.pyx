@@ -1,0 +1,527 @@
+"""libcufile, opened at run time: the driver's life, files and buffers made known to it, what it was
+told and what it did.
+
+Calls that have been seen to hang run on a thread of their own with a time limit. Codes are handed
+up as `CuFileFailure`; what they mean for a load is said in `gdsload.backends.cufile`.
+"""
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy, memset
+from posix.time cimport timespec
+
+import os
+
+from gdsload._native.atomics cimport gds_add
+from gdsload._native.cuda cimport CudaApi
+from gdsload._native.cufile cimport (
+    CU_FILE_HANDLE_TYPE_OPAQUE_FD,
+    CFiles,
+    CUfileDescr,
+    CUfileDrvProps,
+    CUfileError,
+    CuFileApi,
+    CUfileIOEvents,
+    CUfileIOParams,
+    release_files,
+)
+from gdsload._native.pthreads cimport (
+    deadline_in,
+    monotonic_cond_init,
+    pthread_cond_broadcast,
+    pthread_cond_destroy,
+    pthread_cond_t,
+    pthread_cond_timedwait,
+    pthread_detach,
+    pthread_mutex_destroy,
+    pthread_mutex_init,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+    pthread_t,
+    start_quiet_thread,
+)
+
+cdef extern from "<dlfcn.h>" nogil:
+    enum:
+        RTLD_NOW
+        RTLD_LOCAL
+    void *dlopen(const char *path, int flags)
+    void *dlsym(void *library, const char *name)
+    int dlclose(void *library)
+    char *dlerror()
+
+# In the order of CuFileApi: the functions without which there is no cuFile, then the others.
+_NEEDED = (
+    "cuFileDriverOpen", "cuFileHandleRegister", "cuFileHandleDeregister", "cuFileBufRegister",
+    "cuFileBufDeregister", "cuFileRead", "cuFileDriverGetProperties",
+)
+_BETTER = (
+    "cuFileDriverClose_v2", "cuFileGetVersion", "cuFileBatchIOSetUp", "cuFileBatchIOSubmit",
+    "cuFileBatchIOGetStatus", "cuFileBatchIOCancel", "cuFileBatchIODestroy",
+    "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileGetParameterBool",
+    "cuFileSetParameterBool", "cuFileSetParameterString", "cuFileDriverGetP2PFlags",
+    "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3",
+)
+
+cdef enum:
+    # The statistics grew with 1.19, and a newer libcufile writes its own size: there is room.
+    STATS_BYTES = 131072
+    LEVEL_1_BYTES = 512
+    LEVEL_1_BYTES_1190 = 624
+    HISTOGRAM_BYTES = 512
+    GPU_BYTES = 248
+    MOST_GPUS = 16
+
+
+class CuFileFailure(RuntimeError):
+    """cuFile said no: `call` is the function, `code` its CUfileOpError, `cuda_code` CUDA's."""
+
+    def __init__(self, call, code, cuda_code=0):
+        super().__init__(f"{call} answered {code}" + (f" (CUDA {cuda_code})" if cuda_code else ""))
+        self.call = call
+        self.code = code
+        self.cuda_code = cuda_code
+
+
+# --- calls that may never come back -----------------------------------------------------------
+
+cdef enum:
+    OPEN_DRIVER = 1
+    CLOSE_DRIVER = 2
+
+cdef struct Errand:
+    int64_t references          # who waits, and who runs
+    int what
+    CuFileApi *api
+    CudaApi *cuda
+    void *context               # made current around the call; NULL: none is needed
+    CUfileError answer
+    int done
+    pthread_mutex_t lock
+    pthread_cond_t told
+
+
+cdef void release_errand(Errand *self) noexcept nogil:
+    if gds_add(&self.references, -1) > 0:
+        return
+    pthread_cond_destroy(&self.told)
+    pthread_mutex_destroy(&self.lock)
+    free(self)
+
+
+cdef void *run_errand(void *arg) noexcept nogil:
+    cdef Errand *self = <Errand *>arg
+    cdef CUfileError answer
+    if self.context != NULL:
+        self.cuda.set_current(self.context)
+    if self.what == OPEN_DRIVER:
+        answer = self.api.driver_open()
+    else:
+        answer = self.api.driver_close()
+    pthread_mutex_lock(&self.lock)
+    self.answer = answer
+    self.done = 1
+    pthread_cond_broadcast(&self.told)
+    pthread_mutex_unlock(&self.lock)
+    release_errand(self)
+    return NULL
+
+
+@cython.final
+cdef class CuFile:
+    """One libcufile. It stays loaded until the process ends; its driver is opened at most once."""
+
+    # Not part of the object: threads that were left behind may use it when that has gone.
+    cdef CuFileApi *api
+    cdef readonly str path
+    cdef readonly int pid
+    cdef readonly frozenset functions
+
+    def __cinit__(self, str path):
+        """Opens the library at ``path``, or by that soname; nothing in it runs yet.
+
+        Raises OSError where it cannot be opened, or is too old to read a file.
+        """
+        cdef void *library
+        cdef void **slot
+        cdef int place = 0
+        if len(_NEEDED) + len(_BETTER) != sizeof(CuFileApi) // sizeof(void *):
+            raise ImportError("cufile.pxd and cufile.pyx name different functions")
+        self.api = <CuFileApi *>calloc(1, sizeof(CuFileApi))
+        if self.api == NULL:
+            raise MemoryError("no memory for cuFile's functions")
+        slot = <void **>self.api
+        encoded = os.fsencode(path)
+        library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+        if library == NULL:
+            raise OSError(dlerror().decode(errors="replace"))
+        found = set()
+        for name in _NEEDED + _BETTER:
+            symbol = name.encode()
+            slot[place] = dlsym(library, symbol)
+            if slot[place] == NULL and name == "cuFileDriverClose_v2":
+                slot[place] = dlsym(library, b"cuFileDriverClose")  # what it was called before
+            if slot[place] != NULL:
+                found.add(name)
+            elif name in _NEEDED:
+                dlclose(library)
+                raise OSError(f"{path} has no {name}")
+            place += 1
+        self.functions = frozenset(found)
+        self.path = path
+        self.pid = os.getpid()
+
+    cdef own(self):
+        # Its threads, locks and device descriptors stayed in the parent.
+        if self.pid != os.getpid():
+            raise RuntimeError("libcufile was opened before this process was forked")
+
+    cdef lacks(self, str name):
+        return NotSupported(f"{self.path} has no {name}")
+
+    cdef CUfileError errand(self, int what, object device, double seconds, int *timed_out):
+        cdef Errand *call = <Errand *>calloc(1, sizeof(Errand))
+        cdef CUfileError answer
+        cdef pthread_t thread
+        cdef timespec until
+        cdef int error
+        if call == NULL:
+            raise MemoryError("no memory to call cuFile")
+        call.references = 2
+        call.what = what
+        call.api = self.api
+        if device is not None:
+            cuda, context = device.handles()
+            call.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
+            call.context = PyCapsule_GetPointer(context, b"gdsload.context")
+        pthread_mutex_init(&call.lock, NULL)
+        monotonic_cond_init(&call.told)
+        error = start_quiet_thread(&thread, run_errand, call)
+        if error != 0:
+            call.references = 1
+            release_errand(call)
+            raise OSError(error, f"no thread to call cuFile: {os.strerror(error)}")
+        with nogil:
+            pthread_detach(thread)
+            deadline_in(&until, <int64_t>(seconds * 1e9))
+            pthread_mutex_lock(&call.lock)
+            while not call.done:
+                if pthread_cond_timedwait(&call.told, &call.lock, &until) != 0:
+                    break
+            timed_out[0] = not call.done
+            answer = call.answer
+            pthread_mutex_unlock(&call.lock)
+            release_errand(call)
+        return answer
+
+    def open_driver(self, object device, double seconds):
+        """Opens cuFile's driver, in the context of ``device``.
+
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on in a thread
+        that cannot be ended, and nothing else of this library may be called.
+        """
+        cdef int timed_out = 0
+        cdef CUfileError answer
+        self.own()
+        answer = self.errand(OPEN_DRIVER, device, seconds, &timed_out)
+        if timed_out:
+            raise TimeoutError(f"cuFileDriverOpen has not come back in {seconds:g} s")
+        self.require("cuFileDriverOpen", answer)
+
+    def close_driver(self, double seconds):
+        """Closes the driver; False where it had not come back after ``seconds``."""
+        cdef int timed_out = 0
+        cdef CUfileError answer
+        self.own()
+        if self.api.driver_close == NULL:
+            return False
+        answer = self.errand(CLOSE_DRIVER, None, seconds, &timed_out)
+        if timed_out:
+            return False
+        self.require("cuFileDriverClose", answer)
+        return True
+
+    cdef require(self, str call, CUfileError answer):
+        if answer.err != 0:
+            raise CuFileFailure(call, answer.err, answer.cu_err)
+
+    @property
+    def version(self):
+        """1150 for 1.15; 0 where it does not say."""
+        cdef int version = 0
+        self.own()
+        if self.api.get_version == NULL or self.api.get_version(&version).err != 0:
+            return 0
+        return version
+
+    def properties(self):
+        """CUfileDrvProps, flat: sizes in KiB, except max_batch_io_size (entries)."""
+        cdef CUfileDrvProps props
+        cdef CUfileError answer
+        self.own()
+        memset(&props, 0, sizeof(props))
+        with nogil:
+            answer = self.api.get_properties(&props)
+        self.require("cuFileDriverGetProperties", answer)
+        return {
+            "nvfs_major": props.nvfs.major_version,
+            "nvfs_minor": props.nvfs.minor_version,
+            "max_direct_io_kb": props.nvfs.max_direct_io_size,
+            "filesystems": props.nvfs.dstatusflags,
+            "control": props.nvfs.dcontrolflags,
+            "features": props.fflags,
+            "max_device_cache_kb": props.max_device_cache_size,
+            "per_buffer_cache_kb": props.per_buffer_cache_size,
+            "max_batch": props.max_batch_io_size,
+        }
+
+    def get_size(self, int parameter):
+        """A CUFileSizeTConfigParameter_t, or None where this libcufile does not tell."""
+        cdef size_t value = 0
+        self.own()
+        if self.api.get_size == NULL or self.api.get_size(parameter, &value).err != 0:
+            return None
+        return value
+
+    def set_size(self, int parameter, size_t value):
+        """Before the driver is opened. Raises CuFileFailure, NotSupported before 1.14."""
+        self.own()
+        if self.api.set_size == NULL:
+            raise self.lacks("cuFileSetParameterSizeT")
+        self.require("cuFileSetParameterSizeT", self.api.set_size(parameter, value))
+
+    def get_bool(self, int parameter):
+        """A CUFileBoolConfigParameter_t, or None where this libcufile does not tell."""
+        cdef uint8_t value = 0
+        self.own()
+        if self.api.get_bool == NULL or self.api.get_bool(parameter, &value).err != 0:
+            return None
+        return bool(value)
+
+    def set_bool(self, int parameter, bint value):
+        """Before the driver is opened. Raises CuFileFailure."""
+        self.own()
+        if self.api.set_bool == NULL:
+            raise self.lacks("cuFileSetParameterBool")
+        self.require("cuFileSetParameterBool", self.api.set_bool(parameter, value))
+
+    def set_string(self, int parameter, str value):
+        """Before the driver is opened. Raises CuFileFailure."""
+        self.own()
+        if self.api.set_string == NULL:
+            raise self.lacks("cuFileSetParameterString")
+        encoded = os.fsencode(value)
+        self.require("cuFileSetParameterString", self.api.set_string(parameter, encoded))
+
+    def p2p_flags(self, int target):
+        """CUfileP2PFlags of a kind of storage (CUfileDriverStatusFlags), or None."""
+        cdef int flags = 0
+        self.own()
+        if self.api.get_p2p == NULL or self.api.get_p2p(target, &flags).err != 0:
+            return None
+        return flags
+
+    def register_file(self, int fd):
+        """The CUfileHandle_t of an open file. The descriptor must outlive it."""
+        cdef CUfileDescr descr
+        cdef CUfileError answer
+        cdef void *handle = NULL
+        self.own()
+        memset(&descr, 0, sizeof(descr))
+        descr.type = CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        descr.handle.fd = fd
+        with nogil:
+            answer = self.api.handle_register(&handle, &descr)
+        self.require("cuFileHandleRegister", answer)
+        return <uintptr_t>handle
+
+    def deregister_file(self, uint64_t handle):
+        """Gives a file's handle back. No read of it may be under way."""
+        self.own()
+        with nogil:
+            self.api.handle_deregister(<void *><uintptr_t>handle)
+
+    def register_buffer(self, uint64_t address, size_t nbytes):
+        """Makes memory known, so that reads go into it without a detour."""
+        cdef CUfileError answer
+        self.own()
+        with nogil:
+            answer = self.api.buf_register(<void *><uintptr_t>address, nbytes, 0)
+        self.require("cuFileBufRegister", answer)
+
+    def deregister_buffer(self, uint64_t address):
+        """Undoes `register_buffer`."""
+        cdef CUfileError answer
+        self.own()
+        with nogil:
+            answer = self.api.buf_deregister(<void *><uintptr_t>address)
+        self.require("cuFileBufDeregister", answer)
+
+    def start_statistics(self):
+        """Counts from now on (1.15 and later). True where it does."""
+        self.own()
+        if self.api.stats_level == NULL or self.api.stats_start == NULL:
+            return False
+        return self.api.stats_level(3).err == 0 and self.api.stats_start().err == 0
+
+    def statistics(self):
+        """What each GPU has read so far, and by which road; None where this libcufile cannot say.
+
+        Keys: read_bytes, reads, p2p, nvfs, posix, unaligned, errors (all but the first count
+        reads).
+        """
+        cdef uint8_t *raw
+        cdef uint64_t word
+        cdef uint32_t gpus = 0
+        cdef CUfileError answer
+        self.own()
+        if self.api.stats_l3 == NULL:
+            return None
+        level_2 = (LEVEL_1_BYTES_1190 if self.version >= 1190 else LEVEL_1_BYTES) + HISTOGRAM_BYTES
+        raw = <uint8_t *>calloc(1, STATS_BYTES)
+        if raw == NULL:
+            raise MemoryError("no memory for cuFile's statistics")
+        try:
+            with nogil:
+                answer = self.api.stats_l3(raw)
+            if answer.err != 0:
+                return None
+            memcpy(&gpus, raw + <size_t>level_2, 4)
+            found = []
+            for gpu in range(min(gpus, MOST_GPUS)):
+                facts = {}
+                for name, place in _GPU_FIELDS:
+                    memcpy(&word, raw + <size_t>(level_2 + 8 + gpu * GPU_BYTES + place), 8)
+                    facts[name] = word
+                found.append(facts)
+            return found
+        finally:
+            free(raw)
+
+    def files(self, object device, double patience_seconds):
+        """A table of file handles for an engine that reads into memory of ``device``, and that
+        takes a read for lost when it has not been heard of for so long."""
+        return Files(self, device, patience_seconds)
+
+    def handle(self):
+        """Its functions, as a capsule for native code."""
+        return PyCapsule_New(self.api, b"gdsload.cufile", NULL)
+
+
+class NotSupported(RuntimeError):
+    """This libcufile is too old for what was asked."""
+
+
+# Bytes from the start of a GPU's statistics (CUfilePerGpuStats).
+_GPU_FIELDS = (
+    ("read_bytes", 16), ("reads", 48), ("p2p", 56), ("nvfs", 64), ("posix", 72),
+    ("unaligned", 80), ("errors", 112),
+)
+
+
+@cython.final
+cdef class Files:
+    """The handles of registered files, by the pump's number for each descriptor."""
+
+    cdef CFiles *table
+    cdef readonly CuFile cufile
+    cdef readonly object device
+
+    def __cinit__(self, CuFile cufile, object device, double patience_seconds):
+        cdef CFiles *made = <CFiles *>calloc(1, sizeof(CFiles))
+        if made == NULL:
+            raise MemoryError("no memory for a table of files")
+        made.references = 1
+        pthread_mutex_init(&made.lock, NULL)
+        self.table = made
+        self.cufile = cufile
+        self.device = device
+        cuda, context = device.handles()
+        made.patience_ns = <int64_t>(patience_seconds * 1e9)
+        made.api = cufile.api
+        made.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
+        made.context = PyCapsule_GetPointer(context, b"gdsload.context")
+
+    def put(self, int slot, uint64_t handle):
+        """From now on ``slot`` stands for this handle; 0: for none."""
+        cdef void **grown
+        cdef int room
+        if slot < 0:
+            raise IndexError(f"slot {slot}")
+        pthread_mutex_lock(&self.table.lock)
+        if slot >= self.table.room:
+            room = 2 * slot + 16
+            grown = <void **>realloc(self.table.handles, room * sizeof(void *))
+            if grown != NULL:
+                memset(grown + self.table.room, 0, (room - self.table.room) * sizeof(void *))
+                self.table.handles = grown
+                self.table.room = room
+        if slot < self.table.room:
+            self.table.handles[slot] = <void *><uintptr_t>handle
+        room = self.table.room
+        pthread_mutex_unlock(&self.table.lock)
+        if slot >= room:
+            raise MemoryError("no memory for a table of files")
+
+    @property
+    def address(self):
+        """Where the table is: an engine over cuFile is handed this."""
+        return <uintptr_t>self.table
+
+    def __dealloc__(self):
+        if self.table != NULL:
+            release_files(self.table)
+
+
+def layout():
+    """Sizes of the structs that are shared with libcufile, and the places of their fields."""
+    cdef CUfileDescr descr
+    cdef CUfileDrvProps props
+    cdef CUfileIOParams params
+    cdef CUfileIOEvents events
+    return {
+        "CUfileError_t": sizeof(CUfileError),
+        "CUfileDescr_t": sizeof(CUfileDescr),
+        "CUfileDescr_t.handle": <char *>&descr.handle - <char *>&descr,
+        "CUfileDescr_t.fs_ops": <char *>&descr.fs_ops - <char *>&descr,
+        "CUfileDrvProps_t": sizeof(CUfileDrvProps),
+        "CUfileDrvProps_t.nvfs.dstatusflags":
+            <char *>&props.nvfs.dstatusflags - <char *>&props,
+        "CUfileDrvProps_t.fflags": <char *>&props.fflags - <char *>&props,
+        "CUfileDrvProps_t.max_device_cache_size":
+            <char *>&props.max_device_cache_size - <char *>&props,
+        "CUfileDrvProps_t.per_buffer_cache_size":
+            <char *>&props.per_buffer_cache_size - <char *>&props,
+        "CUfileDrvProps_t.max_batch_io_size": <char *>&props.max_batch_io_size - <char *>&props,
+        "CUfileIOParams_t": sizeof(CUfileIOParams),
+        "CUfileIOParams_t.u.batch.devPtr_base":
+            <char *>&params.u.batch.devPtr_base - <char *>&params,
+        "CUfileIOParams_t.u.batch.file_offset":
+            <char *>&params.u.batch.file_offset - <char *>&params,
+        "CUfileIOParams_t.u.batch.devPtr_offset":
+            <char *>&params.u.batch.devPtr_offset - <char *>&params,
+        "CUfileIOParams_t.u.batch.size": <char *>&params.u.batch.size - <char *>&params,
+        "CUfileIOParams_t.fh": <char *>&params.fh - <char *>&params,
+        "CUfileIOParams_t.opcode": <char *>&params.opcode - <char *>&params,
+        "CUfileIOParams_t.cookie": <char *>&params.cookie - <char *>&params,
+        "CUfileIOEvents_t": sizeof(CUfileIOEvents),
+        "CUfileIOEvents_t.status": <char *>&events.status - <char *>&events,
+        "CUfileIOEvents_t.ret": <char *>&events.ret - <char *>&events,
+    }
+
+
+def statistics_layout(int version):
+    """Where this module looks in CUfileStatsLevel3_t, and what it takes its parts' sizes to be."""
+    level_1 = LEVEL_1_BYTES_1190 if version >= 1190 else LEVEL_1_BYTES
+    return {
+        "CUfileStatsLevel1_t": level_1,
+        "CUfileStatsLevel2_t": level_1 + HISTOGRAM_BYTES,
+        "CUfilePerGpuStats_t": GPU_BYTES,
+        "CUfileStatsLevel3_t.num_gpus": level_1 + HISTOGRAM_BYTES,
+        "CUfileStatsLevel3_t.per_gpu_stats": level_1 + HISTOGRAM_BYTES + 8,
+        "room": STATS_BYTES,
+        **{f"CUfilePerGpuStats_t.{name}": place for name, place in _GPU_FIELDS},
+    }

@@ -1,0 +1,305 @@
+"""cuFile as this process has it: found, opened once and safely, and asked what it really does.
+
+Compatibility mode reads through DRAM by cuFile's own means, which are slower and more fragile than
+ours: it is only used where a user allowed it by name. Whether the native way is there is asked
+three times: of the machine before anything is opened, of the driver when it is open, and of
+cuFile's own counters when bytes have moved.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tempfile
+import threading
+from contextlib import suppress
+from typing import NamedTuple
+
+from gdsload import gpu, libraries
+from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
+from gdsload.backends.base import Support
+from gdsload.errors import BackendUnavailable
+
+NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
+ROOT = "/"  # where the machine's files are looked for
+# cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
+OPEN_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+
+# CUFileSizeTConfigParameter_t, CUFileBoolConfigParameter_t, CUFileStringConfigParameter_t.
+_MAX_DIRECT_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
+_ALLOW_COMPAT = 1
+_LOG_DIR = 2
+# CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
+_NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
+
+# What a user is likely to meet. The codes are cuFile's; the rest is the mend.
+MEANINGS = {
+    5001: "nvidia-fs is not loaded, and compatibility mode was not allowed",
+    5007: "GPUDirect Storage does not work on this platform",
+    5008: "GPUDirect Storage does not work on this file",
+    5009: "GPUDirect Storage does not work on this GPU",
+    5010: "the nvidia-fs driver refused; is the GPU's BAR1 large enough?",
+    5011: "the CUDA driver refused",
+    5012: "that is no device pointer",
+    5017: "a read past the end of what was registered",
+    5018: "cuFile reads no files of this kind",
+    5019: "cuFile does not take a file that was opened like this; does its filesystem do O_DIRECT?",
+    5022: "cuFile refused the arguments",
+    5025: "permission denied: by the driver or for the file",
+    5026: "cuFile's driver is open already",
+    5027: "cuFile does not know the file; in a container it needs the host's /run/udev",
+    5028: "the descriptor is registered already",
+    5029: "cuFile finds no GPU",
+    5030: "an internal error; in a container cuFile needs the host's /run/udev",
+    5033: "cuFile could not be set up: is libcuda there?",
+    5034: "GPUDirect Storage is switched off for this file by cufile.json",
+    5036: "no room to pin GPU memory: the BAR1 window is too small or full",
+    5037: "cuFile's batch queue is full",
+    5040: "cuFile refused the whole batch",
+    5041: "cuFile lost count of a batch",
+    5044: "a read failed below cuFile",
+    5049: "cuFile takes no batches in compatibility mode here",
+}
+
+
+class Limits(NamedTuple):
+    """What cuFile was configured to take: bytes, except `batch` (entries of one batch)."""
+
+    buffer_cache: int
+    device_cache: int
+    max_direct: int
+    batch: int
+
+    def complaint(self) -> str:
+        """Why batches would stall with these, empty where they would not."""
+        if not self.batch or not self.buffer_cache:
+            return ""
+        if self.device_cache // self.buffer_cache >= self.batch:
+            return ""
+        return (
+            f"max_device_cache_size_kb={self.device_cache >> 10} holds"
+            f" {self.device_cache // self.buffer_cache} buffers of per_buffer_cache_size_kb="
+            f"{self.buffer_cache >> 10}, fewer than io_batchsize={self.batch}: set"
+            f" max_device_cache_size_kb to {self.batch * self.buffer_cache >> 10} in cufile.json"
+        )
+
+
+class Driver:
+    """cuFile with its driver open: which way its reads go, and within which limits."""
+
+    def __init__(self, library: CuFile) -> None:
+        self.library = library
+        self.pid = os.getpid()
+        self.version = library.version
+        facts = library.properties()
+        self.mode = _mode(library, facts)
+        self.limits = Limits(
+            _kilo(library.get_size(_BUFFER_CACHE_KB), facts["per_buffer_cache_kb"]),
+            _kilo(library.get_size(_DEVICE_CACHE_KB), facts["max_device_cache_kb"]),
+            _kilo(library.get_size(_MAX_DIRECT_KB), facts["max_direct_io_kb"]),
+            library.get_size(_BATCHSIZE) or facts["max_batch"],
+        )
+        self.counts = library.start_statistics()
+
+    def roads(self) -> dict[str, int] | None:
+        """Reads that cuFile has counted so far, by road; None where it does not count."""
+        gpus = self.library.statistics() if self.counts else None
+        if gpus is None:
+            return None
+        return {road: sum(each[road] for each in gpus) for road in ("p2p", "nvfs", "posix")}
+
+
+def _kilo(told: int | None, known: int) -> int:
+    return (told or known) << 10
+
+
+def _mode(library: CuFile, facts: dict[str, int]) -> str:
+    if facts["nvfs_major"] > 0:
+        return NVFS
+    version = library.version
+    # The feature bit came with 1.16; before, a kind of filesystem stood for it.
+    if version >= 1160:
+        flags = library.p2p_flags(_NVME)
+        p2p = facts["features"] >> _P2P_SUPPORTED & 1 and (flags is None or flags & 1)
+    else:
+        p2p = facts["filesystems"] >> _NVME_P2P & 1
+    return P2P if p2p else COMPAT
+
+
+_lock = threading.Lock()
+_library: list[CuFile] = []
+_driver: list[Driver] = []
+# Why cuFile could not be opened. Another try would open it in secret with what was set dropped.
+_latched: list[str] = []
+
+
+def library() -> CuFile:
+    """libcufile, not opened yet. Raises BackendUnavailable where there is none."""
+    with _lock:
+        return _find()
+
+
+def _find() -> CuFile:
+    if not _library:
+        reasons = []
+        for path in libraries.candidates(libraries.CUFILE):
+            try:
+                _library.append(CuFile(path))
+                break
+            except OSError as error:
+                reasons.append(str(error))
+        else:
+            why = "; ".join(reasons)
+            raise BackendUnavailable(
+                f"there is no libcufile: {why}",
+                {"cufile": f"{why} (pip install nvidia-cufile)"},
+            )
+    found = _library[0]
+    if found.pid != os.getpid():
+        raise BackendUnavailable(
+            "cuFile was opened before this process was forked from its parent",
+            {"cufile": "used after fork; start processes that load with 'spawn'"},
+        )
+    return found
+
+
+def native_path(root: str = "") -> tuple[str, str]:
+    """(which native way this machine seems to have, ""), or ("", why it has none).
+
+    Looked for in files, without opening anything.
+    """
+    root = root or ROOT
+    version = _text(root, "proc/driver/nvidia-fs/version")
+    nodes = glob.glob(os.path.join(root, "dev/nvidia-fs*"))
+    if version and nodes:
+        return NVFS, ""
+    if version:
+        return "", "nvidia-fs is loaded, but /dev/nvidia-fs* is not in this container"
+    if "RMForceStaticBar1=1" in _text(root, "proc/driver/nvidia/params"):
+        return P2P, ""
+    return "", "nvidia-fs is not loaded, and the driver is not set up for PCI P2PDMA"
+
+
+def obstacle(root: str = "") -> str:
+    """Why opening cuFile here would hang or fail; empty where nothing speaks against it."""
+    try:
+        with open(os.path.join(root or ROOT, "proc/modules")):
+            pass
+    except OSError as error:
+        # cuFileDriverOpen would look for it for ever, at 100 % of a processor.
+        return f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without"
+    if not os.path.isdir(os.path.join(root or ROOT, "run/udev")):
+        return "there is no /run/udev, where cuFile looks up which device a file is on"
+    return ""
+
+
+def support(device: str, allow_compat: bool) -> Support:
+    """Whether cuFile can read to a device here: found out without opening it."""
+    try:
+        found = library()
+    except BackendUnavailable as error:
+        return Support(False, (str(error),), "pip install nvidia-cufile")
+    if why := gpu.why_not(device):
+        return Support(False, (why,))
+    if _latched:
+        return Support(False, (_latched[0],))
+    if _driver:
+        return _fits(_driver[0].mode, allow_compat)
+    if why := obstacle():
+        mend = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
+        return Support(False, (why,), mend)
+    way, why = native_path()
+    if way or allow_compat:
+        return Support(True, (why,) if why else ())
+    return Support(
+        False,
+        (f"cuFile ({found.version or 'of no version'}) has no native path: {why}",),
+        "allow_compat=True uses its compatibility mode, which is slower than the posix backend",
+    )
+
+
+def _fits(mode: str, allow_compat: bool) -> Support:
+    if mode == COMPAT and not allow_compat:
+        return Support(
+            False,
+            ("cuFile is open in compatibility mode in this process",),
+            "allow_compat=True uses it, slower than the posix backend",
+        )
+    return Support(True, ("in compatibility mode",) if mode == COMPAT else ())
+
+
+def opened(device: str, allow_compat: bool) -> Driver:
+    """cuFile's driver, opened with the first call. Raises BackendUnavailable with the reason.
+
+    What failed once is not tried again in this process.
+    """
+    answer = support(device, allow_compat)
+    if not answer.usable:
+        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+    with _lock:
+        if not _driver:
+            if _latched:
+                raise BackendUnavailable(_latched[0], {"cufile": _latched[0]})
+            _driver.append(_open(_find(), device, allow_compat))
+        found = _driver[0]
+    answer = _fits(found.mode, allow_compat)
+    if not answer.usable:
+        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+    return found
+
+
+def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
+    _configure(found, allow_compat)
+    try:
+        found.open_driver(gpu.device(gpu.ordinal_of(device)), OPEN_SECONDS)
+    except TimeoutError as error:
+        raise _latch(f"{error}: it is left to itself") from error
+    except CuFileFailure as error:
+        raise _latch(f"cuFile does not open: {explain(error.code) or error}") from error
+    driver = Driver(found)
+    if driver.mode == COMPAT and not allow_compat:
+        found.close_driver(CLOSE_SECONDS)
+        raise _latch("cuFile opened in compatibility mode only: it has no native path here")
+    return driver
+
+
+def _latch(why: str) -> BackendUnavailable:
+    _latched.append(why)
+    return BackendUnavailable(why, {"cufile": why})
+
+
+def _configure(found: CuFile, allow_compat: bool) -> None:
+    """What cuFile is told before it opens. Where the user has a configuration, only what decides
+    whether a load may be slow in secret."""
+    with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
+        found.set_bool(_ALLOW_COMPAT, allow_compat)
+    if own_configuration():
+        return
+    with suppress(CuFileFailure, NotSupported):
+        # Its log would be dropped into whatever directory the process is in.
+        found.set_string(_LOG_DIR, tempfile.gettempdir())
+
+
+def own_configuration() -> str:
+    """The cuFile settings that the user or the machine has: a path or a variable; else empty."""
+    for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]}"
+    return "/etc/cufile.json" if os.path.exists("/etc/cufile.json") else ""
+
+
+def explain(code: int) -> str:
+    """One of cuFile's codes in words; empty for an errno."""
+    if code < 5000:
+        return ""
+    return f"cuFile error {code}: {MEANINGS.get(code, 'see cufile.h')}"
+
+
+def _text(root: str, path: str) -> str:
+    try:
+        with open(os.path.join(root, path), errors="replace") as file:
+            return re.sub(r"\s+", " ", file.read()).strip()
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""The ``gds`` backend: cuFile's batch API, within the limits that hold in every release.
+
+Entries are no larger than cuFile's buffer for one, because larger ones were seen to be cut short in
+silence, and no more are in flight than its smallest pool holds, because more were seen to hang.
+Whatever is larger is split by the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gdsload._native import cufilebatch
+from gdsload.backends.base import Option
+from gdsload.backends.gds_base import EVENT_SECONDS, CuFileBackend
+from gdsload.errors import BackendUnavailable
+from gdsload.plan import Limits
+
+# In compatibility mode cuFile hangs inside a submission with more than its pool of 64 in flight.
+MOST_IN_FLIGHT = 64
+# The handles that the engine spreads what is in flight over (_native/cufilebatch.pyx).
+_HANDLES = 4
+_DEFAULT_CACHE = 1 << 20  # per_buffer_cache_size_kb, where nobody changed it
+
+
+class GdsBackend(CuFileBackend):
+    """Files to VRAM by batches."""
+
+    name: ClassVar[str] = "gds"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not 0 < self.settings["depth"] <= MOST_IN_FLIGHT:
+            raise ValueError(
+                f"depth={self.settings['depth']!r}: from 1 to {MOST_IN_FLIGHT} entries can be in"
+                " flight"
+            )
+        if self.settings["event_seconds"] <= 0:
+            raise ValueError(f"event_seconds={self.settings['event_seconds']!r}: it takes some")
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return (
+            *super().options(),
+            Option("request_bytes", 0, "bytes of one entry, at most; 0: cuFile's buffer for one"),
+            Option("depth", MOST_IN_FLIGHT, "entries in flight"),
+            Option("event_seconds", EVENT_SECONDS, "after this a silent entry is taken for lost"),
+        )
+
+    def limits(self, device: str = "cpu") -> Limits:
+        """From cuFile's own configuration, once it is open."""
+        # Some releases before 1.14 do not tell.
+        largest = (self._driver.limits.buffer_cache if self._driver else 0) or _DEFAULT_CACHE
+        wanted = self.settings["request_bytes"] or largest
+        return Limits(max_request=min(wanted, largest), depth=self._depth())
+
+    def _depth(self) -> int:
+        depth = int(self.settings["depth"])
+        if self._driver is None:
+            return depth
+        found = self._driver.limits
+        if complaint := found.complaint():
+            self.refusals["gds/limits"] = complaint
+            depth = min(depth, found.device_cache // found.buffer_cache)
+        return max(min(depth, _HANDLES * found.batch) if found.batch else depth, 1)
+
+    def _new_engine(self) -> object:
+        missing = {"cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",
+                   "cuFileBatchIODestroy"} - self._open(self._device).library.functions  # fmt: skip
+        if missing:
+            why = f"this libcufile has no {', '.join(sorted(missing))}"
+            raise BackendUnavailable(f"backend 'gds' cannot work: {why}", {"gds": why})
+        return cufilebatch.engine()

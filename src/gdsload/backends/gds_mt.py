@@ -1,0 +1,53 @@
+"""The ``gds_mt`` backend: ``cuFileRead`` from several native threads, with large requests.
+
+The plain way into cuFile, and the sound one: a call says how much it read and why no more. Short
+reads are continued by the pump, as on every road.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gdsload._native import cufilethreads
+from gdsload.backends.base import Option
+from gdsload.backends.gds_base import CuFileBackend
+from gdsload.plan import Limits
+
+# cuFile's guide asks for requests of more than 16 MiB from a few threads; nothing here was measured
+# on a GPU yet (scripts/gpu_check.py does).
+REQUEST_BYTES = 16 << 20
+THREADS = 8
+MOST_THREADS = 64
+
+
+class GdsMtBackend(CuFileBackend):
+    """Files to VRAM by cuFileRead."""
+
+    name: ClassVar[str] = "gds_mt"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not 0 < self.settings["threads"] <= MOST_THREADS:
+            raise ValueError(
+                f"threads={self.settings['threads']!r}: from 1 to {MOST_THREADS} can read"
+            )
+        if not self.settings["request_bytes"]:
+            raise ValueError("request_bytes=0: a request reads something")
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return (
+            *super().options(),
+            Option("request_bytes", REQUEST_BYTES, "bytes of one read, at most"),
+            Option("threads", THREADS, "threads that call cuFileRead"),
+        )
+
+    def limits(self, device: str = "cpu") -> Limits:
+        return Limits(max_request=self.settings["request_bytes"], depth=self._depth())
+
+    def _depth(self) -> int:
+        # For each thread one read, one that waits for it, and one that is being copied on.
+        return 3 * int(self.settings["threads"])
+
+    def _new_engine(self) -> object:
+        return cufilethreads.engine()

@@ -1,0 +1,49 @@
+"""Files to VRAM without cuFile: the posix engines read into a pinned ring, copies carry it on.
+
+What `gdsload.backends.posix` needs for a device, kept apart so that loads to DRAM never touch CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gdsload import gpu
+from gdsload.backends.staged import StagedRoad
+from gdsload.errors import BackendUnavailable
+from gdsload.ring import DRAM, ring_for
+
+
+def why_not(device: str) -> str:
+    """Why this road does not lead to a device; empty where it does."""
+    if device.partition(":")[0] != "cuda":
+        return f"it reaches DRAM and CUDA devices, not {device}"
+    return gpu.why_not(device)
+
+
+def open_road(
+    device: str, engine: str, capsule: object, settings: Mapping[str, Any], notes: dict[str, str]
+) -> StagedRoad:
+    """A road to a device by an engine of the posix backend; what it has to do without goes into
+    `notes`.
+
+    Raises BackendUnavailable where the engine does not open, PlacementError without room for the
+    ring.
+    """
+    ring = ring_for(DRAM, gpu.ordinal_of(device), settings["request_bytes"], settings["ring_bytes"])
+    if ring.notes:
+        notes["posix/ring"] = "; ".join(ring.notes)
+    try:
+        # Twice the depth: half of the slots are being copied from while the others are read to.
+        return StagedRoad(
+            "posix",
+            ring,
+            capsule,
+            2 * settings["depth"],
+            register=settings["fixed_buffers"] != "never",
+        )
+    except OSError as error:
+        raise BackendUnavailable(
+            f"engine {engine!r} of backend 'posix' cannot be opened for {device}: {error.strerror}",
+            {f"posix/{engine}": str(error.strerror)},
+        ) from error

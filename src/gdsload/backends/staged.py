@@ -1,0 +1,199 @@
+"""The staged road, which every backend that reaches VRAM takes: a pump over a stage over an engine.
+
+A `StagedRoad` belongs to one device and one backend; the ring that it passes through belongs to
+the process. A `StagedRequest` turns memory of a device into landings, so that the pump, which knows
+nothing of devices, reads to addresses as it always does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from gdsload._native.cufile import Files
+from gdsload._native.pump import Pump
+from gdsload._native.request import Request
+from gdsload._native.stage import Landing, Stage
+from gdsload.backends.base import (
+    VRAM,
+    Failure,
+    Memory,
+    OpenFile,
+    Progress,
+    Registration,
+)
+from gdsload.errors import BackendUnavailable
+from gdsload.plan import Transfer
+from gdsload.ring import StagingRing
+
+# How long a release waits for what is under way. Reads need not be waited for, they go no further
+# than their slots; copies that were started end by themselves, in microseconds.
+DRAIN_SECONDS = 0.15
+_LAND_ALIGN = 4096
+
+Explain = Callable[[int], str]
+
+
+class StagedRoad:
+    """One device's way from files through a ring into memory. Close it when its requests are."""
+
+    def __init__(
+        self,
+        name: str,
+        ring: StagingRing,
+        engine: object,
+        depth: int,
+        *,
+        register: bool = False,
+        files: Files | None = None,
+        explain: Explain | None = None,
+    ) -> None:
+        """`engine` is the capsule of what reads into the slots; `register` hands it the ring;
+        `explain` says in words what its codes mean. Raises OSError where it does not open."""
+        from gdsload import gpu
+
+        self.name, self.ring, self.explain = name, ring, explain
+        self._files = files
+        device = gpu.device(ring.ordinal)
+        self.stage = Stage(ring.native, device, engine, int(register), files)
+        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
+
+    def require_own_process(self) -> None:
+        """Raises BackendUnavailable after a fork."""
+        if self.pump.pid != os.getpid():
+            raise BackendUnavailable(
+                "this backend was opened before a fork: its threads and its device stayed in the"
+                " parent",
+                {self.name: "used after fork; start processes that load with 'spawn'"},
+            )
+
+    def prepare(
+        self,
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> StagedRequest:
+        """A request for these transfers."""
+        self.require_own_process()
+        return StagedRequest(self, transfers, files, memory)
+
+    def close(self) -> bool:
+        """Ends the thread; False where reads are stuck, and it goes when they come back."""
+        return self.pump.close(DRAIN_SECONDS)
+
+
+class StagedRequest:
+    """Transfers bound to a road, and the landings of the memory that they are for."""
+
+    def __init__(
+        self,
+        road: StagedRoad,
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> None:
+        self.road = road
+        self.populator = None
+        # Kept as long as something may be copied into it.
+        self._memory: list[Registration] = list(memory)
+        shares: list[tuple[int, int, int]] = []
+        places: list[int] = []
+        place = 0
+        for entry in memory:
+            what = entry.what
+            if not isinstance(what, Memory) or what.kind != VRAM:
+                raise TypeError(f"{what!r} is no memory of a device")
+            places.append(place)
+            for start, nbytes, address in what.shares or ((0, what.length, what.address),):
+                if start < 0 or nbytes < 0 or start + nbytes > what.length:
+                    raise ValueError(f"a share of {nbytes} bytes at {start} leaves its memory")
+                if nbytes:
+                    shares.append((place + start, nbytes, address))
+            place += -(-what.length // _LAND_ALIGN) * _LAND_ALIGN
+        self._landing: Landing = road.stage.land(shares)
+        base = self._landing.base
+        table, direct, buffered = lanes(files)
+        ops: list[tuple[int, int, int, int, int, object | None, int]] = []
+        for transfer in transfers:
+            what = memory[transfer.target].what
+            if transfer.target_offset + transfer.wanted > getattr(what, "length", 0):
+                raise ValueError(f"transfer {transfer.tag} leaves its memory")
+            lane = direct if transfer.road == "direct" else buffered
+            ops.append(
+                (
+                    lane[transfer.shard],
+                    transfer.offset,
+                    transfer.length,
+                    transfer.wanted,
+                    base + places[transfer.target] + transfer.target_offset,
+                    None,
+                    -1,
+                )
+            )
+        self.native = Request(road.pump, table, ops)
+
+    def start(self) -> None:
+        """Posts it. Raises BackendUnavailable after a fork."""
+        self.road.require_own_process()
+        self.native.post()
+
+    def progress(self) -> Progress:
+        """What has settled since it was last asked."""
+        self.road.require_own_process()
+        native = self.native
+        # Asked before the news: what settles in between is then told the next time, not lost.
+        finished = native.settled == native.count or not native.posted
+        settled = native.news()
+        failures = []
+        if native.failed:
+            failures = [self._failure(place) for place in settled if native.result(place)[2]]
+        return Progress(settled, failures, finished, native.idle_seconds)
+
+    def _failure(self, place: int) -> Failure:
+        _, got, code = self.native.result(place)
+        if self.road.explain is not None and code > 0:
+            text = self.road.explain(code)
+            if text:
+                return Failure(place, got, 0, text, code)
+        cuda_error = self.road.stage.cuda_error
+        if cuda_error and code > 0:
+            return Failure(place, got, code, f"the device refused a copy: CUDA error {cuda_error}")
+        return Failure(place, got, max(code, 0))
+
+    def wait(self, seconds: float, first: int, last: int) -> None:
+        """Returns when these transfers have settled, after `seconds` at the latest."""
+        self.road.require_own_process()
+        self.native.wait(seconds, first, last)
+
+    def end(self) -> None:
+        """After this nothing is copied into its memory any more."""
+        if self.road.pump.pid != os.getpid():
+            return
+        self.native.cancel()
+        self.native.quiet(DRAIN_SECONDS)
+        if not self._landing.end(DRAIN_SECONDS):
+            # A device that does not end its copies: their memory must never be used again.
+            _kept.append(self)
+
+
+# Requests whose copies never ended.
+_kept: list[StagedRequest] = []
+
+
+def lanes(
+    files: Sequence[Registration],
+) -> tuple[list[tuple[int, int, int, int, int]], dict[int, int], dict[int, int]]:
+    """The pump's table of files: each once with its direct descriptor, and once without."""
+    table: list[tuple[int, int, int, int, int]] = []
+    direct: dict[int, int] = {}
+    buffered: dict[int, int] = {}
+    for place, registration in enumerate(files):
+        file = registration.what
+        if not isinstance(file, OpenFile):
+            raise TypeError(f"file {place} of the request is {file!r}")
+        direct_slot, buffered_slot = registration.handle
+        direct[place] = len(table)
+        table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
+        buffered[place] = len(table)
+        table.append((file.fd, -1, file.block, direct_slot, buffered_slot))
+    return table, direct, buffered

@@ -1,0 +1,91 @@
+"""What stands between this machine and each road into VRAM, as facts to show: looked for in files
+and asked of libraries, with nothing of cuFile opened.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gdsload import gpu
+from gdsload.backends import cufile
+from gdsload.errors import BackendUnavailable
+from gdsload.ring import rings
+
+YES, PARTLY, NO = "yes", "partly", "no"
+
+
+class Fact(NamedTuple):
+    """One thing looked at: `verdict` is "yes", "partly" or "no"; `mend` is "" or what helps."""
+
+    name: str
+    verdict: str
+    detail: str
+    mend: str = ""
+
+
+def facts(device: str = "cuda:0") -> list[Fact]:
+    """All of them, in the order in which they matter."""
+    return [_cuda(device), _libcufile(), _opening(), _native(), _configuration(), *_rings()]
+
+
+def _cuda(device: str) -> Fact:
+    if why := gpu.why_not(device):
+        return Fact(device, NO, why, "install NVIDIA's driver, or give the container its devices")
+    found = gpu.facts(gpu.ordinal_of(device))
+    where = f"NUMA node {found.node}" if found.node >= 0 else "NUMA node unknown"
+    kind = ", its memory is the host's" if found.unified else ""
+    return Fact(device, YES, f"{found.name} at {found.bus}, {where}{kind}")
+
+
+def _libcufile() -> Fact:
+    try:
+        found = cufile.library()
+    except BackendUnavailable as error:
+        return Fact("libcufile", NO, str(error), "pip install nvidia-cufile")
+    version = found.version
+    said = f"{version // 1000}.{version % 1000 // 10}" if version else "of no version"
+    if "cuFileBatchIOSubmit" not in found.functions:
+        return Fact("libcufile", PARTLY, f"{said} at {found.path}, without batches")
+    if "cuFileGetStatsL3" not in found.functions:
+        return Fact("libcufile", PARTLY, f"{said} at {found.path}: it does not count its reads",
+                    "1.15 and later tell which road the bytes took")  # fmt: skip
+    return Fact("libcufile", YES, f"{said} at {found.path}")
+
+
+def _opening() -> Fact:
+    why = cufile.obstacle()
+    if not why:
+        return Fact("opening cuFile", YES, "nothing speaks against it")
+    mend = "mount the host's /run/udev, read-only" if "udev" in why else "use a readable /proc"
+    return Fact("opening cuFile", NO, why, mend)
+
+
+def _native() -> Fact:
+    way, why = cufile.native_path()
+    if way == cufile.NVFS:
+        return Fact("native path", YES, "nvidia-fs")
+    if way == cufile.P2P:
+        return Fact("native path", PARTLY, "the driver is set up for PCI P2PDMA",
+                    "a load's report tells whether it worked")  # fmt: skip
+    return Fact("native path", NO, why, "scripts/install_gds.sh --check says what is missing")
+
+
+def _configuration() -> Fact:
+    own = cufile.own_configuration()
+    return Fact("cuFile's configuration", YES, own or "its defaults; its log goes to the system's"
+                " temporary directory")  # fmt: skip
+
+
+def _rings() -> list[Fact]:
+    found = []
+    for ring in rings():
+        detail = f"{ring.nbytes >> 20} MiB of {ring.kind.upper()}, {ring.native.count} slots"
+        lost = ring.native.lost
+        found.append(
+            Fact(
+                f"ring of cuda:{ring.ordinal}",
+                PARTLY if lost or ring.notes else YES,
+                "; ".join([detail, *([f"{lost} slots lost"] if lost else []), *ring.notes]),
+            )
+        )
+    return found

@@ -1,0 +1,150 @@
+"""The staging rings: memory that is registered once per process and device, and that every load
+passes through. A ring of DRAM is pinned and lies near its device; one of VRAM is registered with
+cuFile. Slots are lent to reads by native code and come back when their copies are done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gdsload import gpu
+from gdsload._native.cuda import CudaFailure
+from gdsload._native.memory import Region
+from gdsload._native.stage import Ring
+from gdsload.errors import PlacementError
+
+DRAM, VRAM = "dram", "vram"
+# What all rings of one device take at most, unless somebody says otherwise.
+RING_BYTES = 512 << 20
+_SLAB_ALIGN = 64 << 10  # cuFile wants 4 KiB; this is what GPUs map at a time
+
+
+class StagingRing:
+    """Slots in one slab of memory. `notes` says what it has to do without."""
+
+    def __init__(
+        self,
+        kind: str,
+        ordinal: int,
+        slot_bytes: int,
+        count: int,
+        register: Callable[[int, int], Callable[[], None]] | None = None,
+    ) -> None:
+        """`register` makes a slab of VRAM (address, bytes) known, and returns what undoes it.
+
+        Raises PlacementError where the memory is not to be had.
+        """
+        self.kind, self.ordinal = kind, ordinal
+        self.notes: list[str] = []
+        self.nbytes = slot_bytes * count
+        self.pid = os.getpid()
+        self._undo: list[Callable[[], Any]] = []
+        device = gpu.device(ordinal)
+        try:
+            if kind == DRAM:
+                self._take_dram(slot_bytes, count)
+            else:
+                address = device.allocate(self.nbytes + _SLAB_ALIGN)
+                self._undo.append(lambda: device.release(address))
+                base = -(-address // _SLAB_ALIGN) * _SLAB_ALIGN
+                self.native = Ring(base, slot_bytes, count)
+                if register is not None:
+                    self._undo.append(register(base, self.nbytes))
+        except (CudaFailure, MemoryError) as error:
+            self._free()
+            raise PlacementError(
+                f"no staging ring of {self.nbytes:,} bytes of {kind.upper()} for cuda:{ordinal}:"
+                f" {error}; ring_bytes makes it smaller"
+            ) from error
+        except BaseException:
+            self._free()
+            raise
+
+    def _take_dram(self, slot_bytes: int, count: int) -> None:
+        device = gpu.device(self.ordinal)
+        region = Region.anonymous(self.nbytes)
+        self._undo.append(lambda: region)  # what keeps the mapping alive as long as the ring
+        self.native = Ring(region.address, slot_bytes, count)
+        node = gpu.facts(self.ordinal).node
+        if not self.native.settle(node) and node >= 0:
+            self.notes.append(f"its memory could not be asked for on NUMA node {node}")
+        device.pin(region.address, self.nbytes)
+        self._undo.append(lambda: device.unpin(region.address))
+
+    def close(self) -> bool:
+        """Gives the memory back; False where a slot is still lent, and nothing was done."""
+        if self.pid != os.getpid() or not self.native.retire():
+            return False
+        self._free()
+        return True
+
+    def _free(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+_lock = threading.Lock()
+_rings: dict[tuple[str, int], StagingRing] = {}
+
+
+def ring_for(
+    kind: str,
+    ordinal: int,
+    slot_bytes: int,
+    ring_bytes: int = RING_BYTES,
+    register: Callable[[int, int], Callable[[], None]] | None = None,
+) -> StagingRing:
+    """The ring of that kind for that device: the one that is there, where its slots are as large
+    and it is as large as was asked, else a new one in its place.
+
+    Raises PlacementError where it cannot be made, or while loads still use one that does not fit.
+    """
+    count = ring_bytes // slot_bytes
+    if count < 2:
+        raise PlacementError(
+            f"ring_bytes={ring_bytes}: a ring holds at least two slots of {slot_bytes} bytes"
+        )
+    with _lock:
+        known = _rings.get((kind, ordinal))
+        if known is not None:
+            fits = (known.native.slot_bytes, known.native.count) == (slot_bytes, count)
+            if fits and known.native.lost <= count // 2:
+                return known
+            if not known.close():
+                if known.native.slot_bytes >= slot_bytes and known.native.lost <= count // 2:
+                    return known  # of another shape, but busy and good enough
+                if known.native.lost == 0:
+                    raise PlacementError(
+                        f"the staging ring of cuda:{ordinal} has slots of"
+                        f" {known.native.slot_bytes} bytes and is in use; slots of {slot_bytes}"
+                        " were asked for"
+                    )
+                # Reads were lost in it: it is never freed, and never used again.
+                _given_up.append(known)
+            del _rings[kind, ordinal]
+        ring = _rings[kind, ordinal] = StagingRing(kind, ordinal, slot_bytes, count, register)
+        return ring
+
+
+# Rings with slots that something may still write to: their memory must stay.
+_given_up: list[StagingRing] = []
+
+
+def release_rings() -> int:
+    """Gives back the memory of all rings that no load is using: how many bytes that were."""
+    freed = 0
+    with _lock:
+        for key, ring in list(_rings.items()):
+            if ring.close():
+                del _rings[key]
+                freed += ring.nbytes
+    return freed
+
+
+def rings() -> list[StagingRing]:
+    """The rings that are there."""
+    with _lock:
+        return list(_rings.values())

@@ -1,0 +1,508 @@
+/* A CUDA driver whose device memory is host memory, for tests on machines without a GPU.
+ *
+ * It keeps the part of the driver's contract that gdsload leans on: memory is allocated and freed
+ * once, copies come from memory that is pinned or the device's own and end inside an allocation,
+ * they run later than they were asked for and in the order of their stream, an event is done when
+ * what came before it is. A copy runs when its event has been asked about `patience` times, so that
+ * a slot that was used again too early shows as wrong bytes. Built with names from the real
+ * libcufile (stubs.inc), it also carries that library's compatibility mode.
+ */
+#include "double.h"
+
+#define OUT_OF_MEMORY 2
+#define INVALID 1
+#define NO_CONTEXT 201
+#define NOT_FOUND 500
+#define NOT_READY 600
+#define NOT_SUPPORTED 801
+#define ROOM 4096
+#define OPS 65536
+
+typedef struct { char *base; size_t length; char *raw; } range_t;
+typedef struct { char *to; const char *from; size_t length; } copy_t;
+typedef struct { int asked; long after; void *stream; int recorded; } event_t;
+typedef struct { int ordinal; } context_t;
+
+static context_t contexts[8];
+static range_t device[ROOM], pinned[ROOM];
+static int device_count = 1, ranges, pins, streams, events, retained;
+static size_t used, capacity = (size_t)1 << 40;
+static int patience, held, sticky;
+static copy_t queue[OPS];          /* one queue: what every stream does, in one order */
+static long asked_for, done;
+static int64_t copies, copied;
+static int integrated;
+static __thread context_t *stack[16];
+static __thread int depth;
+
+static range_t *range_of(range_t *table, int count, const void *at, size_t length)
+{
+    for (int i = 0; i < count; i++)
+        if ((const char *)at >= table[i].base && (const char *)at + length <= table[i].base + table[i].length)
+            return &table[i];
+    return NULL;
+}
+static void run_until(long end)
+{
+    for (; done < end; done++) {
+        copy_t *copy = &queue[done % OPS];
+        if (!range_of(device, ranges, copy->to, copy->length))
+            broken("a copy of %zu bytes ran after its memory was freed", copy->length);
+        else
+            memmove(copy->to, copy->from, copy->length);
+    }
+}
+static int enter(const char *call, int needs_context)
+{
+    pthread_mutex_lock(&lock);
+    fault_t *fault = entered(call);
+    if (fault && fault->kind == HANG) { hang(); fault = NULL; }
+    if (needs_context && depth == 0) {
+        broken("%s without a current context", call);
+        return NO_CONTEXT;
+    }
+    if (sticky) return sticky;
+    return fault ? (int)fault->value : 0;
+}
+static int leave(int code) { pthread_mutex_unlock(&lock); return code; }
+#define ENTER(needs) int code = enter(__func__, needs); if (code) return leave(code)
+
+/* --- what tests set and see ------------------------------------------------------------------ */
+
+EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int unified)
+{
+    pthread_mutex_lock(&lock);
+    device_count = devices; capacity = bytes; patience = wanted_patience; integrated = unified;
+    held = sticky = 0;
+    pthread_mutex_unlock(&lock);
+}
+EXPORT void cuda_double_hold(int hold)
+{
+    pthread_mutex_lock(&lock);
+    held = hold;
+    pthread_mutex_unlock(&lock);
+}
+EXPORT void cuda_double_break(int code) { sticky = code; }
+EXPORT int cuda_double_is_device(const void *at, size_t length)
+{
+    pthread_mutex_lock(&lock);
+    int found = range_of(device, ranges, at, length) != NULL;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+EXPORT void cuda_double_log(int64_t *out)
+{
+    pthread_mutex_lock(&lock);
+    int64_t values[] = { ranges, pins, streams, events, retained, copies, copied, (int64_t)used };
+    memcpy(out, values, sizeof values);
+    pthread_mutex_unlock(&lock);
+}
+
+/* --- the driver ------------------------------------------------------------------------------ */
+
+EXPORT int cuInit(unsigned flags) { ENTER(0); return leave(flags ? INVALID : 0); }
+EXPORT int cuDriverGetVersion(int *version) { ENTER(0); *version = 13000; return leave(0); }
+EXPORT int cuDeviceGetCount(int *count) { ENTER(0); *count = device_count; return leave(0); }
+EXPORT int cuDeviceGet(int *out, int ordinal)
+{
+    ENTER(0);
+    if (ordinal < 0 || ordinal >= device_count) return leave(101);
+    *out = ordinal;
+    return leave(0);
+}
+EXPORT int cuDeviceGetName(char *name, int length, int ordinal)
+{
+    ENTER(0);
+    snprintf(name, length, "Double %d", ordinal);
+    return leave(0);
+}
+EXPORT int cuDeviceGetUuid(char *uuid, int ordinal)
+{
+    ENTER(0);
+    memset(uuid, 0x40 + ordinal, 16);
+    return leave(0);
+}
+EXPORT int cuDeviceGetUuid_v2(char *uuid, int ordinal) { return cuDeviceGetUuid(uuid, ordinal); }
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int ordinal)
+{
+    ENTER(0);
+    (void)ordinal;
+    switch (attribute) {
+    case 18: case 100: *value = integrated; break;    /* integrated, host page tables */
+    case 75: *value = 9; break;                       /* compute capability */
+    case 33: *value = ordinal + 1; break;             /* PCI bus */
+    case 41: case 99: case 116: *value = 1; break;    /* unified addresses, host register, RDMA */
+    case 16: *value = 1; break;                       /* multiprocessors */
+    default: *value = 0;
+    }
+    return leave(0);
+}
+EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int ordinal)
+{
+    ENTER(0);
+    (void)ordinal;
+    *bytes = capacity;
+    return leave(0);
+}
+EXPORT int cuDeviceGetPCIBusId(char *bus, int length, int ordinal)
+{
+    ENTER(0);
+    snprintf(bus, length, "0000:%02X:00.0", ordinal + 1);
+    return leave(0);
+}
+EXPORT int cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active)
+{
+    ENTER(0);
+    (void)ordinal;
+    *flags = 0;
+    *active = retained > 0;
+    return leave(0);
+}
+EXPORT int cuDevicePrimaryCtxRetain(void **context, int ordinal)
+{
+    ENTER(0);
+    contexts[ordinal].ordinal = ordinal;
+    *context = &contexts[ordinal];
+    retained++;
+    return leave(0);
+}
+EXPORT int cuDevicePrimaryCtxRelease_v2(int ordinal)
+{
+    ENTER(0);
+    (void)ordinal;
+    if (--retained < 0) broken("a primary context was released more often than retained");
+    return leave(0);
+}
+EXPORT int cuCtxSetCurrent(void *context)
+{
+    ENTER(0);
+    if (depth == 0) depth = 1;
+    stack[depth - 1] = context;
+    if (!context) depth--;
+    return leave(0);
+}
+EXPORT int cuCtxGetCurrent(void **context)
+{
+    ENTER(0);
+    *context = depth ? stack[depth - 1] : NULL;
+    return leave(0);
+}
+EXPORT int cuCtxGetDevice(int *ordinal)
+{
+    ENTER(1);
+    *ordinal = stack[depth - 1]->ordinal;
+    return leave(0);
+}
+EXPORT int cuCtxPushCurrent_v2(void *context)
+{
+    ENTER(0);
+    if (depth == 16) return leave(INVALID);
+    stack[depth++] = context;
+    return leave(0);
+}
+EXPORT int cuCtxPopCurrent_v2(void **context)
+{
+    pthread_mutex_lock(&lock);   /* no fault here: nobody could do anything about it */
+    if (depth == 0) { broken("a context was popped that was not there"); return leave(NO_CONTEXT); }
+    *context = stack[--depth];
+    return leave(0);
+}
+EXPORT int cuCtxSynchronize(void) { ENTER(1); run_until(asked_for); return leave(0); }
+EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
+{
+    ENTER(1);
+    *total = capacity;
+    *available = capacity - used;
+    return leave(0);
+}
+/* 256 bytes past a page: aligned as CUDA promises, and no better. */
+EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+{
+    char *raw;
+    ENTER(1);
+    if (bytes == 0) return leave(INVALID);
+    if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
+        return leave(OUT_OF_MEMORY);
+    memset(raw, 0xA5, bytes + 8192);
+    device[ranges++] = (range_t){ raw + 256, bytes, raw };
+    used += bytes;
+    *address = (uint64_t)(raw + 256);
+    return leave(0);
+}
+EXPORT int cuMemFree_v2(uint64_t address)
+{
+    ENTER(1);
+    for (int i = 0; i < ranges; i++) {
+        range_t found = device[i];
+        if (found.base != (char *)address) continue;
+        run_until(asked_for);     /* as cuMemFree does */
+        for (char *at = found.base + found.length; at < found.raw + found.length + 8192; at++)
+            if (*at != (char)0xA5) { broken("bytes were written past an allocation"); break; }
+        used -= found.length;
+        device[i] = device[--ranges];
+        free(found.raw);
+        return leave(0);
+    }
+    broken("memory was freed that was not allocated");
+    return leave(INVALID);
+}
+EXPORT int cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags)
+{
+    ENTER(1);
+    (void)flags;
+    if (range_of(pinned, pins, at, 1)) { broken("memory was pinned twice"); return leave(712); }
+    if (pins == ROOM) return leave(OUT_OF_MEMORY);
+    pinned[pins++] = (range_t){ at, bytes, NULL };
+    return leave(0);
+}
+EXPORT int cuMemHostUnregister(void *at)
+{
+    ENTER(1);
+    for (int i = 0; i < pins; i++)
+        if (pinned[i].base == at) {
+            run_until(asked_for);
+            pinned[i] = pinned[--pins];
+            return leave(0);
+        }
+    broken("memory was unpinned that was not pinned");
+    return leave(713);
+}
+EXPORT int cuMemHostAlloc(void **at, size_t bytes, unsigned flags)
+{
+    if (posix_memalign(at, 4096, bytes)) return OUT_OF_MEMORY;
+    int code = cuMemHostRegister_v2(*at, bytes, flags);
+    if (code) free(*at);
+    return code;
+}
+EXPORT int cuMemAllocHost_v2(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
+EXPORT int cuMemFreeHost(void *at)
+{
+    int code = cuMemHostUnregister(at);
+    if (!code) free(at);
+    return code;
+}
+EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *out, void *at, unsigned flags)
+{
+    ENTER(1);
+    (void)flags;
+    *out = (uint64_t)at;
+    return leave(0);
+}
+EXPORT int cuMemcpy(uint64_t to, uint64_t from, size_t bytes)
+{
+    ENTER(1);
+    run_until(asked_for);
+    memmove((void *)to, (void *)from, bytes);
+    return leave(0);
+}
+EXPORT int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t bytes)
+{
+    return cuMemcpy(to, (uint64_t)from, bytes);
+}
+EXPORT int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t bytes)
+{
+    return cuMemcpy((uint64_t)to, from, bytes);
+}
+EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream)
+{
+    ENTER(1);
+    if (!stream) broken("a copy on the default stream");
+    if (!range_of(device, ranges, (void *)to, bytes)) {
+        broken("a copy of %zu bytes to memory that is no device's", bytes);
+        return leave(INVALID);
+    }
+    if (!range_of(pinned, pins, (void *)from, bytes) && !range_of(device, ranges, (void *)from, bytes))
+        broken("a copy of %zu bytes from memory that is not pinned", bytes);
+    if (asked_for - done == OPS) run_until(asked_for);
+    queue[asked_for++ % OPS] = (copy_t){ (char *)to, (char *)from, bytes };
+    copies++;
+    copied += bytes;
+    if (patience == 0 && !held) run_until(asked_for);
+    return leave(0);
+}
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream)
+{
+    (void)stream;
+    return cuMemcpy(to, (uint64_t)from, bytes);
+}
+EXPORT int cuStreamCreate(void **stream, unsigned flags)
+{
+    ENTER(1);
+    if (flags != 1) broken("a stream that waits for the default one");
+    *stream = malloc(1);
+    streams++;
+    return leave(0);
+}
+EXPORT int cuStreamDestroy_v2(void *stream)
+{
+    ENTER(1);
+    run_until(asked_for);
+    free(stream);
+    if (--streams < 0) broken("a stream was destroyed twice");
+    return leave(0);
+}
+EXPORT int cuStreamSynchronize(void *stream) { ENTER(1); (void)stream; run_until(asked_for); return leave(0); }
+EXPORT int cuStreamWaitEvent(void *stream, event_t *event, unsigned flags)
+{
+    ENTER(1);
+    (void)stream; (void)flags;
+    if (!event->recorded) broken("a stream waits for an event that was never recorded");
+    return leave(0);
+}
+EXPORT int cuEventCreate(event_t **event, unsigned flags)
+{
+    ENTER(1);
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    events++;
+    return leave(0);
+}
+EXPORT int cuEventRecord(event_t *event, void *stream)
+{
+    ENTER(1);
+    *event = (event_t){ 0, asked_for, stream, 1 };
+    return leave(0);
+}
+EXPORT int cuEventQuery(event_t *event)
+{
+    ENTER(0);
+    if (event->after > done && (held || event->asked++ < patience)) return leave(NOT_READY);
+    run_until(event->after);
+    return leave(0);
+}
+EXPORT int cuEventSynchronize(event_t *event) { ENTER(0); run_until(event->after); return leave(0); }
+EXPORT int cuEventDestroy_v2(event_t *event)
+{
+    ENTER(0);
+    if (--events < 0) broken("an event was destroyed twice");
+    free(event);
+    return leave(0);
+}
+EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t at)
+{
+    ENTER(0);
+    range_t *found = range_of(device, ranges, (void *)at, 1);
+    range_t *host = range_of(pinned, pins, (void *)at, 1);
+    if (!found && !host) return leave(INVALID);
+    if (!found) found = host;
+    switch (attribute) {
+    case 1: *(void **)value = &contexts[0]; break;
+    case 2: *(unsigned *)value = found == host ? 1 : 2; break;
+    case 3: case 4: *(uint64_t *)value = at; break;
+    case 7: *(uint64_t *)value = (uint64_t)found->base; break;
+    case 8: case 9: *(int *)value = 0; break;
+    case 11: *(uint64_t *)value = (uint64_t)found->base; break;
+    case 12: *(size_t *)value = found->length; break;
+    default: *(int *)value = 0;
+    }
+    return leave(0);
+}
+EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, void **values, uint64_t at)
+{
+    for (unsigned i = 0; i < count; i++)
+        if (cuPointerGetAttribute(values[i], attributes[i], at)) memset(values[i], 0, 4);
+    return 0;
+}
+EXPORT int cuMemGetAddressRange_v2(uint64_t *base, size_t *length, uint64_t at)
+{
+    ENTER(0);
+    range_t *found = range_of(device, ranges, (void *)at, 1);
+    if (!found) return leave(NOT_FOUND);
+    if (base) *base = (uint64_t)found->base;
+    if (length) *length = found->length;
+    return leave(0);
+}
+EXPORT int cuGetErrorName(int error, const char **name)
+{
+    *name = error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_OF_THE_DOUBLE";
+    return 0;
+}
+EXPORT int cuGetErrorString(int error, const char **text)
+{
+    *text = error == OUT_OF_MEMORY ? "out of memory" : "the double was told to fail";
+    return 0;
+}
+
+/* What the real libcufile takes besides, in its compatibility mode, and stubs for whatever else it
+ * looks up. */
+#include <dlfcn.h>
+
+typedef void (*callback_t)(void *);
+typedef void (*stream_callback_t)(void *, int, void *);
+EXPORT int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = *greatest = 0; return 0; }
+EXPORT int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
+{
+    (void)flags; (void)priority;
+    return cuStreamCreate(stream, 1);
+}
+EXPORT int cuStreamGetPriority(void *stream, int *priority) { (void)stream; *priority = 0; return 0; }
+EXPORT int cuStreamGetCtx(void *stream, void **context)
+{
+    (void)stream;
+    *context = &contexts[0];
+    return 0;
+}
+EXPORT int cuStreamQuery(void *stream) { return cuStreamSynchronize(stream); }
+EXPORT int cuPointerSetAttribute(const void *value, int attribute, uint64_t at)
+{
+    (void)value; (void)attribute; (void)at;
+    return 0;
+}
+EXPORT int cuMemHostGetFlags(unsigned *flags, void *at) { (void)at; *flags = 0; return 0; }
+EXPORT int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t bytes) { return cuMemcpy(to, from, bytes); }
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream)
+{
+    (void)stream;
+    return cuMemcpy(to, from, bytes);
+}
+EXPORT int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream)
+{
+    (void)stream;
+    return cuMemcpy((uint64_t)to, from, bytes);
+}
+EXPORT int cuMemsetD8_v2(uint64_t to, unsigned char value, size_t bytes)
+{
+    memset((void *)to, value, bytes);
+    return 0;
+}
+EXPORT int cuLaunchHostFunc(void *stream, callback_t call, void *argument)
+{
+    cuStreamSynchronize(stream);
+    call(argument);
+    return 0;
+}
+EXPORT int cuStreamAddCallback(void *stream, stream_callback_t call, void *argument, unsigned flags)
+{
+    (void)flags;
+    cuStreamSynchronize(stream);
+    call(stream, 0, argument);
+    return 0;
+}
+
+#ifdef STUBS
+#define STUB(name) EXPORT int name(void) { return NOT_SUPPORTED; }
+#include STUBS
+EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *told)
+{
+    char newer[128];
+    Dl_info self;
+    (void)version; (void)flags;
+    dladdr((void *)cuGetProcAddress_v2, &self);
+    void *library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    *found = dlsym(library, newer);
+    if (!*found) *found = dlsym(library, name);
+    if (told) *told = *found ? 0 : 1;
+    return *found ? 0 : NOT_FOUND;
+}
+EXPORT int cuGetProcAddress(const char *name, void **found, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(name, found, version, flags, NULL);
+}
+EXPORT int cuGetExportTable(const void **table, const void *id)
+{
+    (void)id;
+    *table = NULL;
+    return NOT_FOUND;
+}
+#endif

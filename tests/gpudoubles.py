@@ -1,0 +1,177 @@
+"""A GPU and a libcufile that are none: `doubles/*.c`, compiled once and found in place of NVIDIA's.
+
+`Doubles` scripts their faults and tells of promises that were broken. Device memory is host memory,
+so that a test can look at it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import gpu, libraries, ring
+from gdsload.backends import cufile
+
+SOURCES = Path(__file__).parent / "doubles"
+CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
+COMPAT, NVFS, P2P = 0, 1, 2
+AFTER_FORK = 77
+_PATIENCE_SECONDS = 20.0  # ends a test that would otherwise hang
+_FAULT_ARGUMENTS = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+
+
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if found is None:
+        pytest.skip("no C compiler: neither $CC, cc nor gcc is on the path")
+    return found
+
+
+@functools.cache
+def built(name: str) -> Path:
+    """The double of that name, compiled; it stays as long as the process."""
+    folder = Path(tempfile.mkdtemp(prefix="gdsload-doubles-"))
+    out = folder / f"lib{name}.so"
+    command = [compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
+               "-fvisibility=hidden", str(SOURCES / f"{name}.c"), "-o", str(out)]  # fmt: skip
+    subprocess.run(command, check=True)
+    return out
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(built(name)))
+    lib.double_fault.argtypes = _FAULT_ARGUMENTS
+    lib.double_said.restype = ctypes.c_char_p
+    if name == "cuda_double":
+        lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        lib.cuda_double_is_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    else:
+        lib.cufile_double_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        lib.cufile_double_size.argtypes = [ctypes.c_int, ctypes.c_size_t]
+        lib.cufile_double_log_dir.restype = ctypes.c_char_p
+    return lib
+
+
+class Doubles:
+    """What a test does to the two, and what it sees of them."""
+
+    def __init__(self) -> None:
+        self.cuda = library("cuda_double")
+        self.cufile = library("cufile_double")
+
+    def set(
+        self,
+        *,
+        devices: int = 2,
+        nbytes: int = 1 << 36,
+        patience: int = 3,
+        unified: bool = False,
+        version: int = 1170,
+        native: int = NVFS,
+    ) -> None:
+        """A fresh machine: what it has, how long its copies take, which way cuFile has."""
+        self.cuda.double_clear()
+        self.cufile.double_clear()
+        self.cuda.cuda_double_set(devices, nbytes, patience, unified)
+        is_device = ctypes.cast(self.cuda.cuda_double_is_device, ctypes.c_void_p)
+        self.cufile.cufile_double_set(version, native, is_device)
+
+    def size(self, parameter: int, value: int) -> None:
+        """Sets one of cuFile's sizes, as a cufile.json would."""
+        self.cufile.cufile_double_size(parameter, value)
+
+    def fault(self, call: str, kind: int, value: int = 0, *, skip: int = 0, times: int = 1) -> None:
+        """Strikes `times` calls (-1: all), after letting `skip` pass."""
+        lib = self.cufile if call.startswith("cuFile") or call == "event" else self.cuda
+        lib.double_fault(call.encode(), kind, value, skip, times)
+
+    def hold_copies(self, hold: bool) -> None:
+        self.cuda.cuda_double_hold(hold)
+
+    def let_go(self) -> None:
+        self.cuda.double_let_go()
+        self.cufile.double_let_go()
+
+    @property
+    def struck(self) -> int:
+        return int(self.cuda.double_struck() + self.cufile.double_struck())
+
+    @property
+    def cuda_log(self) -> dict[str, int]:
+        values = (ctypes.c_int64 * 8)()
+        self.cuda.cuda_double_log(values)
+        names = ("ranges", "pins", "streams", "events", "retained", "copies", "copied", "used")
+        return dict(zip(names, values, strict=True))
+
+    @property
+    def cufile_log(self) -> dict[str, int]:
+        values = (ctypes.c_int64 * 8)()
+        self.cufile.cufile_double_log(values)
+        names = ("open", "opens", "files", "buffers", "batches", "in_flight", "reads", "unaligned")
+        return dict(zip(names, values, strict=True))
+
+    @property
+    def log_dir(self) -> str:
+        return str(self.cufile.cufile_double_log_dir().decode())
+
+    def complaints(self) -> str:
+        """The promises that were broken, in the doubles' words."""
+        return str((self.cuda.double_said() + self.cufile.double_said()).decode())
+
+
+def forget(patch: pytest.MonkeyPatch) -> None:
+    """What the process knows of its GPUs, of cuFile and of rings, as if it had just started."""
+    for module, names in (
+        (gpu, ("_cuda", "_devices")),
+        (ring, ("_rings", "_given_up")),
+        (cufile, ("_library", "_driver", "_latched")),
+    ):
+        for name in names:
+            patch.setattr(module, name, type(getattr(module, name))())
+
+
+@contextmanager
+def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator[Doubles]:
+    """The doubles in place of NVIDIA's libraries, on a machine that has all that cuFile asks for.
+
+    In the end no promise may have been broken, and nothing may be left of a backend.
+    """
+    doubles = Doubles()
+    doubles.set(**machine)
+    before = doubles.cuda_log
+    forget(patch)
+    found = {libraries.CUDA: "cuda_double", libraries.CUFILE: "cufile_double"}
+    patch.setattr(libraries, "candidates", lambda soname: [str(built(found[soname]))])
+    for name in ("proc/driver/nvidia-fs/version", "dev/nvidia-fs0", "proc/modules"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("2.26\n")
+    (root / "run/udev").mkdir(parents=True)
+    patch.setattr(cufile, "ROOT", str(root))
+    patch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    yield doubles
+    doubles.let_go()
+    doubles.hold_copies(False)
+    ring.release_rings()
+    assert doubles.complaints() == ""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:  # threads that were left behind end when what they wait for comes back
+        gc.collect()
+        after = doubles.cuda_log
+        left = {kind: after[kind] - before[kind] for kind in ("streams", "events")}
+        if not any(left.values()):
+            break
+        assert time.monotonic() < deadline, f"{left} are left"

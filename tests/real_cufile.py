@@ -1,0 +1,55 @@
+"""Run by test_cufile_real.py in a process of its own: loads checkpoints through the real libcufile,
+in compatibility mode over a CUDA that is none, and prints what it saw as JSON.
+
+    real_cufile.py LIBCUFILE BACKEND REQUEST_BYTES SOURCE...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload import libraries, ring, tensors, vram
+from gdsload.backends import cufile
+from test_vram import device_tensor, raw
+
+
+def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[str, Any]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        libraries, "candidates", lambda name: [name if name == libraries.CUDA else library]
+    )
+    patch.setattr(vram, "empty", device_tensor)
+    patch.setattr(tensors, "require_device", str)
+    facts: dict[str, Any] = {"version": cufile.library().version, "roads": [], "equal": 0}
+    options = {
+        "allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)
+    }  # fmt: skip
+    for source in sources:
+        for cache in ("auto", "buffered"):
+            got = gdsload.load_file(
+                source, "cuda:0", backend=backend, cache=cache, options=options, stall_seconds=20
+            )
+            for shard in sorted(Path(source).glob("*.safetensors")):
+                for name, tensor in safetensors.torch.load_file(shard).items():
+                    assert torch.equal(raw(got[name]), raw(tensor)), name
+                    facts["equal"] += 1
+            report = gdsload.last_report()
+            facts["roads"].append(report.roads)
+            facts["engine"] = report.engine
+            assert sum(report.roads.values()) == report.read_bytes
+            del got
+    facts["limits"] = cufile._driver[0].limits
+    facts["freed"] = ring.release_rings()
+    return facts
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

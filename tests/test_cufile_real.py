@@ -1,0 +1,142 @@
+"""Whole checkpoints through the real libcufile: in its compatibility mode, over the double of CUDA.
+
+What this proves is that our side of the contract holds: the bookkeeping, the codes and the limits
+are the real ones. The native road and its speed are not in it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import synth
+from gdsload.backends import cufile
+from gpudoubles import SOURCES, compiler
+
+HERE = Path(__file__).parent
+RUN_SECONDS = 120  # ends a library that spins
+
+
+def libraries_here() -> list[Path]:
+    """The one that torch brought, and any below GDSLOAD_CUFILE_HEADERS."""
+    folders = [*sys.path, *os.environ.get("GDSLOAD_CUFILE_HEADERS", "").split(":")]
+    found = [
+        Path(path).resolve()
+        for folder in filter(None, folders)
+        for pattern in ("nvidia/*/lib/libcufile.so.0", "*/nvidia/*/lib/libcufile.so.0")
+        for path in glob.glob(os.path.join(folder, pattern))
+    ]
+    return sorted(set(found))
+
+
+LIBRARIES = libraries_here()
+if not LIBRARIES:
+    pytest.skip("no libcufile: the nvidia-cufile package is not here", allow_module_level=True)
+
+
+def build(source: Path, out: Path, *arguments: str) -> None:
+    command = [compiler(), "-O1", "-w", "-shared", "-fPIC", "-pthread", *arguments,
+               str(source), "-o", str(out), "-ldl"]  # fmt: skip
+    subprocess.run(command, check=True)
+
+
+def stand_in(library: Path, folder: Path) -> None:
+    """A libcuda.so.1: the double, and a stub for whatever else this libcufile looks up."""
+    names = {
+        name.decode()
+        for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", library.read_bytes())
+        if not name.startswith(b"cuFile")
+    }
+    text = (SOURCES / "cuda_double.c").read_text()
+    names -= set(re.findall(r"^EXPORT \w+[ *]+(cu\w+)\(", text, re.MULTILINE))
+    stubs = folder / "stubs.inc"
+    stubs.write_text("".join(f"STUB({name})\n" for name in sorted(names)))
+    build(
+        SOURCES / "cuda_double.c", folder / "libcuda.so.1", "-fvisibility=hidden",
+        f'-DSTUBS="{stubs}"', "-Wl,-soname,libcuda.so.1",
+    )  # fmt: skip
+
+
+# A private /run with the one entry of the udev database that libcufile asks for.
+SANDBOX = r"""
+mount --make-rprivate / && mount -t tmpfs none /run && mkdir -p /run/udev/data || exit 97
+dev=$(stat -c %d "$0")
+printf 'E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n' > /run/udev/data/b$((dev>>8)):$((dev&255))
+exec "$@"
+"""
+
+
+def command(folder: Path, environment: dict[str, str]) -> list[str]:
+    """What to put before a command so that libcufile finds what it needs; skips where it cannot."""
+    if not os.access("/proc/modules", os.R_OK):
+        build(SOURCES / "modules_shim.c", folder / "shim.so")
+        (folder / "modules").write_text("ext4 1 0 - Live 0x0\n")
+        environment["LD_PRELOAD"] = str(folder / "shim.so")
+        environment["STANDIN_MODULES"] = str(folder / "modules")
+    if os.path.isdir("/run/udev/data"):
+        return []
+    sandbox = ["unshare", "-m", "sh", "-c", SANDBOX, str(folder)]
+    try:
+        tried = subprocess.run([*sandbox, "true"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"{cufile.obstacle()}; and no sandbox can be made: {error}")
+    if tried.returncode:
+        pytest.skip(f"{cufile.obstacle()}; and no sandbox can be made: {tried.stderr.strip()}")
+    return sandbox
+
+
+def label(path: Path) -> str:
+    found = re.search(r"cufile[\w-]*?-(\d[\d.]+\d)", str(path))
+    return found[1] if found else "installed"
+
+
+@pytest.fixture(scope="module", params=LIBRARIES, ids=label)
+def library(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("real")
+    return [synth.write(name, folder / name) for name in ("tiny", "tiny-moe")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "request_bytes"),
+    [("gds_mt", 64 << 10), ("gds_mt", 4 << 20), ("gds", 0), ("gds", 64 << 10)],
+)
+def test_whole_checkpoints(
+    backend: str, request_bytes: int, library: Path, sources: list[Path], tmp_path: Path
+) -> None:
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "CUFILE_LOGFILE_PATH": str(tmp_path / "cufile.log"),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+    }
+    stand_in(library, tmp_path)
+    before = command(tmp_path, environment)
+    script = [sys.executable, str(HERE / "real_cufile.py"), str(library), backend,
+              str(request_bytes), *map(str, sources)]  # fmt: skip
+    ran = subprocess.run(
+        [*before, *script], capture_output=True, text=True, env=environment, cwd=tmp_path,
+        timeout=RUN_SECONDS, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    facts: dict[str, Any] = json.loads(ran.stdout)
+    assert facts["engine"] == "compat"
+    assert facts["equal"] > 100
+    assert facts["freed"]
+    roads = {road for each in facts["roads"] for road in each}
+    # libcufile counts single reads from 1.15 on, and batches of compatibility mode never.
+    counted = facts["version"] >= 1150 and backend == "gds_mt"
+    assert roads == {f"{backend}/{'posix' if counted else 'compat'}"}

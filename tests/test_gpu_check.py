@@ -1,0 +1,82 @@
+"""`make gpu-check` runs, tells right from wrong, and says so with its exit status: over doubles."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import gpudoubles
+from gdsload import tensors, vram
+from gpudoubles import NEGATIVE, Doubles
+from test_vram import device_tensor
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root", patience=0) as doubles:
+        yield doubles
+
+
+def run(script: ModuleType, tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    out = tmp_path / "out.json"
+    code = script.main([*more, "--json", str(out)])
+    return code, json.loads(out.read_text())
+
+
+def test_every_road(
+    script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, facts = run(script, tmp_path, str(tiny_checkpoint))
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    exact = [row["road"] for row in facts["rows"] if row["verdict"] == "exact"]
+    assert {"posix/threads", "gds_mt", "gds"} <= set(exact)
+    assert all(row["left_bytes"] == 0 for row in facts["rows"] if row["verdict"] == "exact")
+    assert facts["machine"]["gpu"]["name"] == "Double 0"
+    assert "gds_mt/nvfs" in shown
+
+
+def test_a_road_that_fails(
+    script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    doubles.fault("cuFileRead", NEGATIVE, 5044, times=-1)
+    code, facts = run(script, tmp_path, str(tiny_checkpoint))
+    assert code == 1
+    (row,) = [row for row in facts["rows"] if row["road"] == "gds_mt"]
+    assert row["verdict"].startswith("FAILED: ") and "5044" in row["verdict"]
+
+
+def test_bytes_that_are_wrong(script: ModuleType) -> None:
+    one = {"a": torch.arange(4)}
+    assert script.differs(one, {"a": torch.arange(4)}) == ""
+    assert script.differs(one, {"a": torch.tensor([0, 1, 2, 4])}) == "a: other bytes"
+    assert script.differs(one, {"a": torch.arange(4).int()}) == "a: torch.int64 (4,)"
+    assert "other names" in script.differs(one, {})
+
+
+def test_no_gpu(
+    script: ModuleType, doubles: Doubles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--device", "cuda:9", "--json", str(tmp_path / "x")]) == 1
+    assert "CUDA sees 2" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""Whole checkpoints into the memory of a GPU that is none: exact bytes, errors, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+import gpudoubles
+from gdsload import gpu, ring, tensors, vram
+from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
+from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
+
+ROADS: list[tuple[str, dict[str, Any]]] = [
+    ("posix", {"engine": "uring", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
+    ("posix", {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
+    ("gds_mt", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
+    ("gds", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
+]
+
+
+def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A CPU tensor over the double's device memory, given back with it."""
+    nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    owner = gpu.device(gpu.ordinal_of(device))
+    address = owner.allocate(nbytes)
+    view = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(view, owner.release, address)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    # torch knows nothing of the double.
+    monkeypatch.setattr(
+        tensors, "require_device", lambda device: f"cuda:{device}" if device == 0 else device
+    )
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_whole_checkpoints(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    tiny_moe_checkpoint: Path,
+) -> None:  # fmt: skip
+    before = doubles.cuda_log["used"]
+    for source in (tiny_checkpoint, tiny_moe_checkpoint):
+        got = gdsload.load_file(source, "cuda:0", backend=backend, options=options)
+        expected: dict[str, torch.Tensor] = {}
+        for shard in sorted(source.glob("*.safetensors")):
+            expected |= safetensors.torch.load_file(shard)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
+            assert torch.equal(raw(got[name]), raw(tensor)), name
+            assert got[name].data_ptr() % 256 == 0
+        report = gdsload.last_report()
+        assert report.backend == backend
+        assert all(road.startswith(backend) for road, size in report.roads.items() if size)
+        assert sum(report.roads.values()) == report.read_bytes
+        del got
+    assert ring.release_rings() == 1 << 20
+    assert doubles.cuda_log["used"] == before
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_odd_tensors(
+    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path
+) -> None:
+    saved = {
+        "a": torch.arange(7, dtype=torch.uint8),
+        "b": torch.empty(0, 5),
+        "c": torch.arange(333, dtype=torch.int16),
+        "d": torch.tensor(2.5, dtype=torch.float64),
+        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "f": torch.ones(3, 1, dtype=torch.bool),
+    }
+    path = tmp_path / "odd.safetensors"
+    safetensors.torch.save_file(saved, path)
+    got = gdsload.load_file(path, "cuda:0", backend=backend, options=options)
+    for name, tensor in saved.items():
+        assert got[name].shape == tensor.shape and got[name].dtype == tensor.dtype
+        assert torch.equal(raw(got[name]), raw(tensor))
+    some = gdsload.load_file(path, 0, backend=backend, options=options, names=["d", "a"])
+    assert list(some) == ["d", "a"]
+    assert some["d"].item() == 2.5
+
+
+def test_a_device_that_is_too_full(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
+    before = doubles.cuda_log["copies"]
+    with pytest.raises(PlacementError, match="cuda:0") as caught:
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
+    assert caught.value.missing_bytes
+    assert doubles.cuda_log["copies"] == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "error"), [(NEGATIVE, 5008, CuFileError), (ERRNO, 5, ReadError)]
+)
+def test_cufile_fails(
+    kind: int, value: int, error: type[ReadError], doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    before = doubles.cuda_log["used"]
+    doubles.fault("cuFileRead", kind, value, times=-1)
+    with pytest.raises(error, match=r"model-0000\d") as caught:
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    assert getattr(caught.value, "code", value) == value
+    assert caught.value.path.endswith(".safetensors")
+    del caught
+    ring.release_rings()
+    assert doubles.cuda_log["used"] == before
+
+
+def test_a_copy_fails(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
+    with pytest.raises(ReadError, match="CUDA error 719"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=ROADS[0][1])
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_a_file_that_was_cut(
+    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
+    real = vram.settle
+
+    def cut(device: str) -> None:
+        os.truncate(path, 300_000)
+        real(device)
+
+    monkeypatch.setattr(vram, "settle", cut)
+    with pytest.raises(ShortRead, match="the file ended at byte"):
+        gdsload.load_file(path, "cuda:0", backend=backend, options=options)
+
+
+def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 16 << 20})
+    assert gdsload.last_report().backend == "posix"
+    assert doubles.cufile_log["opens"] == 0
+
+
+def test_large_models_take_the_native_way(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vram, "WORTH_CUFILE_BYTES", 1)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 64 << 20})
+    report = gdsload.last_report()
+    assert (report.backend, report.engine) == ("gds_mt", "nvfs")
+    assert set(report.roads) == {"gds_mt/nvfs"}
+
+
+def test_compatibility_mode_only_by_name(
+    doubles: Doubles, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    doubles.set(native=gpudoubles.COMPAT)
+    (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
+    options = ROADS[2][1]
+    with pytest.raises(BackendUnavailable, match="allow_compat=True"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=options)
+    gdsload.load_file(
+        tiny_checkpoint, "cuda:0", backend="gds_mt", options={**options, "allow_compat": True}
+    )
+    report = gdsload.last_report()
+    assert report.engine == "compat"
+    assert "compatibility mode was allowed" in report.refusals["gds_mt/native"]
