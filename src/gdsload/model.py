@@ -16,6 +16,7 @@ from typing import Any
 from gdsload import seam
 from gdsload.errors import CheckpointError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
+from gdsload.headstart import head_start
 from gdsload.load import CACHES, STALL_SECONDS
 from gdsload.report import LoadReport
 from gdsload.weights import Options
@@ -48,7 +49,7 @@ def from_pretrained(
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    with report.whole(), _entered(inherited):
+    with report.whole(), _entered(inherited), head_start(source, inherited, report, kwargs):
         if cls is None:
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)

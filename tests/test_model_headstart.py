@@ -1,0 +1,101 @@
+"""The first layers are read while transformers still builds the empty model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+from gdsload import headstart, residency
+from gdsload.early import prefetches
+from gdsload.weights import Options
+
+
+@pytest.fixture
+def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that is not in the page cache, and a head start that takes small ones too."""
+    monkeypatch.setattr(headstart, "SMALL_BYTES", 0)
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    for file in copy.glob("*.safetensors"):
+        if residency.evict(file):
+            pytest.skip(f"{file}: its pages cannot be evicted (a file system in memory)")
+    return copy
+
+
+def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
+    """Direct, because the headers of so small a file bring half of it into the page cache."""
+    return headstart._first_names(source, Options(cache=cache), kwargs, {})
+
+
+def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gdsload.Checkpoint.open(cold) as checkpoint:
+        sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
+    assert set(first_names(cold)) == sizes.keys()
+    bound = sum(sizes.values()) // 2
+    monkeypatch.setattr(headstart, "HEAD_START_BYTES", bound)
+    names = first_names(cold)
+    assert names[0] == "model.embed_tokens.weight"
+    assert 0 < sum(sizes[name] for name in names) <= bound
+
+
+def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gdsload.Checkpoint.open(cold) as checkpoint:
+        total = checkpoint.total_bytes
+    monkeypatch.setattr(headstart, "HEAD_START_BYTES", total // 2)
+    started: list[list[str]] = []
+    real = headstart.prefetch
+
+    def watched(source: Any, **named: Any) -> Any:
+        started.append(named["names"])
+        return real(source, **named)
+
+    monkeypatch.setattr(headstart, "prefetch", watched)
+    with gdsload.accelerated(cache="direct"):
+        model = gdsload.from_pretrained(cold, dtype="auto")
+    report = gdsload.last_report()
+    assert len(started) == 1 and started[0]
+    assert "prefetched" not in report.roads, "the bytes took a road, and that is what is reported"
+    assert total <= sum(report.roads.values()) <= 2 * total
+    assert report.requests >= 2
+    assert prefetches() == []
+    stock = transformers.AutoModelForCausalLM.from_pretrained(cold, dtype="auto").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stock[name]), name
+
+
+def test_what_is_warm_is_left_to_be_mapped(cold: Path) -> None:
+    for file in cold.glob("*.safetensors"):
+        file.read_bytes()
+    assert first_names(cold, cache="auto") == []
+    assert first_names(cold) != []
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"device_map": "auto"}, {"use_safetensors": False}, {"gguf_file": "x"}, {"tp_plan": "auto"}],
+    ids=str,
+)
+def test_it_stays_out_of_what_it_does_not_know(cold: Path, kwargs: dict[str, Any]) -> None:
+    assert first_names(cold, **kwargs) == []
+
+
+def test_small_models_and_broken_ones_have_none(
+    cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert first_names(tmp_path / "nothing") == []
+    monkeypatch.setattr(headstart, "SMALL_BYTES", 1 << 30)
+    assert first_names(cold) == []
+
+
+def test_it_ends_with_a_load_that_fails(cold: Path) -> None:
+    (cold / "config.json").write_text("{")
+    with pytest.raises((OSError, ValueError)):
+        gdsload.from_pretrained(cold, cls=transformers.AutoModelForCausalLM)
+    assert prefetches() == []
