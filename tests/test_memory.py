@@ -244,9 +244,9 @@ def test_populating_touches_what_it_is_told(threads: int, huge: bool) -> None:
         pass  # each unit is a fraction of a millisecond; nothing else announces the last of them
     populator.stop()
     populator.stop()
-    assert resident_pages(region.address, UNIT) == UNIT // PAGE
+    assert resident_pages(region.address, UNIT) == 1, "no more than will be read"
     assert resident_pages(region.address + 5 * UNIT, 4 * UNIT) == 4 * UNIT // PAGE
-    assert resident_pages(region.address, region.length) == 5 * UNIT // PAGE
+    assert resident_pages(region.address, region.length) == 4 * UNIT // PAGE + 1
     assert bytes(100) == region.read(5 * UNIT, 100)
     del populator
     gc.collect()

@@ -45,6 +45,7 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     EINVAL = 22
     MOST_THREADS = 8
+    PAGE_BYTES = 4096
     # A unit that takes longer is slower than 4 GB/s: slow enough to ask what the other page size
     # would cost. Backed huge pages take 70 us, small ones 350 to 700, unbacked huge ones 3,000.
     SLOW_UNIT_NS = 500000
@@ -86,7 +87,7 @@ cdef int populate_unit(CRegion *region, uint64_t start, uint64_t length, int hug
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPopulator *self = <CPopulator *>arg
     cdef Range *place
-    cdef uint64_t start, length
+    cdef uint64_t unit, start, length
     cdef int64_t began, took
     cdef int huge, failed
     pthread_mutex_lock(&self.lock)
@@ -100,13 +101,13 @@ cdef void *serve(void *arg) noexcept nogil:
         if self.stopping or self.range >= self.count:
             break
         place = &self.ranges[self.range]
-        start = self.unit * UNIT_BYTES
+        unit = self.unit
         self.unit += 1
-        if gds_load_flag(&place.region.ready[start // UNIT_BYTES]):
+        if gds_load_flag(&place.region.ready[unit]):
             continue
-        length = place.region.length - start
-        if length > UNIT_BYTES:
-            length = UNIT_BYTES
+        # No more than will be read: what lies between the reads must not become memory.
+        start = max(unit * UNIT_BYTES, place.start)
+        length = min((unit + 1) * UNIT_BYTES, place.end) - start
         self.ahead += length
         huge = self.huge_pages and length == UNIT_BYTES and choose_huge(self)
         pthread_mutex_unlock(&self.lock)
@@ -115,7 +116,7 @@ cdef void *serve(void *arg) noexcept nogil:
         failed = populate_unit(place.region, start, length, huge)
         took = monotonic_ns() - began
         # Even where the kernel cannot (before 5.14), the read itself will fault the pages in.
-        gds_store_flag(&place.region.ready[start // UNIT_BYTES], 1)
+        gds_store_flag(&place.region.ready[unit], 1)
 
         pthread_mutex_lock(&self.lock)
         if failed:
@@ -128,7 +129,8 @@ cdef void *serve(void *arg) noexcept nogil:
             learn(&self.huge_ns, took)
         else:
             self.small_units += 1
-            learn(&self.small_ns, took)
+            if length == UNIT_BYTES:
+                learn(&self.small_ns, took)
     pthread_mutex_unlock(&self.lock)
     return NULL
 
@@ -169,6 +171,10 @@ cdef class Populator:
                     raise MemoryError("no memory for a populator")
             retain_region(region)
             made.ranges[made.count].region = region
+            made.ranges[made.count].start = first & ~<uint64_t>(PAGE_BYTES - 1)
+            made.ranges[made.count].end = min(
+                (first + length + PAGE_BYTES - 1) & ~<uint64_t>(PAGE_BYTES - 1), region.length
+            )
             made.ranges[made.count].first = first // UNIT_BYTES
             made.ranges[made.count].last = (first + length - 1) // UNIT_BYTES
             made.count += 1
@@ -206,7 +212,8 @@ cdef class Populator:
         self.give_up()
 
     def counts(self):
-        """Units of 2 MiB populated as huge pages and as small ones, and the ns spent on them."""
+        """Units of 2 MiB, or what is read of them, populated as huge pages and as small ones, and
+        the ns spent on them."""
         return self.populator.huge_units, self.populator.small_units, self.populator.busy_ns
 
     def __dealloc__(self):

@@ -14,6 +14,8 @@ from gdsload._native.region cimport CRegion
 
 cdef struct Range:
     CRegion *region
+    uint64_t start       # bytes, the end excluded
+    uint64_t end
     uint64_t first       # units, both ends included
     uint64_t last
 
