@@ -52,13 +52,14 @@ _CODES = {
 class Arena:
     """Regions for the targets of a plan, in their order."""
 
-    def __init__(self, plan: ReadPlan) -> None:
-        """Takes address space, not memory: that comes with the reads.
+    def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
+        """Takes address space, not memory: that comes with the reads. From `pool`, or from what
+        this process keeps between its models.
 
         Raises PlacementError where the machine (or its cgroup) has less memory than the plan
         reads.
         """
-        pool = current_pool()
+        pool = pool or current_pool()
         if pool is not None:
             make_room(pool, plan.read_bytes)
         require_room(plan.read_bytes - (pool.idle if pool is not None else 0))

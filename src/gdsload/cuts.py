@@ -40,7 +40,8 @@ class Cut(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the runs."""
-        return sum(part.nbytes for part in self.parts)
+        parts = self.parts
+        return parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
 
 
 def whole(info: TensorInfo) -> Cut:

@@ -1,11 +1,12 @@
 """Tensors in the order in which somebody is going to ask for them, read before they do.
 
-    cuts, in the expected order          window    window    window   window
-      -> windows of so many bytes        [taken]   [posted]  [posted] [ahead is full]
-      -> stages, posted some ahead          |
-      -> take(cut), from any thread         released when all of it was taken
+    cuts, in the expected order          kept     window    window    window   window
+      -> windows of so many bytes        [posted] [taken]   [posted]  [posted] [ahead is full]
+      -> stages, posted some ahead                   |
+      -> take(cut), from any thread                  its memory is the next one's when all was taken
 
-A stage is one request of the session. A cut of a window that was not posted yet has it posted at
+A stage is one request of the session. Cuts that are kept are one window: their memory is the
+model's, and each is given as it comes. A cut of a window that was not posted yet has it posted at
 once, and one that nobody expected gets a stage of its own, so no order of requests can hang.
 """
 
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdsload.arena import Spot, hand_over, map_shard
-from gdsload.backends.base import Memory
+from gdsload._native.memory import Pool
+from gdsload.arena import Arena, Spot, hand_over, map_shard
+from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut
 from gdsload.errors import GdsloadError, ReadError
@@ -36,6 +38,21 @@ AHEAD_BYTES = 128 << 20
 _LOOK_SECONDS = 0.1  # how long Ctrl-C, or an error seen by another thread, may have to wait
 _MADE_AT_ONCE = 256  # tensors handed over in one go
 
+# What becomes of a cut's memory: it is the model's; it is somebody's who may keep a part of it; or
+# it is copied from at once, and is free again.
+KEPT, HELD, COPIED = "kept", "held", "copied"
+
+
+class Window(NamedTuple):
+    """Cuts that are read by one request."""
+
+    kind: str
+    cuts: list[Cut]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cut.nbytes for cut in self.cuts)
+
 
 class Taken(NamedTuple):
     """What a feed has handed out: how many cuts, and the bytes of their runs."""
@@ -52,8 +69,14 @@ class Stage(Batch):
     """The parts of some cuts on their way, each taken as soon as its own bytes are there."""
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+        self,
+        session: Session,
+        plan: ReadPlan,
+        spots: dict[str, Spot],
+        cuts: Sequence[Cut],
+        pool: Pool | None = None,
     ) -> None:
+        self._pool = pool
         super().__init__(session, plan, spots)
         self.left = len(cuts)
         self.arrived = not plan.transfers
@@ -63,13 +86,21 @@ class Stage(Batch):
         self._arrived = bytearray(len(plan.transfers))
 
     @classmethod
-    def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
-        """Puts them on their way and returns at once."""
+    def of(cls, session: Session, cuts: Sequence[Cut], pool: Pool | None = None) -> Stage:
+        """Puts them on their way and returns at once. From a pool they get memory that was used
+        before, where there is some."""
         pieces = [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
         with session.report.phase("plan"):
             spots, to_read = session.sort(pieces, adopt=True)
             plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
-        return cls(session, plan, spots, cuts)
+        return cls(session, plan, spots, cuts, pool)
+
+    def _take_memory(self) -> list[Memory]:
+        if self._pool is None:
+            return super()._take_memory()
+        arena = Arena(self.plan, self._pool)
+        self.spots.update(arena.spots(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
     def look(self) -> None:
         """Notes what has arrived since it was last asked. Raises as `Batch.wait` does."""
@@ -102,6 +133,8 @@ class Stage(Batch):
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
+        if self._pool is not None:
+            return
         ends = [0] * len(regions)
         gaps = []
         for transfer in sorted(self.plan.transfers, key=lambda t: (t.target, t.target_offset)):
@@ -144,17 +177,20 @@ class Stage(Batch):
     def give(self, cut: Cut) -> list[torch.Tensor]:
         """The tensors of its parts, once: each owns its memory."""
         made = self._made
+        self.left -= 1
+        if len(cut.parts) == 1 and cut.parts[0].name in made:
+            return [made.pop(cut.parts[0].name)]
         for part in cut.parts:
             if part.name not in made:
                 self._make(self._place[part.name])
-        self.left -= 1
         return [made.pop(part.name) for part in cut.parts]
 
     def _make(self, place: int) -> None:
         """Makes tensors of this part and of those after it that are there as well."""
         batch: list[TensorInfo] = []
+        all_there = self.arrived and not self.claims
         for info in self._infos[place : place + _MADE_AT_ONCE]:
-            if info.name in self._made or not self._is_there(info):
+            if info.name in self._made or not (all_there or self._is_there(info)):
                 break
             if info.nbytes and info.name not in self.spots:
                 break  # it was taken before
@@ -178,33 +214,40 @@ class Feed:
         session: Session,
         cuts: Sequence[Cut] = (),
         *,
+        kinds: Mapping[str, str] | None = None,
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         """`cuts` in the order in which they will be asked for; nothing is read before `start`.
 
-        `window_bytes` 0 makes one window of all, whose cuts are given as they come: right where the
-        memory is the model's own. Of other windows a cut is given when all of it has arrived.
+        `kinds` says of cuts, by their keys, what becomes of their memory: KEPT, HELD or COPIED;
+        HELD where it says nothing. `window_bytes` 0 makes one window of all, as if they were KEPT.
         """
         self.session = session
         self.waited_seconds = 0.0  # of all threads together
         self.unexpected: list[str] = []
-        self.taken = Taken(0, 0)
+        self._tensors = self._nbytes = 0  # handed out
         self._ahead_bytes = ahead_bytes
-        self._gives = "cuts" if not window_bytes else "windows"
         self._lock = threading.Lock()
         self._closed = False
         known = {cut.key: cut for cut in cuts}
-        self._windows = list(_grouped(list(known.values()), window_bytes))
-        self._sizes = [sum(cut.nbytes for cut in window) for window in self._windows]
+        self._windows = _grouped(known.values(), kinds or {}, window_bytes)
+        # What is kept is bounded by the model, and not by what is ahead.
+        self._sizes = [0 if w.kind == KEPT else w.nbytes for w in self._windows]
+        self._pool = Pool(ahead_bytes + window_bytes + 2 * WINDOW_BYTES)
         self._window_of = {
-            cut.key: number for number, window in enumerate(self._windows) for cut in window
+            cut.key: number for number, window in enumerate(self._windows) for cut in window.cuts
         }
         self._stages: dict[int, Stage] = {}  # posted, and not yet all taken
         self._posted = [False] * len(self._windows)
         self._next = 0
         self._loose: set[Stage] = set()
         self._mappings: dict[int, Region] = {}
+
+    @property
+    def taken(self) -> Taken:
+        """What has been handed out."""
+        return Taken(self._tensors, self._nbytes)
 
     @property
     def untaken(self) -> list[str]:
@@ -230,10 +273,11 @@ class Feed:
             held += size
 
     def _post(self, number: int) -> Stage:
-        stage = Stage.of(self.session, self._windows[number])
+        kind, cuts = self._windows[number]
+        stage = Stage.of(self.session, cuts, self._pool if kind == COPIED else None)
         self._posted[number] = True
         self._stages[number] = stage
-        self._windows[number] = []  # its stage holds what is still needed
+        self._windows[number] = Window(kind, [])  # its stage holds what is still needed
         return stage
 
     def take(self, cut: Cut) -> torch.Tensor:
@@ -253,29 +297,38 @@ class Feed:
                 stage = self._stages[number]
             else:
                 stage = self._post(number)
-        parts = self._await(stage, cut)
+            piecemeal = number is not None and self._windows[number].kind == KEPT
+            parts = self._given(stage, cut, piecemeal)
+        if parts is None:
+            parts = self._await(stage, cut, piecemeal)
         if stage.left == 0:
             with self._lock:
                 self._retire(stage, number)
         return _joined(cut, parts)
 
-    def _await(self, stage: Stage, cut: Cut) -> list[torch.Tensor]:
-        start = 0.0
+    def _await(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor]:
+        start = time.monotonic()
         while True:
+            stage.pause(cut, _LOOK_SECONDS)
             with self._lock:
                 self._require_open()
-                if not self._is_ready(stage, cut):
-                    stage.look()
-                if self._is_ready(stage, cut):
-                    if start:
-                        self.waited_seconds += time.monotonic() - start
-                    self.taken = Taken(self.taken.tensors + 1, self.taken.nbytes + cut.nbytes)
-                    return stage.give(cut)
-            start = start or time.monotonic()
-            stage.pause(cut, _LOOK_SECONDS)
+                parts = self._given(stage, cut, piecemeal)
+                if parts is not None:
+                    self.waited_seconds += time.monotonic() - start
+                    return parts
 
-    def _is_ready(self, stage: Stage, cut: Cut) -> bool:
-        return stage.arrived or (self._gives == "cuts" and stage.has(cut))
+    def _given(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor] | None:
+        """The parts of a cut where they are there, else None. Called with the lock held."""
+        if not self._is_ready(stage, cut, piecemeal):
+            stage.look()
+            if not self._is_ready(stage, cut, piecemeal):
+                return None
+        self._tensors += 1
+        self._nbytes += cut.nbytes
+        return stage.give(cut)
+
+    def _is_ready(self, stage: Stage, cut: Cut, piecemeal: bool) -> bool:
+        return stage.arrived or (piecemeal and stage.has(cut))
 
     def _retire(self, stage: Stage, number: int | None) -> None:
         if number is None:
@@ -310,6 +363,7 @@ class Feed:
             self._stages.clear()
             self._loose.clear()
             self._mappings.clear()
+            self._pool.close()
 
     def __enter__(self) -> Feed:
         return self
@@ -318,21 +372,19 @@ class Feed:
         self.close()
 
 
-def _grouped(cuts: Sequence[Cut], window_bytes: int) -> Iterator[list[Cut]]:
-    if not window_bytes:
-        if cuts:
-            yield list(cuts)
-        return
-    window: list[Cut] = []
-    held = 0
+def _grouped(cuts: Iterable[Cut], kinds: Mapping[str, str], window_bytes: int) -> list[Window]:
+    """Windows, in the order of their first cuts."""
+    windows: list[Window] = []
+    filling: dict[str, tuple[Window, int]] = {}
     for cut in cuts:
-        if window and held + cut.nbytes > window_bytes:
-            yield window
-            window, held = [], 0
-        window.append(cut)
-        held += cut.nbytes
-    if window:
-        yield window
+        kind = kinds.get(cut.key, HELD) if window_bytes else KEPT
+        window, held = filling.get(kind, (None, 0))
+        if window is None or (kind != KEPT and held + cut.nbytes > window_bytes):
+            window, held = Window(kind, []), 0
+            windows.append(window)
+        window.cuts.append(cut)
+        filling[kind] = window, held + cut.nbytes
+    return windows
 
 
 def _joined(cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.order import in_layers
 from gdsload.report import LoadReport
+from gdsload.source import locate
 from gdsload.weights import Options
 
 # 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong, and the memory that
@@ -85,23 +86,31 @@ def _first_names(
     ):
         return []
     try:
+        # Headers are parsed only for files that there is something to read of.
+        files = [place.path for place in locate(source, **where).places]
+        if sum(map(os.path.getsize, files)) < SMALL_BYTES or (
+            options.cache == "auto" and any(map(_is_warm, files))
+        ):
+            return []
         with Checkpoint.open(source, strict=False, **where) as checkpoint:
             infos = in_layers(checkpoint.tensors.values())
-            if checkpoint.total_bytes < SMALL_BYTES:
-                return []
             experts = any(".experts." in info.name for info in infos)
             left = EXPERTS_BYTES if experts else HEAD_START_BYTES
             names: list[str] = []
             for info in infos:
                 if info.nbytes > left:
                     break
-                fd = checkpoint.shards[info.shard].fd
-                if options.cache == "auto" and residency.mostly_resident(
-                    fd, info.offset, info.nbytes
-                ):
-                    return []  # warm: it will be mapped
                 names.append(info.name)
                 left -= info.nbytes
             return names
     except (GdsloadError, OSError, TypeError):
         return []  # transformers will say what is wrong, or find other files
+
+
+def _is_warm(file: str) -> bool:
+    """Whether a file is in the page cache: it will be mapped, or copied from there."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return residency.mostly_resident(fd, 0, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)

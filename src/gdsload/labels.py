@@ -11,6 +11,7 @@ not foreseen is read when it is asked for.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,23 +19,28 @@ from typing import Any
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, cut, whole
+from gdsload.destinations import Kind, Target, kinds_of, target_of
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
+from gdsload.feed import COPIED, HELD, KEPT
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 
 
 @dataclass(slots=True)
 class Forecast:
-    """What will be asked for, in order. `lazy` tensors are wanted as views that nobody reads."""
+    """What will be asked for, in order. `lazy` tensors are wanted as views that nobody reads;
+    `targets` are parameters that will be made from transient ones."""
 
     cuts: list[Cut] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
     names: dict[tuple[str, int, int], tuple[str, str | None]] = field(default_factory=dict)
     sort_keys: dict[str, list[Any]] = field(default_factory=dict)
     lazy: set[str] = field(default_factory=set)
+    targets: list[Target] = field(default_factory=list)
+    placed: set[str] = field(default_factory=set)  # the keys of what they are made of
+    kinds: dict[str, str] = field(default_factory=dict)  # by the keys of the cuts
     deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
-    transient_bytes: int = 0
 
     def count(self) -> dict[str, int]:
         """How many tensors have each label."""
@@ -101,41 +107,38 @@ def _label(
     place_of = _places(load_config)
     shares_of = _shares(loading)
     unforeseen = load_config.device_mesh is not None and shares_of is None
-    casts = _casts(loading, load_config)
+    dtype_of = _dtypes(loading, load_config)
+    merged_by = _merging(loading, load_config)
+    dtypes: dict[str, Any] = {}
     groups: dict[str, dict[str, list[str]]] = {}
     wishes: dict[str, list[Cut]] = {}
     members: Counter[tuple[str, str]] = Counter()
-    found.sort_keys = {key: loading.dot_natural_key(key) for key in infos}
+    meta = naming.meta
+    found.sort_keys = _natural_keys(loading.dot_natural_key, infos)
     for key in sorted(infos, key=found.sort_keys.__getitem__):
         name, pattern = naming(key)
-        param = naming.meta.get(name) if name in naming.meta else None
-        if name not in naming.meta:
+        if name not in meta:
             found.labels[key] = SKIP
             continue
-        info = infos[key]
-        place = place_of(name)
+        param, info, place = meta[name], infos[key], place_of(name)
         if place == "disk" and pattern is None:
             # Its tensor is made and thrown away: accelerate reads the file itself, when needed.
             found.labels[key] = SKIP
             found.lazy.add(key)
             continue
         groups.setdefault(name, {}).setdefault(pattern or key, []).append(key)
+        dtype = dtypes[key] = dtype_of(name, param)
         share = [whole(info)]
+        simple = True
         if shares_of is not None and _is_dtensor(param):
             number = members[name, pattern] if pattern is not None else None
             if pattern is not None:
                 members[name, pattern] += 1
             share = shares_of(param, info, number)
-        kept = (
-            pattern is None
-            and place == "cpu"
-            and not casts(name, param, info)
-            and all(c.shape is None and c.index is None for c in share)
-        )
+            simple = all(c.shape is None and c.index is None for c in share)
+        kept = pattern is None and place == "cpu" and simple and dtype == _dtype_called(info.dtype)
         found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
         found.deferred = found.deferred and place in ("cpu", "disk", "meta")
-        if not kept:
-            found.transient_bytes += sum(c.nbytes for c in share)
         wishes[key] = share
     if unforeseen:
         # Which parts of which tensors a rank needs is not known here before it asks.
@@ -148,6 +151,79 @@ def _label(
     else:
         order = list(wishes)
     found.cuts = [wish for key in order for wish in wishes.get(key, ())]
+    if load_config.hf_quantizer is None and not unforeseen:
+        found.targets = [
+            target
+            for name, patterns in groups.items()
+            if place_of(name) == "cpu" and not _is_dtensor(naming.meta.get(name))
+            for target in [_target(patterns, merged_by, dtypes, found.labels, infos)]
+            if target is not None
+        ]
+    found.placed = {key for target in found.targets for kind in target.kinds for key in kind.keys}
+    for key, wish in wishes.items():
+        kind = KEPT if found.labels[key] == KEEP else COPIED if key in found.placed else HELD
+        found.kinds.update((cut.key, kind) for cut in wish)
+
+
+def _target(
+    patterns: dict[str, list[str]],
+    merged_by: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
+    labels: Mapping[str, str],
+    infos: Mapping[str, TensorInfo],
+) -> Target | None:
+    """What to make of the tensors of one parameter, by the patterns that led to it; None where they
+    become it as they are, or in a way that is not known here."""
+    first, *others = patterns
+    keys = patterns[first]
+    if first in infos:  # not a pattern: its own name
+        if others or labels[first] != TRANSIENT:
+            return None
+        return target_of([Kind((first,), infos[first].shape)], dtypes[first], merged=False)
+    if first not in merged_by or not patterns.keys() <= set(merged_by[first]):
+        return None
+    kinds = kinds_of(patterns, merged_by[first], infos)
+    return None if kinds is None else target_of(kinds, dtypes[keys[0]], merged=True)
+
+
+def _merging(loading: Any, load_config: Any) -> dict[str, list[str]]:
+    """For each pattern of a converter that stacks experts, and may then concatenate their rows, all
+    of its patterns in their order."""
+    stack = getattr(loading, "MergeModulelist", None)
+    concatenate = getattr(loading, "Concatenate", None)
+    found: dict[str, list[str]] = {}
+    for entry in load_config.weight_mapping or ():
+        operations = [(type(o), getattr(o, "dim", None)) for o in getattr(entry, "operations", ())]
+        sources = list(entry.source_patterns)
+        if len(entry.target_patterns) == 1 and (
+            operations == [(stack, 0), (concatenate, 1)]
+            or (operations == [(stack, 0)] and len(sources) == 1)
+        ):
+            found.update(dict.fromkeys(sources, sources))
+    return found
+
+
+_SAMPLES = 64
+
+
+def _natural_keys(natural: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
+    """``natural(name)`` for each, asked once for every word between dots: names share theirs.
+
+    Where that is not how this transformers makes its keys, each name is asked about.
+    """
+    names = list(names)
+    words: dict[str, Any] = {}
+
+    def key_of(name: str) -> list[Any]:
+        parts = name.split(".")
+        for part in parts:
+            if part not in words:
+                words[part] = natural(part)[0]
+        return [words[part] for part in parts]
+
+    if all(key_of(name) == natural(name) for name in names[:: len(names) // _SAMPLES + 1]):
+        return {name: key_of(name) for name in names}
+    return {name: natural(name) for name in names}
 
 
 def _places(load_config: Any) -> Callable[[str], str]:
@@ -172,8 +248,8 @@ def _kind(device: Any) -> str:
     return "cuda" if isinstance(device, int) else str(device).partition(":")[0]
 
 
-def _casts(loading: Any, load_config: Any) -> Callable[[str, Any, TensorInfo], bool]:
-    """Whether a tensor's dtype changes on its way into the model."""
+def _dtypes(loading: Any, load_config: Any) -> Callable[[str, Any], Any]:
+    """The dtype that a parameter has in the model; None where its quantizer makes it."""
     plan = getattr(load_config, "dtype_plan", None) or {}
     search: Callable[[str], Any] | None = None
     group_of: dict[str, str] = {}
@@ -181,23 +257,24 @@ def _casts(loading: Any, load_config: Any) -> Callable[[str, Any, TensorInfo], b
         alternation, group_of, _ = loading.build_glob_alternation(list(plan))
         search = alternation.search
     quantizer = load_config.hf_quantizer
-    known: dict[str, Any] = {}
 
-    def casts(name: str, param: Any, info: TensorInfo) -> bool:
+    def dtype_of(name: str, param: Any) -> Any:
         if quantizer is not None and not quantizer.pre_quantized:
-            return True
-        wanted = param.dtype if param is not None else load_config.dtype
+            return None
         match = search(name) if search is not None else None
         if match is not None:
-            wanted = plan[group_of[match.lastgroup]]
-        if info.dtype not in known:
-            try:
-                known[info.dtype] = torch_dtype(info.dtype)
-            except CheckpointError:  # this torch lacks it: said when the tensor is asked for
-                known[info.dtype] = None
-        return bool(known[info.dtype] != wanted)
+            return plan[group_of[match.lastgroup]]
+        return param.dtype if param is not None else load_config.dtype
 
-    return casts
+    return dtype_of
+
+
+@functools.cache
+def _dtype_called(name: str) -> Any:
+    try:
+        return torch_dtype(name)
+    except CheckpointError:  # this torch lacks it: said when the tensor is asked for
+        return name
 
 
 def _is_dtensor(param: Any) -> bool:

@@ -3,10 +3,15 @@ that was done already, or whose result is thrown away.
 
     rename_source_key     the forecast has asked it about every key; its answers are given again
     dot_natural_key       likewise
+    get_device            a map with one device for all is not searched for every tensor
     deepcopy              a converter is copied for every tensor, but only the first copy for each
                           parameter is used: the others are not made
     is_env_variable_true  no threads: our reads are ahead of whoever asks for a tensor, and worker
                           threads would hold tensors that nobody needs yet
+    _materialize_copy     a tensor that is cast, or merged with others, goes straight to its place
+                          in the parameter
+    MergeModulelist       what lies in its place already is not stacked,
+    Concatenate           nor concatenated
 
 Outside of a load of ours, each does what it did.
 """
@@ -76,10 +81,97 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
             return True
         return is_true(name)
 
+    find_device = module.get_device
+
+    @functools.wraps(find_device)
+    def device_of(device_map: Any, name: str, *rest: Any, **named: Any) -> Any:
+        weights = running.get()
+        if weights is None or device_map is None or len(device_map) != 1 or "" not in device_map:
+            return find_device(device_map, name, *rest, **named)
+        if device_map[""] == "disk":
+            return find_device(device_map, name, *rest, **named)
+        return device_map[""]
+
+    yield Swap(module, "get_device", device_of)
     yield Swap(module, "rename_source_key", renamed)
     yield Swap(module, "deepcopy", copied)
     yield Swap(module, "dot_natural_key", natural_key)
+    materialize = getattr(module, "_materialize_copy", None)
+    if materialize is not None and _takes(materialize, "tensor", "device", "dtype"):
+
+        @functools.wraps(materialize)
+        def materialized(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+            # No context variable: transformers may ask from threads of its own.
+            placed = getattr(tensor, "placed", None)
+            found = None if placed is None else placed(device, dtype)
+            return materialize(tensor, device, dtype) if found is None else found
+
+        yield Swap(module, "_materialize_copy", materialized)
     yield Swap(module, "is_env_variable_true", env_is_true)
+    yield from _swaps_of_merging(module)
+
+
+def _takes(function: Any, *names: str) -> bool:
+    return tuple(inspect.signature(function).parameters) == names
+
+
+_CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs")
+
+
+def _swaps_of_merging(module: ModuleType) -> Iterator[Swap]:
+    stack = getattr(module, "MergeModulelist", None)
+    if (
+        stack is not None
+        and _takes(stack.convert, *_CONVERT)
+        and _takes(stack.get_target_pattern, "self", "input_size", "source_pattern",
+                   "target_patterns")
+    ):  # fmt: skip
+        yield Swap(stack, "convert", _swapped_stack(stack.convert))
+    join = getattr(module, "Concatenate", None)
+    if (
+        join is not None
+        and _takes(join.convert, *_CONVERT)
+        and _takes(join.get_target_pattern, "self", "target_patterns")
+    ):
+        yield Swap(join, "convert", _swapped_join(join.convert))
+
+
+def _swapped_stack(original: Any) -> Any:
+    @functools.wraps(original)
+    def convert(
+        self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
+    ) -> Any:
+        weights = running.get()
+        if weights is not None and self.dim == 0:
+            stacks = {p: weights.destinations.stacked(t) for p, t in input_dict.items()}
+            if stacks and all(stack is not None for stack in stacks.values()):
+                number = len(input_dict)
+                input_dict.clear()
+                return {
+                    self.get_target_pattern(number, pattern, target_patterns): stack
+                    for pattern, stack in stacks.items()
+                }
+        return original(self, input_dict, source_patterns, target_patterns, **named)
+
+    return convert
+
+
+def _swapped_join(original: Any) -> Any:
+    @functools.wraps(original)
+    def convert(
+        self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
+    ) -> Any:
+        weights = running.get()
+        if weights is not None and self.dim == 1:
+            tensors = [input_dict[p] for p in source_patterns if p in input_dict]
+            whole = weights.destinations.joined(tensors)
+            if whole is not None:
+                target = self.get_target_pattern(target_patterns)
+                input_dict.clear()
+                return {target: whole}
+        return original(self, input_dict, source_patterns, target_patterns, **named)
+
+    return convert
 
 
 def _uses_first_copies(module: ModuleType) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import cut, whole
+from gdsload.destinations import Destinations
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
 from gdsload.feed import Feed
@@ -60,6 +61,22 @@ class MappedSlice(LazySlice):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._feed.mapped(self._info)[index]
+
+
+class PlacedSlice(LazySlice):
+    """A tensor that has a place in a parameter: whoever wants it there gets it there."""
+
+    __slots__ = ("_destinations",)
+
+    def __init__(self, feed: Feed, info: TensorInfo, destinations: Destinations) -> None:
+        super().__init__(feed, info)
+        self._destinations = destinations
+
+    def placed(self, device: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """``self[...].to(device, dtype)`` in its place; None where that is not what it is for."""
+        if device is not None and str(device) != "cpu":
+            return None
+        return self._destinations.put(self._info.name, dtype, self)
 
 
 class OpenedFile:

@@ -14,11 +14,12 @@ from typing import Any
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
 from gdsload.cuts import whole
+from gdsload.destinations import Destinations
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed
 from gdsload.labels import Forecast, forecast
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
-from gdsload.slices import LazySlice, MappedSlice, OpenedFile
+from gdsload.slices import LazySlice, MappedSlice, OpenedFile, PlacedSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Weights:
         # Where transformers' loop is: the parameter of the last key, and those with a converter.
         self.named = ""
         self.converted: set[str] = set()
+        self.destinations = Destinations([])
         self._stack = ExitStack()
         with ExitStack() as stack:
             with report.phase("open"):
@@ -80,13 +82,17 @@ class Weights:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
         self.forecast = found
         self.report.labels = found.count()
-        self._begin(Feed(
-            self.session,
-            found.cuts,
-            # What stays in the model need not be waited for; what goes again is bounded.
-            window_bytes=self.options.window_bytes if found.transient_bytes else 0,
-            ahead_bytes=self.options.ahead_bytes,
-        ))  # fmt: skip
+        self._begin(
+            Feed(
+                self.session,
+                found.cuts,
+                kinds=found.kinds,
+                window_bytes=self.options.window_bytes,
+                ahead_bytes=self.options.ahead_bytes,
+            )
+        )
+        with self.report.phase("prepare"):
+            self.destinations = self._stack.enter_context(Destinations(found.targets))
 
     def expect(self, names: Sequence[str]) -> None:
         """Puts the first of these tensors on their way, in this order."""
@@ -110,11 +116,13 @@ class Weights:
     @collector_paused()
     def slices(self) -> dict[str, LazySlice]:
         """A slice for every tensor, by its name in the checkpoint."""
-        lazy = self.forecast.lazy
+        feed, places = self.feed, self.destinations
+        placed, lazy = self.forecast.placed, self.forecast.lazy
         return {
-            name: (MappedSlice if name in lazy else LazySlice)(self.feed, info)
+            name: PlacedSlice(feed, info, places) if name in placed
+            else (MappedSlice if name in lazy else LazySlice)(feed, info)
             for name, info in self.checkpoint.tensors.items()
-        }
+        }  # fmt: skip
 
     def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
         """The checkpoint as an opened file; where it is `owned`, leaving it closes this."""

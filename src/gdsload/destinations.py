@@ -1,0 +1,214 @@
+"""The memory of parameters that are not in the file as the model wants them.
+
+    cast     one tensor of the checkpoint, in another dtype
+    merged   the tensors of all experts, stacked; of several kinds, their rows side by side:
+             [expert, rows of the gates + rows of the ups, columns]
+
+Each tensor is copied once, from where it was read to its place in the parameter, and cast on the
+way. Whoever stacks and concatenates these places afterwards finds the result in memory already.
+The memory is made ready by threads of its own, ahead of the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload._native.memory import Region
+from gdsload._native.populate import Populator
+from gdsload.arena import require_room
+from gdsload.errors import PlacementError
+
+if TYPE_CHECKING:
+    import torch
+
+# Two keep up with one thread that copies; see `benchmarks/tune.py`.
+POPULATE_THREADS = 2
+_ALIGN_BYTES = 4096  # a parameter's pages are its own, and go back with it
+_NO_LIMIT = 1 << 62
+
+
+class Kind(NamedTuple):
+    """Tensors of one shape that a parameter is made of, in the order in which they are stacked."""
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """A parameter that is going to be made: of one tensor, or (`merged`) of kinds of tensors with
+    one for each expert."""
+
+    kinds: tuple[Kind, ...]
+    dtype: torch.dtype
+    merged: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's own shape."""
+        first = self.kinds[0]
+        if not self.merged:
+            return first.shape
+        rows = sum(kind.shape[0] for kind in self.kinds)
+        return (len(first.keys), rows, *first.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def target_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> Target | None:
+    """The parameter that these make; None where they do not fit together, or have no bytes."""
+    target = Target(tuple(kinds), dtype, merged)
+    first = kinds[0]
+    fit = all(
+        kind.shape and len(kind.keys) == len(first.keys) and kind.shape[1:] == first.shape[1:]
+        for kind in kinds
+    )
+    return target if (fit or not merged) and target.nbytes else None
+
+
+class _Part(NamedTuple):
+    """The places of one kind, as one tensor; the parameter, and which of its kinds this is."""
+
+    view: torch.Tensor
+    parameter: torch.Tensor
+    number: int
+
+
+class Destinations:
+    """Memory for some targets, and the way of each of their tensors into it. Close it at the end:
+    what was handed out lives on."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        """In the order in which they will be filled.
+
+        Raises PlacementError where the machine has less memory than they take.
+        """
+        self._places: dict[str, torch.Tensor] = {}
+        self._parts: dict[int, _Part] = {}  # by the address of their first place
+        self._kinds: dict[int, int] = {}  # of a parameter, by its address: how many
+        self._populator: Populator | None = None
+        sizes = [-(-target.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for target in targets]
+        total = sum(sizes)
+        if not total:
+            return
+        require_room(total)
+        try:
+            region = Region.anonymous(total)
+        except MemoryError as error:
+            raise PlacementError(str(error)) from error
+        offset = 0
+        for target, size in zip(targets, sizes, strict=True):
+            self._lay_out(target, _tensor(region, offset, target))
+            offset += size
+        self._populator = Populator(
+            [(region.handle(), 0, total)], POPULATE_THREADS, _NO_LIMIT, True
+        )
+
+    def _lay_out(self, target: Target, parameter: torch.Tensor) -> None:
+        if not target.merged:
+            self._places[target.kinds[0].keys[0]] = parameter
+            return
+        self._kinds[parameter.data_ptr()] = len(target.kinds)
+        row = 0
+        for number, (keys, shape) in enumerate(target.kinds):
+            view = parameter[:, row : row + shape[0]]
+            self._places.update(zip(keys, view.unbind(0), strict=True))
+            self._parts[view.data_ptr()] = _Part(view, parameter, number)
+            row += shape[0]
+
+    def put(self, key: str, dtype: torch.dtype | None, tensor: Any) -> torch.Tensor | None:
+        """Copies ``tensor[...]`` to the place of `key`, once, and returns the place; None, and
+        nothing is read, where it has none or another dtype is asked for after all."""
+        place = self._places.get(key)
+        if place is None or place.dtype != dtype:
+            return None
+        del self._places[key]
+        place.copy_(tensor[...])
+        return place
+
+    def stacked(self, tensors: Any) -> torch.Tensor | None:
+        """What ``torch.stack(tensors)`` would be, where they lie so already; else None."""
+        part = self._parts.get(tensors[0].data_ptr()) if _are_tensors(tensors) else None
+        if part is None:
+            return None
+        view = part.view
+        start, step = view.data_ptr(), view.stride(0) * view.element_size()
+        if len(tensors) != view.shape[0] or any(
+            tensor.data_ptr() != start + number * step
+            or tensor.dtype != view.dtype
+            or tensor.shape != view.shape[1:]
+            for number, tensor in enumerate(tensors)
+        ):
+            return None
+        # The whole parameter, or rows of each expert that are to be concatenated next.
+        return part.parameter if self._kinds[part.parameter.data_ptr()] == 1 else view
+
+    def joined(self, tensors: Any) -> torch.Tensor | None:
+        """What ``torch.cat(tensors, dim=1)`` would be, where they are all the stacks of one
+        parameter in their order; else None."""
+        if not _are_tensors(tensors):
+            return None
+        parts = [self._parts.get(tensor.data_ptr()) for tensor in tensors]
+        first = parts[0]
+        if first is None or self._kinds[first.parameter.data_ptr()] != len(parts):
+            return None
+        for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
+            if (
+                part is None
+                or part.parameter is not first.parameter
+                or part.number != number
+                or part.view.shape != tensor.shape
+            ):
+                return None
+        return first.parameter
+
+    def close(self) -> None:
+        """Ends the threads; what nobody took goes back to the system. May be called again."""
+        if self._populator is not None:
+            self._populator.stop()
+            self._populator = None
+        self._places.clear()
+        self._parts.clear()
+        self._kinds.clear()
+
+    def __enter__(self) -> Destinations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _are_tensors(tensors: Any) -> bool:
+    import torch
+
+    return (
+        isinstance(tensors, (list, tuple))
+        and bool(tensors)
+        and all(type(tensor) is torch.Tensor for tensor in tensors)
+    )
+
+
+def _tensor(region: Region, offset: int, target: Target) -> torch.Tensor:
+    import torch
+
+    raw = torch.utils.dlpack.from_dlpack(region.view(offset, target.nbytes, (target.nbytes,), 1, 8))
+    found: torch.Tensor = raw.view(target.dtype).view(target.shape)
+    return found
+
+
+def kinds_of(
+    groups: Mapping[str, Sequence[str]], patterns: Sequence[str], shapes: Mapping[str, Any]
+) -> list[Kind] | None:
+    """The kinds of a merged parameter, by the patterns of its converter, in their order; None where
+    one is missing or its tensors have different shapes."""
+    kinds = []
+    for pattern in patterns:
+        keys = tuple(groups.get(pattern, ()))
+        found = {tuple(shapes[key].shape) for key in keys}
+        if len(found) != 1:
+            return None
+        kinds.append(Kind(keys, found.pop()))
+    return kinds

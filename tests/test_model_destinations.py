@@ -1,0 +1,132 @@
+"""Parameters that are cast or merged: each tensor is copied once, and merging copies nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+from gdsload.destinations import Destinations, Kind, kinds_of, target_of
+from test_memory import resident_pages
+
+# Rows of two experts' kinds that are merged into one parameter.
+PAIR = (Kind(("g0", "g1", "g2"), (4, 6)), Kind(("u0", "u1", "u2"), (2, 6)))
+
+
+def tensors(kind: Kind, first: int) -> dict[str, torch.Tensor]:
+    count = torch.Size(kind.shape).numel()
+    return {
+        key: torch.arange(first + n, first + n + count, dtype=torch.bfloat16).view(kind.shape)
+        for n, key in enumerate(kind.keys)
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards: bool) -> None:
+    target = target_of(PAIR, dtype, merged=True)
+    assert target is not None
+    assert target.shape == (3, 6, 6)
+    gates, ups = tensors(PAIR[0], 0), tensors(PAIR[1], 100)
+    with Destinations([target]) as places:
+        loaded = gates | ups
+        order = reversed(loaded) if backwards else iter(loaded)
+        placed = {key: places.put(key, dtype, loaded[key]) for key in order}
+        stacks = [places.stacked([placed[key] for key in kind.keys]) for kind in PAIR]
+        merged = places.joined(stacks)
+    assert merged is not None
+    assert merged.data_ptr() == placed["g0"].data_ptr()  # type: ignore[union-attr]
+    wanted = torch.cat(
+        [torch.stack([t.to(dtype) for t in part.values()]) for part in (gates, ups)], dim=1
+    )
+    assert torch.equal(merged, wanted)
+    assert merged.is_contiguous()
+    assert merged.untyped_storage().nbytes() == merged.nbytes
+
+
+def test_only_what_lies_right_is_merged_without_a_copy() -> None:
+    target = target_of(PAIR, torch.bfloat16, merged=True)
+    assert target is not None
+    with Destinations([target]) as places:
+        loaded = tensors(PAIR[0], 0) | tensors(PAIR[1], 9)
+        placed = {key: places.put(key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
+        gates = [placed[key] for key in PAIR[0].keys]
+        ups = [placed[key] for key in PAIR[1].keys]
+        assert places.stacked(gates[::-1]) is None
+        assert places.stacked(gates[:2]) is None
+        assert places.stacked([*gates[:2], ups[2]]) is None
+        assert places.stacked(list(loaded.values())[:3]) is None
+        assert places.stacked([]) is None
+        first, second = places.stacked(gates), places.stacked(ups)
+        assert first is not None
+        assert second is not None
+        assert places.joined([second, first]) is None
+        assert places.joined([first]) is None
+        assert places.joined([first, second.clone()]) is None
+        assert places.joined([first, second]) is not None
+
+
+def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
+    target = target_of([Kind(("a",), (3,))], torch.float32, merged=False)
+    assert target is not None
+    with Destinations([target]) as places:
+        source = torch.tensor([1.5, 2.5, -0.0], dtype=torch.bfloat16)
+        assert places.put("a", torch.float16, source) is None
+        assert places.put("b", torch.float32, source) is None
+        first = places.put("a", torch.float32, source)
+        assert first is not None
+        assert first.dtype == torch.float32
+        assert torch.equal(first, source.float())
+        assert places.put("a", torch.float32, source) is None
+
+
+def test_kinds_that_do_not_fit_have_no_place() -> None:
+    shapes = {"a": torch.empty(2, 3), "b": torch.empty(2, 3), "c": torch.empty(4, 3)}
+    assert kinds_of({"p": ["a", "b"], "q": ["c"]}, ["p", "q"], shapes) is not None
+    assert kinds_of({"p": ["a", "c"]}, ["p"], shapes) is None
+    assert kinds_of({"p": ["a", "b"]}, ["p", "q"], shapes) is None
+    uneven = [Kind(("a", "b"), (2, 3)), Kind(("c",), (4, 3))]
+    assert target_of(uneven, torch.float32, merged=True) is None
+    assert target_of([Kind(("a",), (0, 3))], torch.float32, merged=False) is None
+
+
+def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
+    size = 8 << 20
+    targets = [target_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
+    with Destinations([target for target in targets if target is not None]) as places:
+        source = torch.ones(size, dtype=torch.int8)
+        kept = places.put("a", torch.uint8, source)
+        gone = places.put("b", torch.uint8, source)
+    assert kept is not None
+    assert gone is not None
+    address = gone.data_ptr()
+    assert resident_pages(address, size) == size // 4096
+    del gone
+    assert resident_pages(address, size) == 0
+    assert int(kept.sum()) == size
+
+
+def test_transformers_merges_without_copying(
+    tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither stacked nor concatenated: with both forbidden, the model is the same."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tiny_moe_checkpoint, dtype="auto")
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a copy was made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", forbidden)
+        patch.setattr(torch, "cat", forbidden)
+        with gdsload.accelerated(cache="buffered", window_bytes=1 << 14, ahead_bytes=1 << 15):
+            ours = transformers.AutoModelForCausalLM.from_pretrained(
+                tiny_moe_checkpoint, dtype="auto"
+            )
+    assert gdsload.last_report().path == "seam"
+    wanted, found = stock.state_dict(), ours.state_dict()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in found.items())
