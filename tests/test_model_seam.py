@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ import torch
 import transformers
 from transformers import modeling_utils
 
+import equal
 import gdsload
 import tinymodels
 from gdsload import labels, seam
@@ -105,7 +107,12 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """What was foreseen is what is asked for, in that order; nothing else."""
     if not hasattr(transformers, tinymodels.ARCHITECTURES[name][0]):
         pytest.skip(f"this transformers has no {name}")
+    from transformers import core_model_loading as loading
+
     from gdsload.feed import Feed
+
+    # Before 5.4 what a converter merges comes out of a set, in an order of its own each time.
+    has_order = "in set(" not in inspect.getsource(loading.WeightTransform.materialize_tensors)
 
     asked: list[str] = []
     foreseen: list[str] = []
@@ -122,14 +129,19 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Feed, "take", noted_take)
     monkeypatch.setattr("gdsload.weights.forecast", noted_forecast)
-    model = tinymodels.build(name)
-    model.save_pretrained(tmp_path)
+    with equal.by_transformers_alone():
+        model = tinymodels.build(name)
+        model.save_pretrained(tmp_path)
+        type(model).from_pretrained(tmp_path)
     for loaded_as in {type(model), type(model.base_model)}:
         asked.clear()
         foreseen.clear()
         gdsload.from_pretrained(tmp_path, cls=loaded_as)
-        assert asked == foreseen
         assert asked
+        if has_order:
+            assert asked == foreseen
+        else:
+            assert sorted(asked) == sorted(foreseen)
 
 
 def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:
