@@ -7,8 +7,10 @@ newer torch. Where it fails alone, ours has to fail alike; newer ones have to su
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +79,33 @@ def require_same(stock: Any, ours: Any, path: str = FIRST) -> None:
     assert gdsload.last_report().path == path
     assert tinymodels.differences(stock, ours) == []
     require_same_answers(stock, ours)
+
+
+def names_replaced() -> list[Any]:
+    """Whatever gdsload may replace, as it is now."""
+    import accelerate.utils.modeling
+    import safetensors.torch
+    from transformers import modeling_utils
+
+    found = [
+        transformers.PreTrainedModel.__dict__["_load_pretrained_model"], modeling_utils.safe_open,
+        accelerate.utils.modeling.safe_open, accelerate.utils.modeling.safe_load_file,
+        safetensors.torch.load_file,
+    ]  # fmt: skip
+    if NEW:
+        from transformers import core_model_loading as loading
+
+        found += [loading.deepcopy, loading.rename_source_key, loading.dot_natural_key,
+                  loading.is_env_variable_true]  # fmt: skip
+    return found
+
+
+def open_files(under: Path) -> list[str]:
+    """The files below a directory that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [name for name in found if name.startswith(str(under))]

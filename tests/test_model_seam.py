@@ -16,18 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import modeling_utils
 
 import equal
 import gdsload
 import tinymodels
+from equal import FIRST, NEW, names_replaced, open_files
 from gdsload import labels, seam
 from gdsload.backends.base import Failure, Progress
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.registry import register_backend
-
-NEW = transformers.__version__[0] > "4"
-FIRST = "seam" if NEW else "safe_open"
 
 
 @pytest.fixture(autouse=True)
@@ -50,40 +47,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def names_replaced() -> list[Any]:
-    """Whatever gdsload may replace, as it is now."""
-    import accelerate.utils.modeling
-    import safetensors.torch
-
-    found = [
-        transformers.PreTrainedModel.__dict__["_load_pretrained_model"], modeling_utils.safe_open,
-        accelerate.utils.modeling.safe_open, accelerate.utils.modeling.safe_load_file,
-        safetensors.torch.load_file,
-    ]  # fmt: skip
-    if NEW:
-        from transformers import core_model_loading as loading
-
-        found += [loading.deepcopy, loading.rename_source_key, loading.dot_natural_key,
-                  loading.is_env_variable_true]  # fmt: skip
-    return found
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     before = names_replaced()
     yield
     assert names_replaced() == before
     assert not seam.swaps.in_place
-
-
-def open_files(under: Path) -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [name for name in found if name.startswith(str(under))]
 
 
 def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
