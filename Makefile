@@ -11,7 +11,7 @@ export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo lint types test gpu-check clean
+.PHONY: help setup build demo lint types test test-oldest gpu-check clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 
 test: setup lint types  ## everything: lint, types, tests with coverage
 	$(PY) -m pytest --cov --cov-report=term
+
+test-oldest: setup  ## from_pretrained with the oldest transformers that is supported
+	@sh scripts/test-transformers.sh 4.57.6
 
 gpu-check: setup  ## on a machine with a GPU: every road, exact bytes, memory given back, rates
 	@$(PY) scripts/gpu_check.py $(ARGS)

@@ -128,11 +128,8 @@ if [ ! -w "${HOME:-/}" ]; then
     export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/.cache/pip-cache}"
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# uv reads neither pip's settings nor the system's certificates: whoever set them up meant both.
-[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
-for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
-    [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
-done
+# shellcheck source=scripts/uv.sh
+. scripts/uv.sh
 
 uv=
 find_uv() {

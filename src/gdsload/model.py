@@ -23,8 +23,8 @@ from gdsload.weights import Options
 
 # What a config is found by; the rest of from_pretrained's keywords is for the model.
 _CONFIG_WORDS = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
-    "subfolder", "token", "trust_remote_code",
+    "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
+    "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
 _lock = threading.Lock()
 
@@ -95,6 +95,8 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     for auto in ("AutoModelForCausalLM", "AutoModel"):
         if auto in mapped:
             return getattr(transformers, auto)
+    if kwargs.get("gguf_file") is not None:  # names its kind of model, and no class
+        return transformers.AutoModelForCausalLM
     raise CheckpointError(
         f"{source}: its config names no architecture of transformers"
         f" ({getattr(config, 'architectures', None)}); pass cls="

@@ -33,6 +33,7 @@ from gdsload.weights import Misfit, Options, Weights
 log = logging.getLogger("gdsload")
 
 SEAM, SAFE_OPEN, STOCK = "seam", "safe_open", "stock"
+_DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 _FRONT = ("model", "state_dict", "checkpoint_files")
 Call = Callable[..., Any]
 Opener = Callable[[str, Any], OpenedFile]
@@ -257,6 +258,22 @@ def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
             return _load_old_shard(shard, model, state_dict, path, names, rest, named)
 
         yield Swap(module, "_load_state_dict_into_meta_model", load_shard)
+    for home in base.__mro__:
+        if _DISTRIBUTED in vars(home):
+            yield Swap(home, _DISTRIBUTED, _told(vars(home)[_DISTRIBUTED]))
+
+
+def _told(original: Call) -> Call:
+    """transformers' reading of a directory that torch.distributed.checkpoint wrote."""
+
+    @functools.wraps(original)
+    def load(model: Any, directory: Any, *rest: Any, **named: Any) -> Any:
+        if active() is not None:
+            with reported(str(directory)) as report:
+                note(report, STOCK, "torch.distributed.checkpoint wrote it (DCP): torch reads it")
+        return original(model, directory, *rest, **named)
+
+    return load
 
 
 _misfit: dict[str, str] = {}
