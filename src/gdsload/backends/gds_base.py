@@ -99,10 +99,10 @@ class CuFileBackend(Backend):
             if what.kind != VRAM:
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
-        library = self._open(self._device).library
+        driver = self._open(self._device)
         fd = own_descriptor(what)
         try:
-            handle = library.register_file(fd)
+            handle = driver.register_file(fd)
         except CuFileFailure as error:
             os.close(fd)
             raise CuFileError(
@@ -209,7 +209,7 @@ class CuFileBackend(Backend):
         self._handles.clear()
         if self._driver is not None and all(quiet) and self._driver.pid == os.getpid():
             for handle, fd in known:
-                self._driver.library.deregister_file(handle)
+                self._driver.deregister_file(handle)
                 os.close(fd)
         self._driver = None
 
@@ -219,12 +219,12 @@ def _registrar(
 ) -> Callable[[int, int], Callable[[], None]]:
     def register(address: int, nbytes: int) -> Callable[[], None]:
         try:
-            driver.library.register_buffer(address, nbytes)
+            driver.register_buffer(address, nbytes)
         except CuFileFailure as error:
             # cuFile then goes through bounce buffers of its own: slower, and still right.
             refusals[f"{name}/registered ring"] = cufile.explain(error.code) or str(error)
             return lambda: None
-        return lambda: driver.library.deregister_buffer(address)
+        return lambda: driver.deregister_buffer(address)
 
     return register
 

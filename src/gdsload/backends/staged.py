@@ -57,6 +57,7 @@ class StagedRoad:
         device = gpu.device(ring.ordinal)
         self.stage = Stage(ring.native, device, engine, int(register), files)
         self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
+        ring.users.add(self)
 
     def require_own_process(self) -> None:
         """Raises BackendUnavailable after a fork."""
@@ -79,6 +80,7 @@ class StagedRoad:
 
     def close(self) -> bool:
         """Ends the thread; False where reads are stuck, and it goes when they come back."""
+        self.ring.users.discard(self)
         return self.pump.close(DRAIN_SECONDS)
 
 
