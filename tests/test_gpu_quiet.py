@@ -1,4 +1,4 @@
-"""`quiesce` after loads to a GPU: no ring, pin, registration, handle or driver of cuFile is left."""
+"""`quiesce` after loads to a GPU: no ring, pin, registration, handle or open driver is left."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_users_rest_before_what_they_use() -> None:
         def busy(self) -> str:
             return ""
 
-        rest = wake = lambda self: None  # noqa: E731
+        rest = wake = lambda self: None
 
     deep, load, middle, other = Thing(), Thing(), Thing(), Thing()
     quiet.hold(deep, quiet.DRIVER)
