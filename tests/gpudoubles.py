@@ -162,6 +162,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     (root / "run/udev").mkdir(parents=True)
     patch.setattr(cufile, "ROOT", str(root))
     patch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     yield doubles
     doubles.let_go()
     doubles.hold_copies(False)

@@ -15,13 +15,20 @@ from typing import Any, ClassVar
 from gdsload import quiet
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, map_shard
-from gdsload.backends import Backend, Memory, Registration, choose
+from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, StallError
-from gdsload.outcome import note, read_error, silence_error, stall_error
+from gdsload.outcome import (
+    describe,
+    note,
+    open_backend,
+    read_error,
+    silence_error,
+    stall_error,
+)
 from gdsload.plan import (
     Piece,
     ReadPlan,
@@ -81,13 +88,9 @@ class Session:
         return self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        choice = choose(self.device, self._wanted, self._options)
-        backend = choice.backend(**self._options)
+        backend = open_backend(self.device, self._wanted, self._options, self.report)
         self._backend = backend
-        self.report.refusals.update(choice.refusals)
-        self.report.refusals.update(getattr(backend, "refusals", {}))
-        self.report.backend = backend.name
-        self.report.engine = getattr(backend, "engine", "")
+        describe(self.report, backend)
         return backend
 
     @collector_paused()
@@ -270,8 +273,7 @@ class Batch:
         self.session.posted += 1
         backend.post(self._request)
         # An engine that could not be opened after all has left its place to the next.
-        self.session.report.engine = getattr(backend, "engine", "")
-        self.session.report.refusals.update(getattr(backend, "refusals", {}))
+        describe(self.session.report, backend)
 
     def wait(self, moved: Callable[[int], None] | None = None) -> None:
         """Waits for all of it. `moved` is told of bytes as they land.

@@ -208,6 +208,25 @@ def _find() -> CuFile:
     return found
 
 
+def is_open() -> bool:
+    """Whether its driver is open in this process: what that costs has been paid, then."""
+    return bool(_driver)
+
+
+def versions() -> dict[str, str]:
+    """What has a part in how fast cuFile and the GPU's driver are, as text; for comparing."""
+    try:
+        known = str(library().version)
+    except BackendUnavailable:
+        known = ""
+    return {
+        "cuFile": known,
+        "nvidia-fs": _text(ROOT, "proc/driver/nvidia-fs/version"),
+        "driver": _text(ROOT, "sys/module/nvidia/version"),
+        "CUDA": str(gpu.cuda().version),
+    }
+
+
 def native_path(root: str = "") -> tuple[str, str]:
     """(which native way this machine seems to have, ""), or ("", why it has none).
 

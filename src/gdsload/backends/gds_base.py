@@ -56,6 +56,7 @@ class CuFileBackend(Backend):
         self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
         self._slots = 0
         self._counted: dict[str, int] = {}
+        self._under_way: set[int] = set()
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -173,6 +174,9 @@ class CuFileBackend(Backend):
         return self._road(device).prepare(transfers, files, memory)
 
     def post(self, request: StagedRequest) -> None:
+        if not self._under_way and self._driver is not None:
+            self._counted = self._driver.roads() or {}  # what others read meanwhile is theirs
+        self._under_way.add(id(request))
         request.start()
 
     def check(self, request: StagedRequest) -> Progress:
@@ -182,6 +186,7 @@ class CuFileBackend(Backend):
         request.wait(seconds, first, last)
 
     def release(self, request: StagedRequest) -> None:
+        self._under_way.discard(id(request))
         request.end()
 
     def roads(self, request: StagedRequest) -> dict[str, int]:

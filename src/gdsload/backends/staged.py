@@ -159,7 +159,8 @@ class StagedRequest:
                 return Failure(place, got, 0, text, code)
         cuda_error = self.road.stage.cuda_error
         if cuda_error and code > 0:
-            return Failure(place, got, code, f"the device refused a copy: CUDA error {cuda_error}")
+            text = f"the device refused a copy: CUDA error {cuda_error}"
+            return Failure(place, got, code, text, final=True)
         return Failure(place, got, max(code, 0))
 
     def wait(self, seconds: float, first: int, last: int) -> None:
