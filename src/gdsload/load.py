@@ -60,10 +60,13 @@ class Session:
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         adopt: bool = True,
+        expected_bytes: int = 0,
     ) -> None:
         """Raises ValueError for an unknown `cache`; a backend is opened with the first read.
 
-        What a prefetch has of the same files is taken from it, unless `adopt` is False.
+        `expected_bytes` is what it will be asked for in all, 0 for what the report wants: some
+        backends are not worth opening for little. What a prefetch has of the same files is taken
+        from it, unless `adopt` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
         self.checkpoint = checkpoint
@@ -72,6 +75,7 @@ class Session:
         self.cache = cache
         self.stall_seconds = stall_seconds
         self._wanted = backend
+        self._expected_bytes = expected_bytes
         self._options = dict(options or {})
         self._backend: Backend | None = None
         self._mapped: dict[int, Region] = {}
@@ -88,7 +92,8 @@ class Session:
         return self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        backend = open_backend(self.device, self._wanted, self._options, self.report)
+        expected = self._expected_bytes or self.report.wanted_bytes
+        backend = open_backend(self.device, self._wanted, self._options, self.report, expected)
         self._backend = backend
         describe(self.report, backend)
         return backend

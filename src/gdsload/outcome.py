@@ -94,7 +94,11 @@ def tensor_at(plan: ReadPlan, transfer: Transfer) -> str:
 
 
 def open_backend(
-    device: str, wanted: str, options: Mapping[str, Any], report: LoadReport
+    device: str,
+    wanted: str,
+    options: Mapping[str, Any],
+    report: LoadReport,
+    expected_bytes: int = 0,
 ) -> Backend:
     """The backend of a load: the one that was named, or for "auto" what measures and falls back on
     the way into a device, and the first that works into DRAM.
@@ -108,7 +112,7 @@ def open_backend(
         if why := gpu.why_staged(device):
             report.refusals["in place"] = why
         if wanted == "auto" and AutoBackend.probe(device).usable:
-            return AutoBackend(device, report.wanted_bytes, **options)
+            return AutoBackend(device, expected_bytes, **options)
     choice = choose(device, wanted, options)
     report.refusals.update(choice.refusals)
     if wanted != "auto":
