@@ -23,7 +23,7 @@ import torch
 import gdsload
 from gdsload import gpu, ring, synth
 from gdsload.backends import cufile, registry
-from gdsload.backends.posix import ENGINES
+from gdsload.backends.engines import ENGINES
 from gdsload.errors import GdsloadError
 
 # What a figure needs to be of use: smaller loads are all overhead.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from gdsload.backends.posix import ENGINES
+from gdsload.backends.engines import ENGINES
 from gdsload.doctor import gpu, limits, software, storage, vram
 from gdsload.doctor.finding import Diagnosis, Finding
 
