@@ -39,6 +39,7 @@ def roads(device: str, *, compat: bool) -> Iterable[tuple[str, str, dict[str, An
         yield name, name, {}
         if compat:
             yield f"{name} (compat)", name, {"allow_compat": True}
+    yield "auto", "auto", {}  # last: what it chooses is to be seen beside what it chose from
 
 
 def expected(source: Path) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gdsload.backends.auto import AutoBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
-from gpudoubles import STRANGE, Doubles
+from gpudoubles import CODE, STRANGE, Doubles
 from test_gpu_contract import DeviceMemory, suite
 
 
@@ -78,6 +79,24 @@ def test_versions_that_changed_are_measured_again(
     monkeypatch.setattr(contest, "__version__", "another")
     report = load(checkpoint)
     assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
+
+
+def test_a_road_that_was_not_there_before_is_measured(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that failed is not tried again each time."""
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.05)
+    doubles.fault("cuFileBatchIOSetUp", CODE, 5030, times=-1)
+    assert load(checkpoint).choice == "gds_mt: measured in this load"
+    (kept,) = verdicts.kept()
+    assert kept.rates["gds"] == 0.0
+    gdsload.quiesce(1.0)
+    doubles.set()
+    again = load(checkpoint)
+    assert "kept in" in again.choice and "gds" not in again.rates
+    verdicts.keep(dataclasses.replace(kept, rates={"gds_mt": 1.0, "posix": 2.0}))
+    report = load(checkpoint)
+    assert report.choice == "gds: measured in this load"
 
 
 def test_a_cache_that_cannot_be_written_is_said(

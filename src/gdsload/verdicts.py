@@ -25,8 +25,11 @@ _MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was measured from `mount` to `device`: bytes per second by road, and the road that was
-    chosen. `versions` are those of everything that had a part in it; `at` is seconds since 1970."""
+    """What was measured from `mount` to `device`, and the road that was chosen.
+
+    `rates` are bytes per second by road (0.0: it failed), `versions` those of everything that had a
+    part in it, `at` seconds since 1970.
+    """
 
     mount: str
     device: str

@@ -29,16 +29,18 @@ class Contest:
         self._bytes: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._order = list(lanes)
+        self._failed: set[str] = set()
         self._chosen, self._from_before = "", False
         self._mount, self._device = storage_of(path), device_of(device)
         self._versions = versions()
         self.rates: dict[str, float] = {}
         self.why = ""
         known = verdicts.verdict_on(self._mount, self._device, self._versions)
-        if known is not None and known.road in lanes and len(lanes) > 1:
+        # What stands now and was not there to be measured then might be faster.
+        if known is not None and known.road in lanes and known.rates.keys() >= set(lanes):
             # Its first leg still shows whether it is what it was.
             self._left, self._chosen, self._from_before = [known.road], known.road, True
-            self.rates = dict(known.rates)
+            self.rates = {lane: rate for lane, rate in known.rates.items() if rate > 0}
             day = time.strftime("%Y-%m-%d", time.localtime(known.at))
             self.why = f"measured on {day}, kept in {verdicts.directory()}"
 
@@ -64,6 +66,7 @@ class Contest:
 
     def lost(self, lane: str) -> None:
         """It turned out not to work: also what was kept of it is forgotten."""
+        self._failed.add(lane)
         if lane in self._order:
             self._order.remove(lane)
         if lane in self._left:
@@ -82,8 +85,9 @@ class Contest:
         measured = [lane for lane in self._order if lane in self.rates]
         if self.why or len(measured) < 2:
             return
+        rates = {**self.rates, **dict.fromkeys(self._failed, 0.0)}  # not tried again each time
         kept = verdicts.Verdict(
-            self._mount, self._device, self.winner, self.rates, self._versions, time.time()
+            self._mount, self._device, self.winner, rates, self._versions, time.time()
         )
         self._chosen, self.why = self.winner, "measured in this load"
         why_not = verdicts.keep(kept) if self._mount else "the system does not say what it was"

@@ -36,7 +36,7 @@ def measured() -> list[Finding]:
     found = {}
     for each in verdicts.kept():
         rates = ", ".join(
-            f"{road} {rate / 1e9:.2f} GB/s"
+            f"{road} {rate / 1e9:.2f} GB/s" if rate else f"{road} failed"
             for road, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
         )
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
