@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
-    "_native collector errors dtypes quiet",
-    "libraries checkpoint shard source header files strictjson layouts synth",
+    "_native collector errors dtypes quiet version",
+    "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
-    "arena gpu ring residency report claims order",
+    "arena gpu ring residency report claims order verdicts",
     "backends outcome roads",
     "load doctor vram tensors early ahead asynchronous",
     "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations",

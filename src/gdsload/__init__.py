@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from gdsload.quiet import quiesce, resume
     from gdsload.report import LoadReport, last_report
     from gdsload.tensors import load_file, safe_open, stream
-
-__version__ = "0.1.0"
+    from gdsload.version import __version__
 
 # Modules that are reached as attributes: gdsload.warmup.hook(...).
 _MODULES = ("warmup",)
@@ -49,6 +48,7 @@ _HOMES = {
     "ShortRead": "errors",
     "StallError": "errors",
     "TensorInfo": "checkpoint",
+    "__version__": "version",
     "accelerated": "model",
     "astream": "asynchronous",
     "from_pretrained": "model",

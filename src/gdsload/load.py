@@ -15,13 +15,20 @@ from typing import Any, ClassVar
 from gdsload import quiet
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, map_shard
-from gdsload.backends import Backend, Memory, Registration, choose
+from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, StallError
-from gdsload.outcome import note, read_error, silence_error, stall_error
+from gdsload.outcome import (
+    describe,
+    note,
+    open_backend,
+    read_error,
+    silence_error,
+    stall_error,
+)
 from gdsload.plan import (
     Piece,
     ReadPlan,
@@ -53,10 +60,13 @@ class Session:
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         adopt: bool = True,
+        expected_bytes: int = 0,
     ) -> None:
         """Raises ValueError for an unknown `cache`; a backend is opened with the first read.
 
-        What a prefetch has of the same files is taken from it, unless `adopt` is False.
+        `expected_bytes` is what it will be asked for in all, 0 for what the report wants: some
+        backends are not worth opening for little. What a prefetch has of the same files is taken
+        from it, unless `adopt` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
         self.checkpoint = checkpoint
@@ -65,6 +75,7 @@ class Session:
         self.cache = cache
         self.stall_seconds = stall_seconds
         self._wanted = backend
+        self._expected_bytes = expected_bytes
         self._options = dict(options or {})
         self._backend: Backend | None = None
         self._mapped: dict[int, Region] = {}
@@ -81,13 +92,10 @@ class Session:
         return self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        choice = choose(self.device, self._wanted, self._options)
-        backend = choice.backend(**self._options)
+        expected = self._expected_bytes or self.report.wanted_bytes
+        backend = open_backend(self.device, self._wanted, self._options, self.report, expected)
         self._backend = backend
-        self.report.refusals.update(choice.refusals)
-        self.report.refusals.update(getattr(backend, "refusals", {}))
-        self.report.backend = backend.name
-        self.report.engine = getattr(backend, "engine", "")
+        describe(self.report, backend)
         return backend
 
     @collector_paused()
@@ -270,8 +278,7 @@ class Batch:
         self.session.posted += 1
         backend.post(self._request)
         # An engine that could not be opened after all has left its place to the next.
-        self.session.report.engine = getattr(backend, "engine", "")
-        self.session.report.refusals.update(getattr(backend, "refusals", {}))
+        describe(self.session.report, backend)
 
     def wait(self, moved: Callable[[int], None] | None = None) -> None:
         """Waits for all of it. `moved` is told of bytes as they land.

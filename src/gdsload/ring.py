@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gdsload import gpu
+from gdsload import gpu, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.stage import Ring
@@ -41,6 +42,8 @@ class StagingRing:
         self.notes: list[str] = []
         self.nbytes = slot_bytes * count
         self.pid = os.getpid()
+        # Who reads through it, also while none of its slots is lent: it stays as long as they do.
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
         device = gpu.device(ordinal)
         try:
@@ -75,8 +78,9 @@ class StagingRing:
         self._undo.append(lambda: device.unpin(region.address))
 
     def close(self) -> bool:
-        """Gives the memory back; False where a slot is still lent, and nothing was done."""
-        if self.pid != os.getpid() or not self.native.retire():
+        """Gives the memory back; False where somebody reads through it or a slot is still lent,
+        and nothing was done."""
+        if self.pid != os.getpid() or self.users or not self.native.retire():
             return False
         self._free()
         return True
@@ -125,7 +129,11 @@ def ring_for(
                 # Reads were lost in it: it is never freed, and never used again.
                 _given_up.append(known)
             del _rings[kind, ordinal]
-        ring = _rings[kind, ordinal] = StagingRing(kind, ordinal, slot_bytes, count, register)
+        ring = StagingRing(kind, ordinal, slot_bytes, count, register)
+        if not _rings:
+            quiet.let_go(_still)
+            quiet.hold(_still, quiet.RING)
+        _rings[kind, ordinal] = ring
         return ring
 
 
@@ -133,12 +141,13 @@ def ring_for(
 _given_up: list[StagingRing] = []
 
 
-def release_rings() -> int:
-    """Gives back the memory of all rings that no load is using: how many bytes that were."""
+def release_rings(kind: str = "", ordinal: int = -1) -> int:
+    """Gives back the memory of the rings that no load is using: how many bytes that were. All of
+    them, or those of a kind and of a device."""
     freed = 0
     with _lock:
         for key, ring in list(_rings.items()):
-            if ring.close():
+            if kind in ("", key[0]) and ordinal in (-1, key[1]) and ring.close():
                 del _rings[key]
                 freed += ring.nbytes
     return freed
@@ -148,3 +157,26 @@ def rings() -> list[StagingRing]:
     """The rings that are there."""
     with _lock:
         return list(_rings.values())
+
+
+class _Rings:
+    """All of them, for `quiesce`: after the loads that read through them, before cuFile's driver
+    that they are registered with."""
+
+    def busy(self) -> str:
+        """A slot that something may still write to keeps its ring, and what it is pinned by."""
+        lent = [ring for ring in [*rings(), *_given_up] if ring.native.lent]
+        return "; ".join(
+            f"{ring.native.lent} slots of the staging ring of cuda:{ring.ordinal} are still read to"
+            for ring in lent
+            if ring.pid == os.getpid()
+        )
+
+    def rest(self) -> None:
+        release_rings()
+
+    def wake(self) -> None:
+        """The next load makes the rings that it needs."""
+
+
+_still = _Rings()

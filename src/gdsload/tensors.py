@@ -73,7 +73,7 @@ def load_file(
                 checkpoint,
                 report,
                 device=vram.reached(target, backend),
-                backend=vram.worth(backend, target, report.wanted_bytes),
+                backend=backend,
                 cache=cache,
                 options=options,
                 stall_seconds=stall_seconds,

@@ -19,9 +19,6 @@ from gdsload.plan import Piece, ReadPlan
 if TYPE_CHECKING:
     import torch
 
-# Opening cuFile takes 50 to 180 ms; what is smaller has been read by then.
-WORTH_CUFILE_BYTES = 1 << 30
-
 
 def reached(target: str, backend: str) -> str:
     """The device that reads can go to for this target: itself, or "cpu" where what was read has to
@@ -31,13 +28,6 @@ def reached(target: str, backend: str) -> str:
     if backend == "auto" or backend == "posix":
         return "cpu" if gpu.why_not(target) else target
     return target  # it was asked for by name, and says itself what is in its way
-
-
-def worth(backend: str, target: str, nbytes: int) -> str:
-    """The backend to ask for: in ``auto`` cuFile is not opened for little."""
-    if backend == "auto" and target.partition(":")[0] == "cuda" and nbytes < WORTH_CUFILE_BYTES:
-        return "posix"
-    return backend
 
 
 def load(
