@@ -1,7 +1,7 @@
 """Cold and warm loads of a checkpoint, gdsload beside everything that people use today.
 
-    python -m benchmarks.cold MODEL_DIR --state backed --repeats 7
-    python -m benchmarks.cold MODEL_DIR --state idle --arms gdsload bare runai:concurrency=8
+    gdsload bench cold MODEL_DIR --state backed --repeats 7
+    gdsload bench cold --model qwen3-0.6b --dir /data --state idle --arms gdsload bare runai
 
 Arms take turns, each run in a process of its own. A table is printed only when every run adds up:
 cold when it started, as many bytes from the disk as were touched, and all arms agreeing on every
@@ -11,7 +11,6 @@ tensor. The raw runs go to benchmarks/results/ as JSON, with the machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -23,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fio, machine, tables
-from benchmarks.arms import KINDS, Arm, files_of, parse, ranges
-from benchmarks.judge import BARE, ROOT, ArmFailed, Conditions, Judge, NotWhatItSays
+from . import fio, machine, places, records, tables
+from .arms import KINDS, Arm, files_of, parse, ranges
+from .judge import ArmFailed, Conditions, Judge, NotWhatItSays
+from .records import Refused
 
-RESULTS = ROOT / "benchmarks/results"
 ARMS = (
     "gdsload", "safetensors-mmap", "safetensors-pread", "fastsafetensors",
     "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "bare",
@@ -47,9 +46,9 @@ IDLE_SECONDS = 10.0
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cold", description=(__doc__ or "").partition("\n")[0]
+        prog="gdsload bench cold", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("source", type=Path, help="a directory of .safetensors files, or one file")
+    records.add_source(parser)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
     parser.add_argument("--best", type=Path, metavar="FILE", help="settings that tune.py has found")
@@ -81,20 +80,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="others may read from the disk meanwhile: the arm's own account must add up then",
     )
     parser.add_argument("--no-checksums", action="store_true", help="no CRC-32 in the first round")
-    parser.add_argument("--name", help="of the checkpoint; its directory's by default")
-    parser.add_argument("--output", type=Path, help="JSON; named by checkpoint and state if absent")
     return parser.parse_args(words)
 
 
 def build_bare() -> None:
     """Compiles the yardstick. Raises ArmFailed with what the compiler says."""
-    source = ROOT / "benchmarks/bare.c"
-    if BARE.exists() and BARE.stat().st_mtime > source.stat().st_mtime:
+    source = places.PACKAGE / "bare.c"
+    if places.BARE.exists() and places.BARE.stat().st_mtime > source.stat().st_mtime:
         return
-    BARE.parent.mkdir(parents=True, exist_ok=True)
+    places.BARE.parent.mkdir(parents=True, exist_ok=True)
     command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC"]
     ran = subprocess.run(
-        [*command, "-o", str(BARE), str(source), "-luring"],
+        [*command, "-o", str(places.BARE), str(source), "-luring"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if ran.returncode:
@@ -196,15 +193,17 @@ def measure(
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole result, as it is written to JSON."""
-    source = options.source.absolute()
+    """The whole result, as it is written to JSON. Raises NotWhatItSays, Refused."""
+    with records.source_of(options) as source:
+        return bench_source(source, options)
+
+
+def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = files_of(source)
-    if not files:
-        raise SystemExit(f"bench: there is no .safetensors file in {options.source}")
     nbytes = sum(file.stat().st_size for file in files)
     room = machine.available_bytes() - SPARE_BYTES
     if room < nbytes * (2 if options.warm else 1):
-        raise SystemExit(f"bench: {room / 1e9:.1f} GB of memory are too little for this checkpoint")
+        raise Refused(f"{room / 1e9:.1f} GB of memory are too little for this checkpoint")
     prepare = 0
     if options.state != "none":
         # A page cache that is to stay warm needs its own.
@@ -227,18 +226,16 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     for run in discarded:
         run.pop("versions", None)
         run["notes"] = {}
-    return {
-        "format": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": machine.commit(ROOT),
-        "machine": machine.describe(files[0]),
-        "checkpoint": {
-            "name": options.name or source.stem,
+    return records.record(
+        "loads",
+        files[0],
+        checkpoint={
+            "name": records.name_of(options, source),
             "files": len(files),
             "bytes": nbytes,
             "tensors": sum(len(ranges(file)) for file in files),
         },
-        "conditions": {
+        conditions={
             "warm": options.warm,
             "state": options.state,
             "repeats": options.repeats,
@@ -249,15 +246,15 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             "neighbours": options.neighbours,
             "cache": sorted({run.get("cache", "") for run in runs} - {""}),
         },
-        "arms": [
+        arms=[
             {**arm._asdict(), "versions": versions[arm.label]}
             for arm in arms
             if arm.label in versions
         ],
-        "runs": runs,
-        "discarded": discarded,
-        "left_out": left_out,
-    }
+        runs=runs,
+        discarded=discarded,
+        left_out=left_out,
+    )
 
 
 @contextmanager
@@ -270,16 +267,13 @@ def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     try:
         result = bench(options)
-    except NotWhatItSays as error:
+    except Refused as error:
         print(f"bench: no table: {error}", file=sys.stderr)
         return 1
     state = result["conditions"]
     cache = "warm" if state["warm"] else "cold"
-    output = options.output or RESULTS / (
-        f"{cache}-{result['checkpoint']['name']}-{state['state']}.json"
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    name = f"{cache}-{result['checkpoint']['name']}-{state['state']}"
+    output = records.keep(result, options.output, name)
     print(f"\n{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}")
     print(f"\nraw runs: {output}", file=sys.stderr)
     return 0

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.arms import KINDS, OURS, Arm, files_of
 from gdsload import residency
 
-ROOT = Path(__file__).resolve().parents[1]
-PEER_PYTHON = ROOT / ".cache/bench/peers/bin/python"
-BARE = ROOT / ".cache/bench/bare.so"
+from . import machine, places
+from .arms import KINDS, OURS, Arm, files_of
+from .records import Refused
+
 PATIENCE_SECONDS = 900.0
 # What the disk may have read beyond the files: code that was paged in, metadata, neighbours.
 SLACK_BYTES = 48 << 20
@@ -37,7 +36,7 @@ class ArmFailed(Exception):
     """An arm that cannot run here, with its reason."""
 
 
-class NotWhatItSays(Exception):
+class NotWhatItSays(Refused):
     """A run whose page cache or bytes are not what its state promises."""
 
 
@@ -145,9 +144,10 @@ class Judge:
         """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
         if KINDS[arm.kind].environment == OURS:
             return Path(sys.executable)
-        if not PEER_PYTHON.exists():
-            raise ArmFailed("not installed: make bench-deps")
-        return PEER_PYTHON
+        python = places.python_of(KINDS[arm.kind].environment)
+        if not python.exists():
+            raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
+        return python
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
         conditions = self.conditions
@@ -204,12 +204,14 @@ class Worker:
     """The other end of the conversation, and its process."""
 
     def __init__(self, python: Path, job: dict[str, Any], settings: dict[str, str]) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        environment |= {**settings, "BENCH_BARE": str(BARE), "HF_HUB_OFFLINE": "1"}
+        # Ours finds the gdsload that the judge runs; a peer's environment has none.
+        ours = str(python) == sys.executable
+        environment = (places.own_environment if ours else places.environment)(
+            **settings, BENCH_BARE=str(places.BARE)
+        )
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.worker"],
-            cwd=ROOT, env=environment, bufsize=0,
+            places.command(python, "worker"), cwd="/", env=environment, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
         )  # fmt: skip
         self._heard = b""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import places
+
 SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own sectors are
 
 
@@ -104,9 +106,14 @@ def block_device(path: Path) -> dict[str, Any]:
     }
 
 
-def commit(root: Path) -> str:
-    """The commit that is measured, with a + where files differ from it."""
-    git = ["git", "-C", str(root)]
+def commit() -> str:
+    """The commit of gdsload that is measured, with a + where files differ from it; its version
+    where it was not run from a checkout."""
+    import gdsload
+
+    if not places.CHECKOUT:
+        return gdsload.__version__
+    git = ["git", "-C", str(places.ROOT)]
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -117,6 +124,16 @@ def commit(root: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi; none where there is no such."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [line.strip() for line in ran.stdout.splitlines() if line.strip()]
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -146,5 +163,6 @@ def describe(path: Path) -> dict[str, Any]:
         "filesystem": mount.get("filesystem", ""),
         "mount_options": mount.get("options", ""),
         "disk": block_device(path),
+        "gpus": gpus(),
         "python": platform.python_version(),
     }

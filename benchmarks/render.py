@@ -14,9 +14,8 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import engines, tables
-from benchmarks.cold import RESULTS
-from benchmarks.judge import ROOT
+from . import engines, tables
+from .places import RESULTS, ROOT
 
 PAGE = ROOT / "docs/benchmarks.md"
 BLOCK = re.compile(r"(<!-- result: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

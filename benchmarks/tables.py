@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .records import described
+
 
 class Spread(NamedTuple):
     """Median, extremes and the range of the middle half."""
@@ -135,14 +137,11 @@ def title(result: dict[str, Any]) -> str:
 
 def notes(result: dict[str, Any]) -> str:
     """How it was made, what was left out, and what has to be known to believe it."""
-    state, machine = result["conditions"], result["machine"]
-    disk = machine["disk"]
+    state = result["conditions"]
     reference = yardstick(result)
     idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
     lines = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"Linux {machine['kernel']}, {machine['filesystem']} on {disk.get('name', '?')} "
-        f"({machine['mount_options']}); {result['date']}, gdsload {result['commit']}",
+        described(result),
         f"cache: {', '.join(state['cache'])}, residency checked before each clock; memory touched "
         f"and freed before, in the same process: {state['prepare_bytes'] / 1e9:.2f} GB in 4 KiB "
         f"pages{idled}",

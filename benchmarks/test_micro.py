@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parse import TENSOR_BYTES, write
 from gdsload import load_file
 from gdsload.arena import Arena, hand_over
 from gdsload.backends.posix import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
 from gdsload.plan import Limits, extents_of, pieces_of, plan_reads
+
+from .parse import TENSOR_BYTES, write
 
 pytest.importorskip("pytest_benchmark")
 

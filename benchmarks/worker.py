@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy
 
-from benchmarks.arms import KINDS, Loaded, versions
+from .arms import KINDS, Loaded, versions
 
 STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
 
