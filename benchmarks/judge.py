@@ -21,7 +21,8 @@ from typing import Any
 from gdsload import residency
 
 from . import machine, places
-from .arms import KINDS, OURS, Arm, files_of
+from .arms import KINDS, Arm
+from .loaded import CPU, OURS, files_of
 from .records import Refused
 
 PATIENCE_SECONDS = 900.0
@@ -52,6 +53,7 @@ class Conditions:
     rehearsal: Path | None = None
     # Whether others may read from the disk meanwhile: the arm's own account then has to add up.
     neighbours: bool = False
+    device: str = CPU
 
     @property
     def files(self) -> list[Path]:
@@ -140,27 +142,19 @@ class Judge:
             return f"the disk read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
         return None
 
-    def python_of(self, arm: Arm) -> Path:
-        """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
-        if KINDS[arm.kind].environment == OURS:
-            return Path(sys.executable)
-        python = places.python_of(KINDS[arm.kind].environment)
-        if not python.exists():
-            raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
-        return python
-
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
         conditions = self.conditions
         job = {
             "kind": arm.kind,
             "settings": arm.options,
+            "device": conditions.device,
             "source": str(conditions.source),
             "rehearsal": str(conditions.rehearsal or ""),
             "prepare_bytes": conditions.prepare_bytes,
             "idle_seconds": conditions.idle_seconds,
             "checksums": checked,
         }
-        with Worker(self.python_of(arm), job, arm.environment) as worker:
+        with Worker(python_of(arm), job, arm.environment) as worker:
             worker.hear("imported")
             how = conditions.make_cache()
             worker.say("go")
@@ -198,6 +192,16 @@ class Judge:
         if KINDS[arm.kind].gives == "tensors" and found.keys() != known.keys():
             missing = sorted(known.keys() - found.keys())
             raise NotWhatItSays(f"{arm.label} did not load {', '.join(missing[:5])}")
+
+
+def python_of(arm: Arm) -> Path:
+    """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
+    if KINDS[arm.kind].environment == OURS:
+        return Path(sys.executable)
+    python = places.python_of(KINDS[arm.kind].environment)
+    if not python.exists():
+        raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
+    return python
 
 
 class Worker:
