@@ -69,6 +69,15 @@ def disk_reads() -> dict[str, int]:
     return found
 
 
+def disk_busy_seconds() -> dict[str, float]:
+    """How long each block device has had something to do, by its own account (io_ticks)."""
+    found = {}
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        words = line.split()
+        found[f"{words[0]}:{words[1]}"] = int(words[12]) / 1e3
+    return found
+
+
 def busy_seconds() -> float:
     """CPU seconds that the whole machine has worked, kernel threads included."""
     words = [int(word) for word in first_line("/proc/stat").split()[1:9]]

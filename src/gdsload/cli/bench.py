@@ -19,7 +19,7 @@ from gdsload.errors import GdsloadError
 PACKAGE = "gdsload.benchmarks"
 COMMANDS = {
     "cold": ("cold", "Load a checkpoint cold, or warm, beside other loaders."),
-    "io": ("io", "Sweep block sizes, batches and engines over a file."),
+    "io": ("sweep", "Sweep block sizes, batches and engines over a file."),
     "compare": ("compare", "Beside the Hugging Face loader, as the mini-gds study did."),
     "start": ("start", "Process start to a ready model, by phase."),
     "scale": ("scale", "Cost against tensors, bytes, shards and loads; plans of large models."),
