@@ -18,14 +18,16 @@ def steps(section: str, entries: list[dict[str, Any]]) -> str:
     for entry in entries:
         took = tables.seconds_of(entry["runs"])
         beside = tables.spread(run["seconds"] - run["read_s"] for run in entry["runs"]).median
+        shape = {"tensors": f"{entry['tensors']:,}", "bytes": f"{entry['bytes'] / 1e6:,.0f} MB",
+                 "shards": f"{entry['shards']:,}"}  # fmt: skip
         rows.append([
-            f"{entry[section]:,}", f"{entry['tensors']:,}", f"{entry['bytes'] / 1e6:,.0f}",
-            f"{entry['shards']:,}", f"{took.median:.4f}", f"{took.low:.4f} to {took.high:.4f}",
-            f"{beside:.4f}", f"{median(entry, 'cpu_s'):.3f}",
+            shape.pop(section), *shape.values(), f"{took.median:.4f}",
+            f"{took.low:.4f} to {took.high:.4f}", f"{beside:.4f}", f"{median(entry, 'cpu_s'):.3f}",
             f"{beside / entry['tensors'] * 1e6:.2f}",
         ])  # fmt: skip
-    head = [section, "tensors", "MB", "shards", "median s", "min to max", "beside reading s",
-            "CPU s", "beside, us a tensor"]  # fmt: skip
+    others = [name for name in ("tensors", "bytes", "shards") if name != section]
+    head = [section, *others, "median s", "min to max", "beside reading s", "CPU s",
+            "beside, us a tensor"]  # fmt: skip
     return tables.markdown(head, rows)
 
 

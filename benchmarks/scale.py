@@ -58,7 +58,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(choices)}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where the sparse files go, and are removed again")
-    parser.add_argument("--most-bytes", type=int, help="leave larger checkpoints out")
+    parser.add_argument("--most-bytes", type=int, help="make none larger than this")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
     unknown = set(options.sections) - set(choices)
@@ -68,14 +68,13 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def shapes(tensors: int, total: int, prefix: str = "model") -> Iterator[Shape]:
+def shapes(tensors: int, total: int) -> Iterator[Shape]:
     """So many BF16 vectors that take so many bytes together, all but the last alike."""
     each = total // tensors // 2
     for number in range(tensors):
         length = each if number < tensors - 1 else total // 2 - each * (tensors - 1)
-        yield Shape(
-            f"{prefix}.layers.{number // 100}.part.{number % 100}.weight", "BF16", (length,)
-        )
+        name = f"model.layers.{number // 100}.part.{number % 100}.weight"
+        yield Shape(name, "BF16", (length,))
 
 
 @contextmanager
@@ -116,9 +115,12 @@ def against(
     section: str, room: Path, repeats: int, most: int | None
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The steps of one section, taken in turn."""
-    steps = [step for step in SECTIONS[section] if most is None or step[1] <= most]
     found: list[dict[str, Any]] = []
-    for tensors, total, shards in steps:
+    for tensors, total, shards in SECTIONS[section]:
+        if most is not None and total > most:
+            if section == "bytes":
+                continue
+            total = most // 2 * 2
         with sparse(room, tensors, total, shards) as source:
             files = len(list(source.glob("*.safetensors")))
             loaded(source, tensors, total)  # first-use costs are not what is asked
