@@ -202,7 +202,9 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
             conditions[kind] = replace(small, rehearsal=first)
         arms, runs, discarded, left_out = measure(options, conditions)
     versions = {run["arm"]: run.pop("versions") for run in runs}
+    tables.thin(runs)
     for run in discarded:
+        run.pop("disk_samples", None)
         run.pop("versions", None)
         run["notes"] = {}
     return records.record(

@@ -12,18 +12,23 @@ def median(entry: dict[str, Any], key: str) -> float:
     return tables.spread(run[key] for run in entry["runs"]).median
 
 
+def beside(entry: dict[str, Any]) -> float:
+    """Seconds of a load without those in which it waited for bytes."""
+    return tables.spread(run["seconds"] - run["read_s"] for run in entry["runs"]).median
+
+
 def steps(section: str, entries: list[dict[str, Any]]) -> str:
     """One section: a line for each step."""
     rows = []
     for entry in entries:
         took = tables.seconds_of(entry["runs"])
-        beside = tables.spread(run["seconds"] - run["read_s"] for run in entry["runs"]).median
+        rest = beside(entry)
         shape = {"tensors": f"{entry['tensors']:,}", "bytes": f"{entry['bytes'] / 1e6:,.0f} MB",
                  "shards": f"{entry['shards']:,}"}  # fmt: skip
         rows.append([
             shape.pop(section), *shape.values(), f"{took.median:.4f}",
-            f"{took.low:.4f} to {took.high:.4f}", f"{beside:.4f}", f"{median(entry, 'cpu_s'):.3f}",
-            f"{beside / entry['tensors'] * 1e6:.2f}",
+            f"{took.low:.4f} to {took.high:.4f}", f"{rest:.4f}", f"{median(entry, 'cpu_s'):.3f}",
+            f"{rest / entry['tensors'] * 1e6:.2f}",
         ])  # fmt: skip
     others = [name for name in ("tensors", "bytes", "shards") if name != section]
     head = [section, *others, "median s", "min to max", "beside reading s", "CPU s",
@@ -65,9 +70,7 @@ def per_tensor(sections: dict[str, Any]) -> float | None:
     if len(entries) < 2:
         return None
     few, many = entries[0], entries[-1]
-    cost = [tables.spread(run["seconds"] - run["read_s"] for run in entry["runs"]).median
-            for entry in (few, many)]  # fmt: skip
-    return max(cost[1] - cost[0], 0.0) / (many["tensors"] - few["tensors"])
+    return max(beside(many) - beside(few), 0.0) / (many["tensors"] - few["tensors"])
 
 
 def modelled(sections: dict[str, Any]) -> str:

@@ -33,6 +33,9 @@ SLACK_SHARE = 0.03
 SHORT_SHARE = 0.002
 
 
+SAMPLE_SECONDS = 0.05  # between two looks at the disk's counter, for a picture
+
+
 class ArmFailed(Exception):
     """An arm that cannot run here, with its reason."""
 
@@ -161,8 +164,9 @@ class Judge:
             worker.hear("prepared")
             resident = conditions.settled_bytes()
             reads, busy = machine.disk_reads(), machine.busy_seconds()
-            worker.say("go")
-            facts = worker.hear("measured")
+            with machine.Samples(self.disk, SAMPLE_SECONDS) as samples:
+                worker.say("go")
+                facts = worker.hear("measured")
             busy = machine.busy_seconds() - busy
             read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
             left = conditions.resident_bytes()
@@ -176,6 +180,7 @@ class Judge:
             "resident_before_bytes": resident,
             "resident_after_bytes": left,
             "device_read_bytes": read,
+            "disk_samples": samples.relative(),
             "machine_cpu_s": busy,
         }
 

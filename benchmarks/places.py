@@ -27,7 +27,8 @@ BARE = CACHE / "bare.so"
 # in, and its directory on the path would hide modules of others behind ours.
 _BOOT = """
 import importlib.util, runpy, sys
-where, name = sys.argv[1], sys.argv[2]
+where, name = sys.argv[1:3]
+sys.argv[1:3] = []
 spec = importlib.util.spec_from_file_location(
     "benchmarks", where + "/__init__.py", submodule_search_locations=[where])
 sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)

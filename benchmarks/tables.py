@@ -71,6 +71,17 @@ def yardstick(result: dict[str, Any]) -> str | None:
     return max(limits, key=lambda label: seconds_of(found[label]).median, default=None)
 
 
+def thin(runs: list[dict[str, Any]]) -> None:
+    """Leaves the disk's samples with the median run of each arm: a picture needs no more."""
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        arms.setdefault(run["arm"], []).append(run)
+    for found in arms.values():
+        found.sort(key=lambda run: run["seconds"])
+        for run in [*found[: len(found) // 2], *found[len(found) // 2 + 1 :]]:
+            run.pop("disk_samples", None)
+
+
 def middle(runs: list[dict[str, Any]], key: str) -> float | None:
     """The median of a fact, None where it was not taken."""
     values = [run[key] for run in runs if run.get(key) is not None]
