@@ -119,9 +119,13 @@ class Measured(NamedTuple):
     left_out: dict[str, str]
 
 
-def measure(options: argparse.Namespace, conditions: dict[str, Conditions]) -> Measured:
+def measure(
+    options: argparse.Namespace,
+    conditions: dict[str, Conditions],
+    arms: list[Arm],
+    left_out: dict[str, str],
+) -> Measured:
     """Raises NotWhatItSays when runs do not add up."""
-    arms, left_out = chosen(options, "model" in conditions)
     with ExitStack() as copies:
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
@@ -193,14 +197,15 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         source, options.warm, options.state, prepare, idle, None, options.neighbours, options.device
     )
     with ExitStack() as stack:
-        kinds = ["tensors", "model"] if (source / "config.json").is_file() else ["tensors"]
+        arms, left_out = chosen(options, (source / "config.json").is_file())
+        models = any(KINDS[arm.kind].gives == "model" for arm in arms if arm.kind in KINDS)
         conditions = {}
-        for kind in kinds:
+        for kind in ("tensors", "model") if models else ("tensors",):
             first = None
             if not options.no_rehearsal:
                 first = stack.enter_context(rehearsal(beside.parent, model=kind == "model"))
             conditions[kind] = replace(small, rehearsal=first)
-        arms, runs, discarded, left_out = measure(options, conditions)
+        arms, runs, discarded, left_out = measure(options, conditions, arms, left_out)
     versions = {run["arm"]: run.pop("versions") for run in runs}
     tables.thin(runs)
     for run in discarded:

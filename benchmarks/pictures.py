@@ -98,6 +98,7 @@ def rates(result: dict[str, Any], path: Path) -> Path:
             plot.plot(blocks, found, marker=".", label=name)
         plot.axhline(max(result["limits"]) / 1e9, color="0.5", linestyle=":", label="plain reader")
         plot.set_xscale("log", base=2)
+        plot.set_ylim(bottom=0)
         plot.set_xlabel("block size, bytes")
         plot.set_title(f"batch size {batch}", fontsize=9)
     plots[0].set_ylabel("GB/s")

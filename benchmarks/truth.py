@@ -23,6 +23,8 @@ from .records import Refused
 
 PAGE_BYTES = 4096
 READER_BYTES, READER_THREADS = 4 << 20, 8
+# Less says more of starting threads than of the device: a small file is read again and again.
+LEAST_BYTES, MOST_BYTES = 256 << 20, 1 << 30
 # Above the best of the plain reader's runs: what one reader may be better than another.
 TOLERANCE = 1.25
 # Less than what was claimed may the device's counter have grown: it counts whole sectors.
@@ -115,17 +117,18 @@ class Device:
         """Bytes per second of the best of the plain reader's runs so far."""
         return max(self.limits)
 
-    def measure(self, most: int = 1 << 30) -> float:
+    def measure(self) -> float:
         """Reads the file once more by plain direct reads from several threads into memory that is
         touched already. Raises Refused where the file does no direct I/O."""
-        size = min(self.path.stat().st_size, most) // PAGE_BYTES * PAGE_BYTES
+        size = min(self.path.stat().st_size, MOST_BYTES) // PAGE_BYTES * PAGE_BYTES
+        times = max(LEAST_BYTES // size, 1)
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
             raise Refused(
                 f"{self.path}: its filesystem does no direct I/O: {error.strerror}"
             ) from error
-        offsets = iter(range(0, size, READER_BYTES))
+        offsets = iter([*range(0, size, READER_BYTES)] * times)
         lock, errors = threading.Lock(), []
         threads = [
             threading.Thread(target=_reader, args=(fd, size, offsets, lock, errors))
@@ -140,9 +143,9 @@ class Device:
         os.close(fd)
         if errors:
             raise Refused(f"{self.path}: the plain reader failed: {errors[0]}")
-        self.require_read(before, size, "the plain reader")
-        self.limits.append(size / took)
-        return size / took
+        self.require_read(before, size * times, "the plain reader")
+        self.limits.append(size * times / took)
+        return self.limits[-1]
 
     def require_possible(self, rate: float, did: Counted | None, what: str) -> None:
         """Raises Refused for a rate above the device's own.

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import click
 
-from gdsload.cli.bench import bench
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.loading import load
+from gdsload.cli.measuring import bench
 from gdsload.cli.terminal import DEBUG, Commands, common, json_of, moved_bar, plain, show_json, size
 from gdsload.cli.warming import warmup
 from gdsload.layouts import MODELS
