@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
     ),
     "fastsafetensors-parallel": Kind(
         PEERS, ("fastsafetensors", "torch"), loaders.open_fastsafetensors_parallel,
-        {"max_threads": 16}, devices=BOTH,
+        {"max_threads": 16}, devices=BOTH, copies=2,
     ),
     "runai": Kind(
         PEERS, ("runai-model-streamer", "torch"), loaders.open_runai, {}, devices=BOTH
@@ -97,11 +97,16 @@ def parse(text: str) -> Arm:
     return Arm(text, kind, settings)
 
 
-def why_not(kind: Kind, device: str) -> str:
-    """Why an arm cannot load to a device; empty where it may."""
-    if device.partition(":")[0] in kind.devices:
-        return ""
-    return f"it loads to {' and '.join(kind.devices)} devices only"
+def why_not(kind: Kind, device: str, nbytes: int, room: int) -> str:
+    """Why an arm cannot load so many bytes to a device, with so much memory; empty where it may."""
+    if device.partition(":")[0] not in kind.devices:
+        return f"it loads to {' and '.join(kind.devices)} devices only"
+    if nbytes * kind.copies > room:
+        return (
+            f"it holds {kind.copies} copies, {nbytes * kind.copies / 1e9:.1f} GB, and there are"
+            f" {room / 1e9:.1f}"
+        )
+    return ""
 
 
 def versions(kind: Kind) -> dict[str, str]:

@@ -78,13 +78,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def chosen(options: argparse.Namespace, model: bool) -> tuple[list[Arm], dict[str, str]]:
-    """The arms, and those that cannot run here with their reasons; `model`: one can be built."""
+def chosen(
+    options: argparse.Namespace, source: Path, room: int
+) -> tuple[list[Arm], dict[str, str]]:
+    """The arms, and those that cannot run here, in so much memory, with their reasons."""
+    nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
         roads = GPU_ROADS if options.device != CPU else ()
         names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
-        names += MODEL_ARMS if model else ()
+        names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         best = json.loads(options.best.read_text())["best"]
         # Beside the defaults, not instead: what people get, and what they could get.
@@ -94,7 +97,7 @@ def chosen(options: argparse.Namespace, model: bool) -> tuple[list[Arm], dict[st
     left_out = {
         arm.label: why
         for arm in arms
-        if arm.kind in KINDS and (why := why_not(KINDS[arm.kind], options.device))
+        if arm.kind in KINDS and (why := why_not(KINDS[arm.kind], options.device, nbytes, room))
     }
     try:
         build_bare()
@@ -197,7 +200,7 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         source, options.warm, options.state, prepare, idle, None, options.neighbours, options.device
     )
     with ExitStack() as stack:
-        arms, left_out = chosen(options, (source / "config.json").is_file())
+        arms, left_out = chosen(options, source, room)
         models = any(KINDS[arm.kind].gives == "model" for arm in arms if arm.kind in KINDS)
         conditions = {}
         for kind in ("tensors", "model") if models else ("tensors",):

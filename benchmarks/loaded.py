@@ -55,6 +55,7 @@ class Kind(NamedTuple):
     devices: tuple[str, ...] = (CPU,)
     # Writes the checkpoint in the arm's own format, where it reads no safetensors.
     convert: Callable[[Path, Path], None] | None = None
+    copies: int = 1  # of the checkpoint, that it holds in memory at one time
 
 
 def files_of(directory: Path) -> list[Path]:

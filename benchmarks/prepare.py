@@ -34,6 +34,9 @@ def build_bare() -> None:
         raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
 
 
+SPARE_BYTES = 1 << 30  # of the disk, for others
+
+
 @contextmanager
 def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
     """A small checkpoint on the same filesystem, for what a library does only once."""
@@ -69,6 +72,10 @@ def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
     Raises ArmFailed with what its library says.
     """
     beside = conditions.source if conditions.source.is_dir() else conditions.source.parent
+    free = shutil.disk_usage(beside.parent).free
+    if free < conditions.file_bytes + SPARE_BYTES:
+        raise ArmFailed(f"its own copy takes {conditions.file_bytes / 1e9:.1f} GB of disk, and"
+                        f" {free / 1e9:.1f} are free")  # fmt: skip
     room = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside.parent))
     try:
         targets: dict[Path, Path] = {}

@@ -31,7 +31,7 @@ MINI_GDS: dict[str, tuple[Load, ...]] = {
 # Milliseconds of each tensor, by the study's own account of the 0.6B model.
 MINI_GDS_TENSOR_MS = {"registration": 0.6, "waiting": 1.8, "clean-up": 0.3}
 
-# nixlbench, batch size 1: block size in bytes -> GB/s.
+# nixlbench, batch size 1, GB/s of each block size: 4 KiB to 64 MiB.
 BLOCKS = tuple(4096 << step for step in range(15))
 NIXL_BENCH = {
     "AIO": (

@@ -22,11 +22,10 @@ from gdsload.errors import BackendUnavailable
 from . import records, tables
 from .cells import Cell, run_cell
 from .loaded import CPU, files_of
+from .published import BLOCKS, NIXL_BENCH
 from .records import Refused
 from .truth import TOLERANCE, Device, Truth
 
-KIB = 1 << 10
-BLOCKS = tuple(4 * KIB << step for step in range(15))  # 4 KiB to 64 MiB
 ENGINES = ("uring", "linuxaio", "aio", "threads")
 MOST_MEMORY = 1 << 30
 HEAD = (
@@ -158,7 +157,17 @@ def table(result: dict[str, Any]) -> str:
     for (road, threads), lines in grouped(result).items():
         of = f", {threads} threads" if threads > 1 else ""
         parts.append(f"{road}{of}\n\n{tables.markdown(HEAD, [row(line) for line in lines])}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, published()])
+
+
+def published() -> str:
+    """What nixlbench was published with, for its shape: another machine, another disk."""
+    rows = [
+        [str(block), *(f"{rates[place]:.6f}" for rates in NIXL_BENCH.values())]
+        for place, block in enumerate(BLOCKS)
+    ]
+    head = ["block size B", *(f"{engine} GB/s" for engine in NIXL_BENCH)]
+    return f"nixlbench as published, batch size 1, another machine\n\n{tables.markdown(head, rows)}"
 
 
 def notes(result: dict[str, Any]) -> str:

@@ -149,9 +149,11 @@ def test_arms_must_agree_on_every_tensor(tmp_path: Path) -> None:
 
 def test_an_arm_says_which_devices_it_reaches() -> None:
     why_not = measuring.program("arms").why_not
-    assert why_not(KINDS["instanttensor"], "cpu") == "it loads to cuda devices only"
-    assert why_not(KINDS["instanttensor"], "cuda:1") == ""
-    assert why_not(KINDS["bare"], "cuda:0") == "it loads to cpu devices only"
+    assert why_not(KINDS["instanttensor"], "cpu", 1, 2) == "it loads to cuda devices only"
+    assert why_not(KINDS["instanttensor"], "cuda:1", 1, 2) == ""
+    assert why_not(KINDS["bare"], "cuda:0", 1, 2) == "it loads to cpu devices only"
+    twice = why_not(KINDS["fastsafetensors-parallel"], "cpu", 15 * 10**9, 22 * 10**9)
+    assert twice == "it holds 2 copies, 30.0 GB, and there are 22.0"
 
 
 def test_sums_on_a_device_are_those_of_the_cpu() -> None:
