@@ -67,7 +67,9 @@ def throughput(result: dict[str, Any], path: Path) -> Path:
     figure, ((plot,),) = axes(9, 3.5)
     drawn = 0
     for label in order:
-        samples = next((run["disk_samples"] for run in runs[label] if run.get("disk_samples")), [])
+        samples: list[Any] = next(
+            (run["disk_samples"] for run in runs[label] if run.get("disk_samples")), []
+        )
         if len(samples) < 3 or drawn == MOST_LINES:
             continue
         drawn += 1

@@ -18,6 +18,8 @@ from . import places
 from .arms import KINDS, Arm
 from .judge import ArmFailed, Conditions, python_of
 
+SPARE_BYTES = 1 << 30  # of the disk, for others
+
 
 def build_bare() -> None:
     """Compiles the yardstick. Raises ArmFailed with what the compiler says."""
@@ -32,9 +34,6 @@ def build_bare() -> None:
     )  # fmt: skip
     if ran.returncode:
         raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
-
-
-SPARE_BYTES = 1 << 30  # of the disk, for others
 
 
 @contextmanager

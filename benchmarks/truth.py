@@ -129,7 +129,8 @@ class Device:
                 f"{self.path}: its filesystem does no direct I/O: {error.strerror}"
             ) from error
         offsets = iter([*range(0, size, READER_BYTES)] * times)
-        lock, errors = threading.Lock(), []
+        lock = threading.Lock()
+        errors: list[OSError] = []
         threads = [
             threading.Thread(target=_reader, args=(fd, size, offsets, lock, errors))
             for _ in range(READER_THREADS)
