@@ -149,14 +149,14 @@ def block_device(path: Path) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
+def commit(root: Path = places.ROOT) -> str:
     """The commit of gdsload that is measured, with a + where files differ from it; its version
     where it was not run from a checkout."""
     import gdsload
 
     if not places.CHECKOUT:
         return gdsload.__version__
-    git = ["git", "-C", str(places.ROOT)]
+    git = ["git", "-C", str(root)]
     try:
         head = subprocess.run(
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

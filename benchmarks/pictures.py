@@ -143,7 +143,8 @@ KINDS: dict[str, dict[str, Callable[[dict[str, Any], Path], Path]]] = {
 def draw(result: dict[str, Any], stem: Path) -> list[Path]:
     """All pictures of a result, as `stem`.svg and so on. Raises Refused without matplotlib."""
     drawn = []
-    for ending, picture in KINDS.get(result.get("kind", "loads"), {}).items():
+    kind = result.get("kind") or ("loads" if "checkpoint" in result else "")
+    for ending, picture in KINDS.get(kind, {}).items():
         path = stem.with_name(f"{stem.name}{ending}.svg")
         if ending:
             try:

@@ -45,7 +45,10 @@ KINDS = {
 
 
 def kind_of(file: str, result: dict[str, Any]) -> str:
-    return "engines" if file.startswith("engines") else result.get("kind", "loads")
+    """What a kept file holds; its name, where it is nothing that this page shows."""
+    if file.startswith("engines"):
+        return "engines"
+    return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
 
 
 def rendered(file: str, directory: Path = RESULTS) -> str:
@@ -81,7 +84,9 @@ def show(files: list[Path]) -> None:
     """Prints results, and draws them beside their files where that is possible."""
     for file in files:
         result = json.loads(file.read_text())
-        shown = KINDS[kind_of(file.name, result)]
+        shown = KINDS.get(kind_of(file.name, result))
+        if shown is None:
+            raise Refused(f"{file}: this is no result that can be shown here")
         print(f"{shown.title(result)}\n\n{shown.table(result)}\n\n{shown.notes(result)}\n")
         try:
             for picture in pictures.draw(result, file.with_suffix("")):
@@ -98,7 +103,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(words)
     if options.results:
-        show(options.results)
+        try:
+            show(options.results)
+        except (Refused, OSError, ValueError) as error:
+            print(f"bench report: {error}", file=sys.stderr)
+            return 1
         return 0
     if not CHECKOUT:
         parser.error("name results: there is no page here, as in a checkout")

@@ -54,6 +54,14 @@ def test_each_command_has_a_help_of_its_own() -> None:
         assert name in answer.output
 
 
+def test_each_finds_the_others_under_whatever_name() -> None:
+    """In a wheel the package is gdsload.benchmarks, in a peer's environment it has another name."""
+    sources = sorted(Path(measuring.program("places").PACKAGE).glob("*.py"))
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    absolute = [path.name for path in sources if pattern.search(path.read_text())]
+    assert absolute == [], "import them relatively: from . import machine"
+
+
 def test_a_bad_word_is_bad_usage() -> None:
     assert run("bench", "io", "--nonsense").exit_code == 2
 
@@ -395,7 +403,7 @@ def one_of_each_kind() -> list[Path]:
     kept = {}
     for path in sorted(render.RESULTS.glob("*.json")):
         kept[render.kind_of(path.name, json.loads(path.read_text()))] = path
-    return list(kept.values())
+    return [path for kind, path in kept.items() if kind in pictures.KINDS]
 
 
 @pytest.mark.parametrize("path", one_of_each_kind(), ids=lambda path: path.name)
@@ -403,6 +411,14 @@ def test_a_result_of_each_kind_can_be_drawn(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
     for picture in pictures.draw(json.loads(path.read_text()), tmp_path / path.stem):
         assert b"<svg" in picture.read_bytes()
+
+
+def test_what_is_no_result_is_not_shown(tmp_path: Path) -> None:
+    for name, text in (("gap.json", '{"gaps": []}'), ("broken.json", "{")):
+        path = tmp_path / name
+        path.write_text(text)
+        assert run("bench", "report", path).exit_code == 1
+    assert run("bench", "report", tmp_path / "gone.json").exit_code == 1
 
 
 def test_without_matplotlib_there_are_tables(
