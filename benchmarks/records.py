@@ -96,4 +96,5 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def name_of(options: argparse.Namespace, source: Path) -> str:
-    return str(options.name or source.stem)
+    """What a checkpoint is called: a directory's dots are part of its name, as in qwen3-0.6b."""
+    return str(options.name or (source.stem if source.is_file() else source.name))

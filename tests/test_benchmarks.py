@@ -87,6 +87,15 @@ def test_a_checkpoint_is_written_taken_and_removed(tmp_path: Path) -> None:
     assert source.exists()
 
 
+def test_a_checkpoint_is_called_what_its_directory_is(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-0.6b").mkdir()
+    (file := tmp_path / "one.safetensors").touch()
+    for name, source, called in (
+        (None, tmp_path / "qwen3-0.6b", "qwen3-0.6b"), (None, file, "one"), ("x", file, "x"),
+    ):  # fmt: skip
+        assert records.name_of(argparse.Namespace(name=name), source) == called
+
+
 @pytest.mark.parametrize("words", [[], ["--model", "tiny", "somewhere"], ["nowhere"]])
 def test_no_checkpoint_no_table(words: list[str], tmp_path: Path) -> None:
     result = run("bench", "cold", *words, "--output", tmp_path / "x.json")
