@@ -55,6 +55,14 @@ def test_plan(benchmark: Any, checkpoint: Checkpoint, window_bytes: int) -> None
     assert planned.wanted_bytes == TENSORS * TENSOR_BYTES
 
 
+def test_scatter(benchmark: Any, checkpoint: Checkpoint) -> None:
+    """Memory for a plan, and the place of each tensor in it."""
+    planned = plan_reads(
+        pieces_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
+    )
+    assert len(benchmark(lambda: Arena(planned).spots(planned))) == TENSORS
+
+
 def test_hand_over(benchmark: Any, checkpoint: Checkpoint) -> None:
     planned = plan_reads(
         pieces_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
