@@ -62,7 +62,8 @@ bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed $(PREPARE_$(notdir $(MODEL)))
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state idle $(PREPARE_$(notdir $(MODEL)))
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed --warm
+	@# A page cache that holds all of it, and a copy, may be more than there is: it says so, goes on.
+	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed --warm
 
 bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, comparison, scaling; hours
 	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
