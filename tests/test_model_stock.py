@@ -155,6 +155,7 @@ def test_zero3(tmp_path: Path) -> None:
     assert told["count"] > 20
 
 
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 imports deepspeed for this")
 def test_zero3_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own question is asked, each time; its answer decides."""
     model = tinymodels.build("qwen2")

@@ -19,6 +19,7 @@ from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.headstart import head_start
 from gdsload.load import CACHES, STALL_SECONDS
 from gdsload.report import LoadReport
+from gdsload.swaps import held
 from gdsload.weights import Options
 
 # What a config is found by; the rest of from_pretrained's keywords is for the model.
@@ -53,12 +54,8 @@ def from_pretrained(
         if cls is None:
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)
-        token = seam.outer_report.set(report)
-        try:
-            with report.phase("from_pretrained"):
-                model = cls.from_pretrained(source, *args, **kwargs)
-        finally:
-            seam.outer_report.reset(token)
+        with held(seam.outer_report, report), report.phase("from_pretrained"):
+            model = cls.from_pretrained(source, *args, **kwargs)
         if not report.path:
             seam.note(report, seam.STOCK, "transformers did not come to where weights are loaded")
         return model
@@ -138,17 +135,20 @@ def install(
     the options. Imports neither torch nor transformers."""
     wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
     with _lock:
-        if seam.installed.options is None:
-            seam.swaps.enter()
-        seam.installed.options = wanted
+        try:
+            seam.swaps.enter("install")
+            seam.installed.options = wanted
+        except BaseException:
+            seam.installed.options = None
+            seam.swaps.leave("install")
+            raise
 
 
 def uninstall() -> None:
     """Undoes `install`; without one it does nothing."""
     with _lock:
-        if seam.installed.options is not None:
-            seam.installed.options = None
-            seam.swaps.leave()
+        seam.installed.options = None
+        seam.swaps.leave("install")
 
 
 def _options(
@@ -166,10 +166,10 @@ def _options(
 
 @contextmanager
 def _entered(options: Options) -> Iterator[None]:
-    seam.swaps.enter()
-    token = seam.chosen.set(options)
+    user = object()
     try:
-        yield
+        seam.swaps.enter(user)
+        with held(seam.chosen, options):
+            yield
     finally:
-        seam.chosen.reset(token)
-        seam.swaps.leave()
+        seam.swaps.leave(user)

@@ -27,7 +27,7 @@ from gdsload.errors import BackendUnavailable
 from gdsload.loading import running, swaps_of_loading
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
-from gdsload.swaps import Swap, Swaps
+from gdsload.swaps import Swap, Swaps, held
 from gdsload.weights import Misfit, Options, Weights
 
 log = logging.getLogger("gdsload")
@@ -134,12 +134,8 @@ def _load(
             with _opening(options, report):
                 return stock()
         note(report, SEAM)
-        token = running.set(weights)
-        try:
-            with report.phase("transformers"), collector_paused():
-                result = original(model, weights.slices(), files, config, *rest, **named)
-        finally:
-            running.reset(token)
+        with held(running, weights), report.phase("transformers"), collector_paused():
+            result = original(model, weights.slices(), files, config, *rest, **named)
         weights.finish()
         return result
 
@@ -165,11 +161,8 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
             opened.append(stack.enter_context(Weights([path], options, report)))
             return opened[-1].opened(device)
 
-        token = _opener.set(open_file)
-        try:
+        with held(_opener, open_file):
             yield
-        finally:
-            _opener.reset(token)
         for weights in opened:
             weights.finish()
 
@@ -212,11 +205,8 @@ def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, name
         mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
         # A rank of a mesh wants parts that are known only when it asks for them.
         weights.expect([] if mesh is not None else [names[key] for key in state_dict])
-        token = _opener.set(lambda _, device: weights.opened(device))
-        try:
+        with held(_opener, lambda _, device: weights.opened(device)):
             result = original(model, state_dict, path, names, *rest, **named)
-        finally:
-            _opener.reset(token)
         weights.finish()
         return result
 
