@@ -73,6 +73,11 @@ def per_tensor(sections: dict[str, Any]) -> float | None:
     return max(beside(many) - beside(few), 0.0) / (many["tensors"] - few["tensors"])
 
 
+def per_request(plans: list[dict[str, Any]]) -> float:
+    """Seconds that a request costs to plan: of the plan whose tensors have the least part in it."""
+    return min(median(entry, "plan_s") / entry["requests"] for entry in plans)
+
+
 def modelled(sections: dict[str, Any]) -> str:
     """Seconds of a whole load on stated hardware: a model, and marked as one."""
     each = per_tensor(sections)
@@ -80,13 +85,12 @@ def modelled(sections: dict[str, Any]) -> str:
         return ""
     rows = []
     for entry in sections[PLANS]:
-        # What a tensor costs here has opening and planning in it already.
-        fixed = entry["tensors"] * each
+        fixed = entry["tensors"] * each + entry["requests"] * per_request(sections[PLANS])
         cells = [entry["model"], f"{fixed:.2f}"]
         for storage, bus in HARDWARE.values():
             cells.append(f"{fixed + entry['bytes'] / min(storage, bus) / 1e9:.1f}")
         rows.append(cells)
-    head = ["MODEL, not measured: s", "tensors' own cost", *HARDWARE]
+    head = ["MODEL, not measured: s", "of tensors and requests", *HARDWARE]
     return tables.markdown(head, rows)
 
 
@@ -114,7 +118,8 @@ def notes(result: dict[str, Any]) -> str:
     each = per_tensor(result["sections"])
     if each is not None and result["sections"].get(PLANS):
         lines.append(
-            f"the model: tensors at {each * 1e6:.2f} us each, as measured above, and then all bytes"
-            " at the slower of storage and bus, whose rates are their makers'"
+            f"the model: tensors at {each * 1e6:.2f} us and requests at"
+            f" {per_request(result['sections'][PLANS]) * 1e6:.2f} us each, as measured above, and"
+            " then all bytes at the slower of storage and bus, whose rates are their makers'"
         )
     return "\n".join(f"- {line}" for line in lines)
