@@ -21,8 +21,9 @@ FLOORS = (
     "plan",
     "arena gpu ring residency report claims order verdicts",
     "backends outcome roads",
-    "load doctor vram tensors early ahead asynchronous",
-    "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations",
+    "load doctor vram tensors early ahead",
+    "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations"
+    " readiness stopping asynchronous",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
