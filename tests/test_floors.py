@@ -20,7 +20,7 @@ FLOORS = (
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
     "arena gpu ring residency report claims order verdicts",
-    "backends outcome roads",
+    "segments hostpool backends outcome roads",
     "load doctor vram tensors early ahead",
     "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations"
     " readiness stopping asynchronous",

@@ -74,6 +74,7 @@ class Ahead(Batch):
             self._states[failure.transfer] = _FAILED
             self.error = self.error or self._error(failure)
         self._left -= len(progress.settled)
+        self._complete = not self._left and self.error is None
         self._idle_seconds = progress.idle_seconds
         return progress.finished
 

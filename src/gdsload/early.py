@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload import claims, quiet, residency
+from gdsload import claims, hostpool, quiet, residency
 from gdsload.ahead import Ahead, Warming
 from gdsload.arena import available_bytes
 from gdsload.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ from gdsload.report import LoadReport
 if TYPE_CHECKING:
     import torch
 
-TIERS = ("memory", "pagecache")
+TIERS = ("memory", "pool", "pagecache")
 # In this order; the last four are ends.
 OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
     "opening", "reading", "landed", "cancelled", "failed", "closed",
@@ -99,7 +99,10 @@ class Prefetch:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
                     pieces = _limited(pieces, self._limit_bytes)
-                with Session(checkpoint, self.report, adopt=False, **session) as opened:
+                if self.tier == "pool":
+                    hostpool.require(pieces)
+                maps = self.tier != "pool"
+                with Session(checkpoint, self.report, adopt=False, maps=maps, **session) as opened:
                     self._read(opened, pieces)
                     checkpoint.verify_unchanged()
                     self._measure(checkpoint, pieces)
@@ -176,8 +179,8 @@ class Prefetch:
                 self._ahead = None  # loads that still take from it have it in their claims
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
-            # What the page cache has is found there, by whoever looks, from now on.
-            over = self._state != LANDED or self.tier == "pagecache"
+            # What the page cache or a pool has is found there, by whoever looks, from now on.
+            over = self._state != LANDED or self.tier != "memory"
         if over:
             self._withdraw()
         self._posted.set()
@@ -286,19 +289,23 @@ def prefetch(
     `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
     Each byte is taken once, since tensors own their memory; a second load reads again. What the
     first load leaves is let go when it ends, unless `keep`, which holds it until `close`. Weights
-    for a GPU wait in host memory. `tier` "pagecache" only fills the page cache, with at most
-    `limit_bytes` (None: the memory that is available), for this process and for others.
+    for a GPU wait in host memory. `tier` "pool" reads into the open `warmup.HostPool`, which keeps
+    it for every later load, and fails where it cannot. `tier` "pagecache" only fills the page
+    cache, with at most `limit_bytes` (None: the memory that is available), for this process and for
+    others.
 
     The files are told apart by device, inode, size and times: a load that finds another version
     takes nothing from this one. Errors do not leave the thread that reads: `wait` raises them, and
     a load that would have adopted the bytes reads them itself. `names`, `backend`, `cache`,
     `options`, `stall_seconds` and `where` are those of `load_file`.
 
-    Raises ValueError for an unknown `tier` or `cache`. Whether the device is there is found out by
-    the load: it takes torch to know.
+    Raises ValueError for an unknown `tier` or `cache`, and for "pool" where none is open.
+    Whether the device is there is found out by the load: it takes torch to know.
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
+    if tier == "pool" and hostpool.current() is None:
+        raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     if cache not in CACHES:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
     if isinstance(names, str):

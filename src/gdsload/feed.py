@@ -130,6 +130,7 @@ class Stage(Batch):
         At once: memory is made ready in units larger than a page, sometimes after the reads, so
         that gaps fill with pages that nobody needs, and those of tensors that are gone fill again.
         """
+        self._complete = True
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
