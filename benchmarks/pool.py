@@ -59,18 +59,24 @@ def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
     for file in source.glob("*.safetensors"):
         residency.evict(file)
     start = time.monotonic()
-    with gdsload.prefetch(source):
+    with gdsload.prefetch(source) as ahead:
         tensors = gdsload.load_file(source)
     total = sum(int(t.view(-1)[:: 4096 // t.element_size()].sum().isfinite()) for t in
                 tensors.values())  # fmt: skip
     took = time.monotonic() - start
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    kept = gdsload.last_report().roads.get("pool", 0)
+    reports = (ahead.report, gdsload.last_report())
     if total != len(tensors):
         raise SystemExit(f"{source}: a tensor is not what was written")
     del tensors
     gc.collect()
-    facts = {"model": source.name, "bytes": nbytes, "from_pool_bytes": kept, "seconds": took}
+    facts = {
+        "model": source.name,
+        "bytes": nbytes,
+        "read_bytes": sum(report.read_bytes for report in reports),
+        "from_pool_bytes": sum(report.roads.get("pool", 0) for report in reports),
+        "seconds": took,
+    }
     return facts | look(pool)
 
 
@@ -114,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(found | {"open": after, "closed": closed}, indent=2))
     if found["most_held_bytes"] > limit:
         raise SystemExit("the pool held more than its limit")
+    if any(one["read_bytes"] for one in loads[1::2]):
+        raise SystemExit("a model that had just been loaded was read again")
     if words.json:
         facts = {
             "commit": machine.commit(ROOT),

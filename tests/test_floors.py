@@ -19,7 +19,7 @@ FLOORS = (
     "_native collector errors dtypes quiet version",
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
-    "arena gpu ring residency report claims order verdicts",
+    "arena progress gpu ring residency report claims order verdicts",
     "segments hostpool backends outcome roads",
     "load doctor vram tensors early ahead",
     "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations"

@@ -15,47 +15,38 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from gdsload import claims, hostpool, quiet, residency
-from gdsload.ahead import Ahead, Warming
-from gdsload.arena import available_bytes
+from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, GdsloadError, StallError
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
+from gdsload.progress import (
+    CANCELLED,
+    CLOSED,
+    FAILED,
+    LANDED,
+    OPENING,
+    READING,
+    PrefetchCancelled,
+    Progress,
+)
 from gdsload.report import LoadReport
 
 if TYPE_CHECKING:
     import torch
 
 TIERS = ("memory", "pool", "pagecache")
-# In this order; the last four are ends.
-OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
-    "opening", "reading", "landed", "cancelled", "failed", "closed",
-)  # fmt: skip
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
 # that must share the interpreter with `import torch` takes ten times as long.
 HEAD_START_SECONDS = 0.01
+# Where cores are few, whoever imports meanwhile comes first (benchmarks/start.py).
+NICENESS = 10
 _LOOK_SECONDS = 0.1
 REMEMBERED = 32  # prefetches that `warmup.status` can still tell of when they have ended
-
-
-class PrefetchCancelled(GdsloadError, RuntimeError):
-    """Somebody waited for a prefetch that was cancelled or closed before it had landed."""
-
-
-class Progress(NamedTuple):
-    """How far a prefetch is. `state` is "opening", "reading", "landed", "cancelled", "failed" or
-    "closed". `wanted_bytes` is 0 while opening; `claimed_bytes` is what loads have taken;
-    `resident_bytes` is what the page cache held at the end of a prefetch into it, else 0."""
-
-    state: str
-    wanted_bytes: int
-    landed_bytes: int
-    claimed_bytes: int
-    resident_bytes: int
-    seconds: float
 
 
 class Prefetch:
@@ -98,7 +89,7 @@ class Prefetch:
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
-                    pieces = _limited(pieces, self._limit_bytes)
+                    pieces = fitting(pieces, self._limit_bytes)
                 if self.tier == "pool":
                     hostpool.require(pieces)
                 maps = self.tier != "pool"
@@ -118,6 +109,9 @@ class Prefetch:
 
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
+        # The threads that read and make memory ready are started by this one, and inherit it.
+        with suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
         ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
         try:
@@ -341,22 +335,6 @@ def started() -> list[Prefetch]:
     """The last ones of this process, oldest first, ended or not."""
     with _lock:
         return list(_started)
-
-
-def _limited(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
-    """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
-    left = limit_bytes if limit_bytes is not None else available_bytes()
-    kept: list[Piece] = []
-    for piece in pieces:
-        size = piece.nbytes if left is None else min(piece.nbytes, left)
-        if size < piece.nbytes:
-            piece = piece._replace(nbytes=size)
-        if left is not None:
-            left -= size
-        kept.append(piece)
-        if left == 0:
-            break
-    return kept
 
 
 _lock = threading.Lock()
