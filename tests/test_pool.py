@@ -379,3 +379,11 @@ def test_a_lease_counts_what_lives(tmp_path: Path) -> None:
     assert lease.lent == 0
     with pytest.raises(OSError):
         lease.lend(-1, 0, 4096, True)
+
+
+def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\nshmem 300000\n")
+    words = ("memory.max", "memory.current", "file", "shmem")
+    assert arena._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000

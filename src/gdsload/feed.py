@@ -329,7 +329,8 @@ class Feed:
         return stage.give(cut)
 
     def _is_ready(self, stage: Stage, cut: Cut, piecemeal: bool) -> bool:
-        return stage.arrived or (piecemeal and stage.has(cut))
+        # A stage has arrived when its own reads have: what a prefetch brings may still be missing.
+        return (stage.arrived or piecemeal) and stage.has(cut)
 
     def _retire(self, stage: Stage, number: int | None) -> None:
         if number is None:
