@@ -43,9 +43,9 @@ TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
 # that must share the interpreter with `import torch` takes ten times as long.
 HEAD_START_SECONDS = 0.01
-# On two cores, where two threads make memory ready and one reads, this leaves a whole one to whoever
-# imports meanwhile. More would starve the reads where others keep the machine busy, and a load that
-# waits for them cannot take it back.
+# On two cores, where two threads make memory ready and one reads, this leaves a whole one to
+# whoever imports meanwhile. More would starve the reads where others keep the machine busy, and a
+# load that waits for them cannot take it back.
 NICENESS = 5
 _LOOK_SECONDS = 0.1
 REMEMBERED = 32  # prefetches that `warmup.status` can still tell of when they have ended
@@ -112,8 +112,10 @@ class Prefetch:
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
         # The threads that read and make memory ready are started by this one, and inherit it.
-        with suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with suppress(OSError):
+            own = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
         ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
         try:
