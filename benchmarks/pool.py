@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import gdsload
-from benchmarks import machine
 from gdsload import residency, synth, warmup
+
+from . import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "qwen3-0.6b"

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
 from gdsload import residency
+
+from . import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")

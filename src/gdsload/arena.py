@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from gdsload._native.memory import Region
+from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.collector import collector_paused
 from gdsload.dtypes import DTYPES, torch_dtype
@@ -53,18 +53,19 @@ class Arena:
     """Regions for the targets of a plan, in their order."""
 
     def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
-        """Takes address space, not memory: that comes with the reads. From `pool`, or from what
-        this process keeps between its models.
+        """Takes address space, not memory: that comes with the reads. From `pool`, where
+        it has some that was used before.
 
         Raises PlacementError where the machine (or its cgroup) has less memory than the plan
         reads.
         """
-        pool = pool or current_pool()
-        if pool is not None:
-            pool.make_room(plan.read_bytes)
-        require_room(plan.read_bytes)
+        keeper = current_pool()
+        if keeper is not None:
+            keeper.make_room(plan.read_bytes)
+        require_room(plan.read_bytes - (pool.idle if pool is not None else 0))
+        take = Region.anonymous if pool is None else pool.take
         try:
-            self.regions = [Region.anonymous(target.length) for target in plan.targets]
+            self.regions = [take(target.length) for target in plan.targets]
         except MemoryError as error:
             raise PlacementError(str(error)) from error
 
@@ -150,7 +151,7 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2)
 
 
-class Pool(Protocol):
+class Keeper(Protocol):
     """Somebody who holds memory of this process that loads may need (`gdsload.hostpool`)."""
 
     pid: int
@@ -159,10 +160,10 @@ class Pool(Protocol):
         """Gives back what nobody uses where the machine has no room for so many bytes."""
 
 
-_pools: list[Pool] = []
+_pools: list[Keeper] = []
 
 
-def current_pool() -> Pool | None:
+def current_pool() -> Keeper | None:
     """The pool that this process's loads go through, if any: the one that was opened last."""
     for pool in reversed(_pools):
         if pool.pid == os.getpid():  # what a fork has copied belongs to the parent's tensors
@@ -170,12 +171,12 @@ def current_pool() -> Pool | None:
     return None
 
 
-def use_pool(pool: Pool) -> None:
+def use_pool(pool: Keeper) -> None:
     """Loads go through it from now on, until `drop_pool`."""
     _pools.append(pool)
 
 
-def drop_pool(pool: Pool) -> None:
+def drop_pool(pool: Keeper) -> None:
     """Undoes `use_pool`; also where it was undone before."""
     _pools[:] = [other for other in _pools if other is not pool]
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from gdsload import hostpool
 from gdsload._native.memory import Pool
 from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends.base import DRAM, Memory
@@ -96,7 +97,7 @@ class Stage(Batch):
         return cls(session, plan, spots, cuts, pool)
 
     def _take_memory(self) -> list[Memory]:
-        if self._pool is None:
+        if self._pool is None or hostpool.current() is not None:
             return super()._take_memory()
         arena = Arena(self.plan, self._pool)
         self.spots.update(arena.spots(self.plan))

@@ -29,12 +29,7 @@ from gdsload.outcome import (
     silence_error,
     stall_error,
 )
-from gdsload.plan import (
-    Piece,
-    ReadPlan,
-    Transfer,
-    plan_reads,
-)
+from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
 from gdsload.segments import Filling
@@ -68,8 +63,7 @@ class Session:
 
         `expected_bytes` is what it will be asked for in all, 0 for what the report wants: some
         backends are not worth opening for little. What a prefetch has of the same files is taken
-        from it, unless `adopt` is False; what is warm is mapped where `cache` allows that, unless
-        `maps` is False.
+        from it, unless `adopt` is False; what is warm is mapped, unless `maps` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
         self.checkpoint = checkpoint

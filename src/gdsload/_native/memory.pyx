@@ -18,11 +18,19 @@ from libc.stdlib cimport calloc, free, malloc
 import os
 
 from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.pthreads cimport (
+    pthread_mutex_init,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+)
 from gdsload._native.region cimport (
     UNIT_BYTES,
     CLease,
+    CPool,
     CRegion,
+    free_region,
     release_lease,
+    release_pool,
     release_region,
     retain_region,
 )
@@ -78,7 +86,7 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef View *view = <View *>managed.manager_ctx
     cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
     cdef uintptr_t end = first + view.nbytes
-    if view.region.anonymous and view.nbytes >= GIVE_BACK_BYTES:
+    if view.region.anonymous and view.region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
         # Only whole pages: the edges are shared with the neighbours.
         first = (first + PAGE_BYTES - 1) & ~<uintptr_t>(PAGE_BYTES - 1)
         end = end & ~<uintptr_t>(PAGE_BYTES - 1)
@@ -236,6 +244,153 @@ cdef class Region:
                 f"{nbytes} bytes at {offset} leave a region of {self.region.length}"
             )
         return (<char *>self.region.base + offset)[:nbytes]
+
+
+@cython.final
+cdef class Pool:
+    """Memory kept between models: regions that nobody uses any more, to be taken again.
+
+    A taken region is as the last one left it: backed by the machine, and full of old bytes. Its
+    memory comes back as a whole, when the last tensor and the last read of it are gone.
+    """
+
+    cdef CPool *pool
+    cdef readonly int pid
+
+    def __cinit__(self, uint64_t limit):
+        """``limit``: bytes that it may hold, in use and idle together."""
+        self.pool = <CPool *>calloc(1, sizeof(CPool))
+        if self.pool == NULL:
+            raise MemoryError("no memory for a pool")
+        pthread_mutex_init(&self.pool.lock, NULL)
+        self.pool.references = 1
+        self.pool.limit = limit
+        self.pid = os.getpid()
+
+    def take(self, uint64_t length):
+        """A region of at least ``length`` bytes: an idle one that fits, or a fresh one. What makes
+        room for it is the least recently used; where none can be made, it is not the pool's.
+
+        Raises MemoryError as `Region.anonymous` does.
+        """
+        cdef CPool *pool = self.pool
+        cdef Region made
+        cdef CRegion *found
+        cdef CRegion *gone
+        cdef uint64_t whole = (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
+        cdef int room
+        with nogil:
+            pthread_mutex_lock(&pool.lock)
+            found = self.unlink(whole, whole + whole // 4)
+            gone = NULL
+            if found == NULL:
+                gone = self.shrink(pool.limit - whole if whole < pool.limit else 0)
+            room = found == NULL and pool.held + whole <= pool.limit
+            if room:
+                pool.held += whole
+            pthread_mutex_unlock(&pool.lock)
+            self.drop(gone)
+        if found != NULL:
+            found.references = 1
+            made = Region.__new__(Region)
+            made.region = found
+            return made
+        try:
+            made = Region.anonymous(length)
+        except BaseException:
+            if room:
+                pthread_mutex_lock(&pool.lock)
+                pool.held -= whole
+                pthread_mutex_unlock(&pool.lock)
+            raise
+        if room:
+            gds_add(&pool.references, 1)
+            made.region.pool = pool
+        return made
+
+    cdef CRegion *unlink(self, uint64_t least, uint64_t most) noexcept nogil:
+        """Takes the smallest idle region of these lengths out of the list."""
+        cdef CRegion **link = &self.pool.first
+        cdef CRegion **best = NULL
+        cdef CRegion *region
+        cdef CRegion *before = NULL
+        cdef CRegion *before_best = NULL
+        while link[0] != NULL:
+            region = link[0]
+            if least <= region.length <= most and (
+                best == NULL or region.length < best[0].length
+            ):
+                best, before_best = link, before
+            before = region
+            link = &region.next_idle
+        if best == NULL:
+            return NULL
+        region = best[0]
+        best[0] = region.next_idle
+        if self.pool.last == region:
+            self.pool.last = before_best
+        self.pool.idle -= region.length
+        return region
+
+    cdef CRegion *shrink(self, uint64_t most) noexcept nogil:
+        """Takes idle regions out, the least recently used first, until `most` bytes are held."""
+        cdef CPool *pool = self.pool
+        cdef CRegion *gone = NULL
+        cdef CRegion *region
+        while pool.first != NULL and pool.held > most:
+            region = pool.first
+            pool.first = region.next_idle
+            pool.held -= region.length
+            pool.idle -= region.length
+            region.next_idle = gone
+            gone = region
+        if pool.first == NULL:
+            pool.last = NULL
+        return gone
+
+    cdef void drop(self, CRegion *gone) noexcept nogil:
+        cdef CRegion *region
+        while gone != NULL:
+            region = gone
+            gone = region.next_idle
+            free_region(region)
+            release_pool(self.pool)
+
+    def trim(self, uint64_t most):
+        """Gives idle memory back to the system, until no more than ``most`` bytes are held."""
+        cdef CRegion *gone
+        with nogil:
+            pthread_mutex_lock(&self.pool.lock)
+            gone = self.shrink(most)
+            pthread_mutex_unlock(&self.pool.lock)
+            self.drop(gone)
+
+    def close(self):
+        """Gives idle memory back, and later what is in use still. May be called again."""
+        self.pool.limit = 0
+        self.trim(0)
+
+    @property
+    def limit(self):
+        """Bytes that it may hold; 0 once closed."""
+        return self.pool.limit
+
+    @property
+    def held(self):
+        """Bytes of its regions, in use and idle."""
+        return self.pool.held
+
+    @property
+    def idle(self):
+        """Bytes that nobody uses."""
+        return self.pool.idle
+
+    def __dealloc__(self):
+        if self.pool == NULL:
+            return
+        if self.pid == os.getpid():
+            self.close()
+        release_pool(self.pool)
 
 
 @cython.final
