@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdsload import warmup
-    from gdsload.asynchronous import astream
+    from gdsload.asynchronous import afrom_pretrained, astream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
@@ -50,6 +50,7 @@ _HOMES = {
     "TensorInfo": "checkpoint",
     "__version__": "version",
     "accelerated": "model",
+    "afrom_pretrained": "asynchronous",
     "astream": "asynchronous",
     "from_pretrained": "model",
     "install": "model",
@@ -80,6 +81,7 @@ __all__ = [
     "TensorInfo",
     "__version__",
     "accelerated",
+    "afrom_pretrained",
     "astream",
     "from_pretrained",
     "install",

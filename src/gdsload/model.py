@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from gdsload import seam
+from gdsload import seam, stopping
 from gdsload.errors import CheckpointError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.headstart import head_start
 from gdsload.load import CACHES, STALL_SECONDS
+from gdsload.readiness import Readiness, watching
 from gdsload.report import LoadReport
 from gdsload.swaps import held
 from gdsload.weights import Options
@@ -35,6 +36,7 @@ def from_pretrained(
     *args: Any,
     cls: Any = None,
     backend: str = "auto",
+    on_module_ready: Callable[[str, Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`cls.from_pretrained(source, *args, **kwargs)`, with the weights read by gdsload.
@@ -43,6 +45,13 @@ def from_pretrained(
     the architecture that the config names. What comes back is what transformers gives: the same
     keys, bytes, buffers and ties. `gdsload.last_report()` says which way was taken (`path`).
 
+    `on_module_ready(name, module)` is called for every module, once, as soon as all parameters and
+    buffers in it have their final bytes, inner modules before outer ones, in transformers' order of
+    loading; by the thread that called this, so that loading goes on when it returns. What is not
+    final before the end (tied weights, buffers that no checkpoint holds; everything where there is
+    a quantizer, an adapter or offloading, or where transformers reads by itself) is told of then:
+    `last_report().modules_ready` says so. An exception in it ends the load and comes out of here.
+
     Raises what transformers raises; CheckpointError, ReadError, PlacementError and FileChanged for
     the weights, BackendUnavailable for a `backend` that was asked for by name. No model escapes.
     """
@@ -50,14 +59,23 @@ def from_pretrained(
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    with report.whole(), _entered(inherited), head_start(source, inherited, report, kwargs):
+    watcher = None if on_module_ready is None else Readiness(on_module_ready, source, report)
+    with (
+        report.whole(),
+        watching(watcher),
+        _entered(inherited),
+        head_start(source, inherited, report, kwargs),
+    ):
         if cls is None:
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)
+            stopping.check()
         with held(seam.outer_report, report), report.phase("from_pretrained"):
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.path:
             seam.note(report, seam.STOCK, "transformers did not come to where weights are loaded")
+        if watcher is not None:
+            watcher.finish(model)
         return model
 
 

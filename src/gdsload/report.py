@@ -34,6 +34,8 @@ class LoadReport:
     Of a model: `path` is the way into transformers that ran ("seam", "safe_open" or "stock"),
     `path_reason` why it was not the first of these, `labels` how many tensors became parameters as
     they are ("keep"), were converted or cast ("transient"), or were not read ("skip").
+    `modules_ready` says, for `on_module_ready`, whether modules were told of as they came, or at
+    the end and why.
     """
 
     source: str
@@ -59,6 +61,7 @@ class LoadReport:
     failure: str = ""
     path: str = ""
     path_reason: str = ""
+    modules_ready: str = ""
     labels: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False)
 

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable
 from gdsload.loading import running, swaps_of_loading
@@ -134,6 +135,8 @@ def _load(
             with _opening(options, report):
                 return stock()
         note(report, SEAM)
+        if (watcher := readiness.current()) is not None:
+            watcher.begin(model, config)
         with held(running, weights), report.phase("transformers"), collector_paused():
             result = original(model, weights.slices(), files, config, *rest, **named)
         weights.finish()

@@ -80,6 +80,10 @@ def load_file(
             )
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
+        if target != "cpu" and (kept := session.pinned(_pieces(infos))) is not None:
+            with report.phase("copy"):
+                checkpoint.verify_unchanged()
+                return {name: t.to(target) for name, t in hand_over(infos, kept).items()}
         if session.device != "cpu":
             return vram.load(session, infos, bar.moved)
         if target != "cpu":

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from gdsload import stopping
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
 from gdsload.cuts import whole
@@ -111,6 +112,7 @@ class Weights:
 
     def _begin(self, feed: Feed) -> None:
         self.feed = self._stack.enter_context(feed)
+        self._stack.enter_context(stopping.ended_by(feed.close))
         feed.start()
 
     @collector_paused()
