@@ -23,7 +23,7 @@ FLOORS = (
     "segments hostpool backends outcome roads",
     "load doctor vram tensors early ahead",
     "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations"
-    " readiness stopping asynchronous",
+    " filling readiness stopping asynchronous",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

@@ -10,11 +10,24 @@ import torch
 import transformers
 
 import gdsload
+from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.destinations import Destinations, Kind, kinds_of, target_of
+from gdsload.feed import FeedClosed
+from gdsload.filling import Filling
+from gdsload.load import Session
+from gdsload.report import LoadReport
 from test_memory import resident_pages
 
 # Rows of two experts' kinds that are merged into one parameter.
 PAIR = (Kind(("g0", "g1", "g2"), (4, 6)), Kind(("u0", "u1", "u2"), (2, 6)))
+
+
+def put(places: Destinations, key: str, dtype: torch.dtype, tensor: torch.Tensor) -> Any:
+    """What a filling does with a tensor that has arrived, and with somebody who asks for it."""
+    if not places.expects(key, dtype):
+        return None
+    places.place_of(key).copy_(tensor)
+    return places.give(key)
 
 
 def tensors(kind: Kind, first: int) -> dict[str, torch.Tensor]:
@@ -35,11 +48,11 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
     with Destinations([target]) as places:
         loaded = gates | ups
         order = reversed(loaded) if backwards else iter(loaded)
-        placed = {key: places.put(key, dtype, loaded[key]) for key in order}
+        placed = {key: put(places, key, dtype, loaded[key]) for key in order}
         stacks = [places.stacked([placed[key] for key in kind.keys]) for kind in PAIR]
         merged = places.joined(stacks)
     assert merged is not None
-    assert merged.data_ptr() == placed["g0"].data_ptr()  # type: ignore[union-attr]
+    assert merged.data_ptr() == placed["g0"].data_ptr()
     wanted = torch.cat(
         [torch.stack([t.to(dtype) for t in part.values()]) for part in (gates, ups)], dim=1
     )
@@ -53,7 +66,7 @@ def test_only_what_lies_right_is_merged_without_a_copy() -> None:
     assert target is not None
     with Destinations([target]) as places:
         loaded = tensors(PAIR[0], 0) | tensors(PAIR[1], 9)
-        placed = {key: places.put(key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
+        placed = {key: put(places, key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
         gates = [placed[key] for key in PAIR[0].keys]
         ups = [placed[key] for key in PAIR[1].keys]
         assert places.stacked(gates[::-1]) is None
@@ -75,13 +88,13 @@ def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
     assert target is not None
     with Destinations([target]) as places:
         source = torch.tensor([1.5, 2.5, -0.0], dtype=torch.bfloat16)
-        assert places.put("a", torch.float16, source) is None
-        assert places.put("b", torch.float32, source) is None
-        first = places.put("a", torch.float32, source)
+        assert put(places, "a", torch.float16, source) is None
+        assert put(places, "b", torch.float32, source) is None
+        first = put(places, "a", torch.float32, source)
         assert first is not None
         assert first.dtype == torch.float32
         assert torch.equal(first, source.float())
-        assert places.put("a", torch.float32, source) is None
+        assert put(places, "a", torch.float32, source) is None
 
 
 def test_kinds_that_do_not_fit_have_no_place() -> None:
@@ -99,8 +112,8 @@ def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
     targets = [target_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
     with Destinations([target for target in targets if target is not None]) as places:
         source = torch.ones(size, dtype=torch.int8)
-        kept = places.put("a", torch.uint8, source)
-        gone = places.put("b", torch.uint8, source)
+        kept = put(places, "a", torch.uint8, source)
+        gone = put(places, "b", torch.uint8, source)
     assert kept is not None
     assert gone is not None
     address = gone.data_ptr()
@@ -108,6 +121,59 @@ def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
     del gone
     assert resident_pages(address, size) == 0
     assert int(kept.sum()) == size
+
+
+@pytest.mark.parametrize("window_bytes", [1 << 12, 1 << 20])
+@pytest.mark.parametrize("elements", [100, 1 << 20])
+def test_a_filling_brings_each_tensor_to_its_place(
+    tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, elements: int
+) -> None:
+    """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
+    monkeypatch.setattr("gdsload.filling._ELEMENTS_ALONE", elements)
+    monkeypatch.setattr("gdsload.filling._ELEMENTS_TOGETHER", elements)
+    with (
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+    ):
+        expected = safetensors_of(tiny_moe_checkpoint)
+        infos = list(checkpoint.tensors.values())
+        targets = [
+            target_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
+            for info in infos
+        ]
+        places = Destinations([target for target in targets if target is not None])
+        filling = Filling(
+            session, places, infos, window_bytes=window_bytes, ahead_bytes=2 * window_bytes
+        )
+        with places, filling:
+            filling.start()
+            places.start()
+            assert filling.take("nobody", torch.float32) is None
+            assert filling.take(infos[0].name, torch.float16) is None
+            for info in reversed(infos):
+                found = filling.take(info.name, torch.float32)
+                assert found is not None
+                assert torch.equal(found, expected[info.name].float())
+                assert filling.take(info.name, torch.float32) is None
+        assert filling.taken == (len(infos), checkpoint.total_bytes)
+        with pytest.raises(FeedClosed, match="has ended"):
+            ended(session, infos).take(infos[0].name, torch.float32)
+
+
+def ended(session: Session, infos: list[TensorInfo]) -> Filling:
+    """A filling that was closed before it had begun."""
+    target = target_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, merged=False)
+    assert target is not None
+    filling = Filling(session, Destinations([target]), infos[:1])
+    filling.close()
+    return filling
+
+
+def safetensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
 
 
 def test_transformers_merges_without_copying(

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 # Two keep up with one thread that copies; see `benchmarks/tune.py`.
 POPULATE_THREADS = 2
 _ALIGN_BYTES = 4096  # a parameter's pages are its own, and go back with it
-_NO_LIMIT = 1 << 62
+# How far ahead of the copies memory is made ready: further, and its threads would take the cores
+# that the copies need to keep the reads going.
+_AHEAD_BYTES = 256 << 20
 
 
 class Kind(NamedTuple):
@@ -86,9 +88,10 @@ class Destinations:
 
         Raises PlacementError where the machine has less memory than they take.
         """
-        self._places: dict[str, torch.Tensor] = {}
+        self._waiting: dict[str, torch.Tensor] = {}
         self._parts: dict[int, _Part] = {}  # by the address of their first place
         self._kinds: dict[int, int] = {}  # of a parameter, by its address: how many
+        self._region: Region | None = None
         self._populator: Populator | None = None
         sizes = [-(-target.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for target in targets]
         total = sum(sizes)
@@ -103,31 +106,45 @@ class Destinations:
         for target, size in zip(targets, sizes, strict=True):
             self._lay_out(target, _tensor(region, offset, target))
             offset += size
-        self._populator = Populator(
-            [(region.handle(), 0, total)], POPULATE_THREADS, _NO_LIMIT, True
-        )
+        self._region, self._nbytes = region, total
+
+    def start(self) -> None:
+        """Has the memory made ready from now on. Best after other memory was taken: that waits for
+        what is being made ready."""
+        if self._region is not None:
+            self._populator = Populator(
+                [(self._region.handle(), 0, self._nbytes)], POPULATE_THREADS, _AHEAD_BYTES, True
+            )
 
     def _lay_out(self, target: Target, parameter: torch.Tensor) -> None:
         if not target.merged:
-            self._places[target.kinds[0].keys[0]] = parameter
+            self._waiting[target.kinds[0].keys[0]] = parameter
             return
         self._kinds[parameter.data_ptr()] = len(target.kinds)
         row = 0
         for number, (keys, shape) in enumerate(target.kinds):
             view = parameter[:, row : row + shape[0]]
-            self._places.update(zip(keys, view.unbind(0), strict=True))
+            self._waiting.update(zip(keys, view.unbind(0), strict=True))
             self._parts[view.data_ptr()] = _Part(view, parameter, number)
             row += shape[0]
 
-    def put(self, key: str, dtype: torch.dtype | None, tensor: Any) -> torch.Tensor | None:
-        """Copies ``tensor[...]`` to the place of `key`, once, and returns the place; None, and
-        nothing is read, where it has none or another dtype is asked for after all."""
-        place = self._places.get(key)
-        if place is None or place.dtype != dtype:
-            return None
-        del self._places[key]
-        place.copy_(tensor[...])
-        return place
+    def expects(self, key: str, dtype: torch.dtype | None) -> bool:
+        """Whether this tensor has a place, of this dtype, that was not given yet."""
+        place = self._waiting.get(key)
+        return place is not None and place.dtype == dtype
+
+    def place_of(self, key: str) -> torch.Tensor:
+        """Where to copy a tensor to."""
+        return self._waiting[key]
+
+    def filled(self, nbytes: int) -> None:
+        """So many bytes were copied to their places."""
+        if self._populator is not None:
+            self._populator.advance(nbytes)
+
+    def give(self, key: str) -> torch.Tensor | None:
+        """The place of a tensor, once."""
+        return self._waiting.pop(key, None)
 
     def stacked(self, tensors: Any) -> torch.Tensor | None:
         """What ``torch.stack(tensors)`` would be, where they lie so already; else None."""
@@ -170,7 +187,8 @@ class Destinations:
         if self._populator is not None:
             self._populator.stop()
             self._populator = None
-        self._places.clear()
+        self._region = None
+        self._waiting.clear()
         self._parts.clear()
         self._kinds.clear()
 

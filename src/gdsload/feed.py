@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdsload import hostpool
-from gdsload._native.memory import Pool
-from gdsload.arena import Arena, Spot, hand_over, map_shard
-from gdsload.backends.base import DRAM, Memory
+from gdsload.arena import Spot, hand_over, map_shard
+from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut
 from gdsload.errors import GdsloadError, ReadError
@@ -39,15 +37,12 @@ AHEAD_BYTES = 128 << 20
 _LOOK_SECONDS = 0.1  # how long Ctrl-C, or an error seen by another thread, may have to wait
 _MADE_AT_ONCE = 256  # tensors handed over in one go
 
-# What becomes of a cut's memory: it is the model's; it is somebody's who may keep a part of it; or
-# it is copied from at once, and is free again.
-KEPT, HELD, COPIED = "kept", "held", "copied"
-
 
 class Window(NamedTuple):
-    """Cuts that are read by one request."""
+    """Cuts that are read by one request. What is kept is bounded by the model, and not by what may
+    be ahead; it is given as it comes."""
 
-    kind: str
+    kept: bool
     cuts: list[Cut]
 
     @property
@@ -75,9 +70,7 @@ class Stage(Batch):
         plan: ReadPlan,
         spots: dict[str, Spot],
         cuts: Sequence[Cut],
-        pool: Pool | None = None,
     ) -> None:
-        self._pool = pool
         super().__init__(session, plan, spots)
         self.left = len(cuts)
         self.arrived = not plan.transfers
@@ -87,21 +80,13 @@ class Stage(Batch):
         self._arrived = bytearray(len(plan.transfers))
 
     @classmethod
-    def of(cls, session: Session, cuts: Sequence[Cut], pool: Pool | None = None) -> Stage:
-        """Puts them on their way and returns at once. From a pool they get memory that was used
-        before, where there is some."""
+    def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
+        """Puts them on their way and returns at once."""
         pieces = [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
         with session.report.phase("plan"):
             spots, to_read = session.sort(pieces, adopt=True)
             plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
-        return cls(session, plan, spots, cuts, pool)
-
-    def _take_memory(self) -> list[Memory]:
-        if self._pool is None or hostpool.current() is not None:
-            return super()._take_memory()
-        arena = Arena(self.plan, self._pool)
-        self.spots.update(arena.spots(self.plan))
-        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
+        return cls(session, plan, spots, cuts)
 
     def look(self) -> None:
         """Notes what has arrived since it was last asked. Raises as `Batch.wait` does."""
@@ -135,8 +120,6 @@ class Stage(Batch):
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
-        if self._pool is not None:
-            return
         ends = [0] * len(regions)
         gaps = []
         for transfer in sorted(self.plan.transfers, key=lambda t: (t.target, t.target_offset)):
@@ -216,14 +199,14 @@ class Feed:
         session: Session,
         cuts: Sequence[Cut] = (),
         *,
-        kinds: Mapping[str, str] | None = None,
+        kept: Container[str] = (),
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         """`cuts` in the order in which they will be asked for; nothing is read before `start`.
 
-        `kinds` says of cuts, by their keys, what becomes of their memory: KEPT, HELD or COPIED;
-        HELD where it says nothing. `window_bytes` 0 makes one window of all, as if they were KEPT.
+        `kept` are the keys of those whose memory is the model's. `window_bytes` 0 makes one window
+        of all, as if all were kept.
         """
         self.session = session
         self.waited_seconds = 0.0  # of all threads together
@@ -233,10 +216,8 @@ class Feed:
         self._lock = threading.Lock()
         self._closed = False
         known = {cut.key: cut for cut in cuts}
-        self._windows = _grouped(known.values(), kinds or {}, window_bytes)
-        # What is kept is bounded by the model, and not by what is ahead.
-        self._sizes = [0 if w.kind == KEPT else w.nbytes for w in self._windows]
-        self._pool = Pool(ahead_bytes + window_bytes + 2 * WINDOW_BYTES)
+        self._windows = _grouped(known.values(), kept, window_bytes)
+        self._sizes = [0 if window.kept else window.nbytes for window in self._windows]
         self._window_of = {
             cut.key: number for number, window in enumerate(self._windows) for cut in window.cuts
         }
@@ -275,11 +256,11 @@ class Feed:
             held += size
 
     def _post(self, number: int) -> Stage:
-        kind, cuts = self._windows[number]
-        stage = Stage.of(self.session, cuts, self._pool if kind == COPIED else None)
+        kept, cuts = self._windows[number]
+        stage = Stage.of(self.session, cuts)
         self._posted[number] = True
         self._stages[number] = stage
-        self._windows[number] = Window(kind, [])  # its stage holds what is still needed
+        self._windows[number] = Window(kept, [])  # its stage holds what is still needed
         return stage
 
     def take(self, cut: Cut) -> torch.Tensor:
@@ -299,7 +280,7 @@ class Feed:
                 stage = self._stages[number]
             else:
                 stage = self._post(number)
-            piecemeal = number is not None and self._windows[number].kind == KEPT
+            piecemeal = number is not None and self._windows[number].kept
             parts = self._given(stage, cut, piecemeal)
         if parts is None:
             parts = self._await(stage, cut, piecemeal)
@@ -366,7 +347,6 @@ class Feed:
             self._stages.clear()
             self._loose.clear()
             self._mappings.clear()
-            self._pool.close()
 
     def __enter__(self) -> Feed:
         return self
@@ -375,18 +355,18 @@ class Feed:
         self.close()
 
 
-def _grouped(cuts: Iterable[Cut], kinds: Mapping[str, str], window_bytes: int) -> list[Window]:
-    """Windows, in the order of their first cuts."""
+def _grouped(cuts: Iterable[Cut], kept: Container[str], window_bytes: int) -> list[Window]:
+    """Windows, in the order of their first cuts. What is kept is one window."""
     windows: list[Window] = []
-    filling: dict[str, tuple[Window, int]] = {}
+    filling: dict[bool, tuple[Window, int]] = {}
     for cut in cuts:
-        kind = kinds.get(cut.key, HELD) if window_bytes else KEPT
-        window, held = filling.get(kind, (None, 0))
-        if window is None or (kind != KEPT and held + cut.nbytes > window_bytes):
-            window, held = Window(kind, []), 0
+        keeps = not window_bytes or cut.key in kept
+        window, held = filling.get(keeps, (None, 0))
+        if window is None or (not keeps and held + cut.nbytes > window_bytes):
+            window, held = Window(keeps, []), 0
             windows.append(window)
         window.cuts.append(cut)
-        filling[kind] = window, held + cut.nbytes
+        filling[keeps] = window, held + cut.nbytes
     return windows
 
 

@@ -7,12 +7,13 @@ almost certainly wanted first uses that time; the load adopts it, and what it do
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from gdsload import residency
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.dtypes import DTYPES
 from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.order import in_layers
@@ -20,10 +21,10 @@ from gdsload.report import LoadReport
 from gdsload.source import locate
 from gdsload.weights import Options
 
-# 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong, and the memory that
-# stands beside the windows of a mixture of experts.
+# 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong.
 HEAD_START_BYTES = 512 << 20
-EXPERTS_BYTES = 128 << 20
+# Of what is cast or merged: memory that is not the model's costs as much as what it hides.
+COPIED_BYTES = 128 << 20
 # Below this the whole model is read in the time that a thread takes to start.
 SMALL_BYTES = 256 << 20
 _WHERE = ("cache_dir", "revision", "subfolder", "variant")
@@ -94,8 +95,8 @@ def _first_names(
             return []
         with Checkpoint.open(source, strict=False, **where) as checkpoint:
             infos = in_layers(checkpoint.tensors.values())
-            experts = any(".experts." in info.name for info in infos)
-            left = EXPERTS_BYTES if experts else HEAD_START_BYTES
+            copied = any(".experts." in info.name for info in infos) or _casts(infos, kwargs)
+            left = COPIED_BYTES if copied else HEAD_START_BYTES
             names: list[str] = []
             for info in infos:
                 if info.nbytes > left:
@@ -105,6 +106,15 @@ def _first_names(
             return names
     except (GdsloadError, OSError, TypeError):
         return []  # transformers will say what is wrong, or find other files
+
+
+def _casts(infos: Sequence[TensorInfo], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller wants another dtype than most of these bytes have."""
+    wanted = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    largest = max(infos, key=lambda info: info.nbytes, default=None)
+    if wanted is None or wanted == "auto" or largest is None:
+        return False
+    return str(wanted).removeprefix("torch.") != DTYPES[largest.dtype].torch_name
 
 
 def _is_warm(file: str) -> bool:

@@ -22,7 +22,6 @@ from gdsload.cuts import Cut, cut, whole
 from gdsload.destinations import Kind, Target, kinds_of, target_of
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
-from gdsload.feed import COPIED, HELD, KEPT
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 
@@ -39,7 +38,7 @@ class Forecast:
     lazy: set[str] = field(default_factory=set)
     targets: list[Target] = field(default_factory=list)
     placed: set[str] = field(default_factory=set)  # the keys of what they are made of
-    kinds: dict[str, str] = field(default_factory=dict)  # by the keys of the cuts
+    kept: set[str] = field(default_factory=set)  # the keys of cuts
     deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
 
     def count(self) -> dict[str, int]:
@@ -145,12 +144,9 @@ def _label(
         found.deferred = False
         wishes.clear()
     if found.deferred:
-        order: Iterable[str] = (
-            key for patterns in groups.values() for keys in patterns.values() for key in keys
-        )
+        order = [key for patterns in groups.values() for keys in patterns.values() for key in keys]
     else:
         order = list(wishes)
-    found.cuts = [wish for key in order for wish in wishes.get(key, ())]
     if load_config.hf_quantizer is None and not unforeseen:
         found.targets = [
             target
@@ -159,10 +155,18 @@ def _label(
             for target in [_target(patterns, merged_by, dtypes, found.labels, infos)]
             if target is not None
         ]
+    # In the order of the file, as they will be filled.
+    found.targets.sort(key=lambda t: min(_spot(infos[kind.keys[0]]) for kind in t.kinds))
     found.placed = {key for target in found.targets for kind in target.kinds for key in kind.keys}
-    for key, wish in wishes.items():
-        kind = KEPT if found.labels[key] == KEEP else COPIED if key in found.placed else HELD
-        found.kinds.update((cut.key, kind) for cut in wish)
+    found.kept = {
+        cut.key for key, wish in wishes.items() if found.labels[key] == KEEP for cut in wish
+    }
+    # What has a place is read in that order, whatever is asked for first.
+    found.cuts = [wish for key in order if key not in found.placed for wish in wishes.get(key, ())]
+
+
+def _spot(info: TensorInfo) -> tuple[int, int]:
+    return info.shard, info.offset
 
 
 def _target(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import cut, whole
-from gdsload.destinations import Destinations
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
 from gdsload.feed import Feed
+from gdsload.filling import Filling
 
 if TYPE_CHECKING:
     import torch
@@ -66,17 +66,17 @@ class MappedSlice(LazySlice):
 class PlacedSlice(LazySlice):
     """A tensor that has a place in a parameter: whoever wants it there gets it there."""
 
-    __slots__ = ("_destinations",)
+    __slots__ = ("_filling",)
 
-    def __init__(self, feed: Feed, info: TensorInfo, destinations: Destinations) -> None:
+    def __init__(self, feed: Feed, info: TensorInfo, filling: Filling) -> None:
         super().__init__(feed, info)
-        self._destinations = destinations
+        self._filling = filling
 
     def placed(self, device: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
         """``self[...].to(device, dtype)`` in its place; None where that is not what it is for."""
         if device is not None and str(device) != "cpu":
             return None
-        return self._destinations.put(self._info.name, dtype, self)
+        return self._filling.take(self._info.name, dtype)
 
 
 class OpenedFile:

@@ -17,6 +17,7 @@ from gdsload.collector import collector_paused
 from gdsload.cuts import whole
 from gdsload.destinations import Destinations
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed
+from gdsload.filling import Filling
 from gdsload.labels import Forecast, forecast
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
@@ -68,6 +69,7 @@ class Weights:
                 )
             )
             self.feed = Feed(self.session)
+            self.filling = Filling(self.session, self.destinations)
             self._stack = stack.pop_all()
 
     def foresee(self, model: Any, load_config: Any) -> None:
@@ -87,13 +89,26 @@ class Weights:
             Feed(
                 self.session,
                 found.cuts,
-                kinds=found.kinds,
+                kept=found.kept,
                 window_bytes=self.options.window_bytes,
                 ahead_bytes=self.options.ahead_bytes,
             )
         )
         with self.report.phase("prepare"):
             self.destinations = self._stack.enter_context(Destinations(found.targets))
+        placed = [info for name, info in self.checkpoint.tensors.items() if name in found.placed]
+        self.filling = self._stack.enter_context(
+            Filling(
+                self.session,
+                self.destinations,
+                placed,
+                window_bytes=self.options.window_bytes,
+                ahead_bytes=self.options.ahead_bytes,
+            )
+        )
+        self._stack.enter_context(stopping.ended_by(self.filling.close))
+        self.filling.start()
+        self.destinations.start()
 
     def expect(self, names: Sequence[str]) -> None:
         """Puts the first of these tensors on their way, in this order."""
@@ -118,10 +133,10 @@ class Weights:
     @collector_paused()
     def slices(self) -> dict[str, LazySlice]:
         """A slice for every tensor, by its name in the checkpoint."""
-        feed, places = self.feed, self.destinations
+        feed, filling = self.feed, self.filling
         placed, lazy = self.forecast.placed, self.forecast.lazy
         return {
-            name: PlacedSlice(feed, info, places) if name in placed
+            name: PlacedSlice(feed, info, filling) if name in placed
             else (MappedSlice if name in lazy else LazySlice)(feed, info)
             for name, info in self.checkpoint.tensors.items()
         }  # fmt: skip
@@ -137,11 +152,11 @@ class Weights:
         Raises FileChanged when a file was touched meanwhile.
         """
         self.checkpoint.verify_unchanged()
-        feed, report = self.feed, self.report
-        asked = feed.taken
-        report.tensors += asked.tensors
-        report.wanted_bytes += asked.nbytes
-        report.phases["wait"] = report.phases.get("wait", 0.0) + feed.waited_seconds
+        report = self.report
+        for giver in (self.feed, self.filling):
+            report.tensors += giver.taken.tensors
+            report.wanted_bytes += giver.taken.nbytes
+            report.phases["wait"] = report.phases.get("wait", 0.0) + giver.waited_seconds
 
     def close(self) -> None:
         """Ends all reads, and gives back memory and descriptors. May be called again."""

@@ -17,7 +17,7 @@ from libc.stdlib cimport calloc, free, malloc
 
 import os
 
-from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.atomics cimport gds_add, gds_load, gds_load_flag
 from gdsload._native.pthreads cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
@@ -111,6 +111,8 @@ cdef CRegion *new_region(void *base, uint64_t length, int anonymous) noexcept:
         return NULL
     region.base = <char *>base
     region.length = length
+    region.mapping = region.base
+    region.mapped = length
     region.anonymous = anonymous
     region.references = 1
     return region
@@ -130,7 +132,6 @@ cdef class Region:
         """
         cdef uint64_t whole = (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
         cdef char *mapped
-        cdef uint64_t before, after
         cdef Region self = Region.__new__(Region)
         if length == 0 or whole < length:
             raise ValueError(f"a region of {length} bytes cannot be")
@@ -142,17 +143,15 @@ cdef class Region:
         )
         if mapped == MAP_FAILED:
             raise MemoryError(f"no address space for {length} bytes: {os.strerror(errno)}")
-        before = -<uintptr_t>mapped & (UNIT_BYTES - 1)
-        after = UNIT_BYTES - before
-        if before:
-            munmap(mapped, before)
-        if after:
-            munmap(mapped + before + whole, after)
-        # Small pages unless somebody measured that huge ones are cheaper now: see populate.pyx.
-        madvise(mapped + before, whole, MADV_NOHUGEPAGE)
-        self.region = new_region(mapped + before, whole, 1)
+        # What is left over at the ends costs address space alone, and giving it back now would have
+        # to wait for whoever makes memory ready.
+        self.region = new_region(mapped, whole + UNIT_BYTES, 1)
         if self.region == NULL:
             raise MemoryError(f"no memory to keep count of a region of {length} bytes")
+        self.region.base = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))
+        self.region.length = whole
+        # Small pages unless somebody measured that huge ones are cheaper now: see populate.pyx.
+        madvise(self.region.base, whole, MADV_NOHUGEPAGE)
         return self
 
     @staticmethod
@@ -191,6 +190,16 @@ cdef class Region:
     def references(self):
         """How many owners it has: this object, tensors, and reads in flight."""
         return self.region.references
+
+    def populated(self, uint64_t offset, uint64_t nbytes):
+        """Whether a populator has been over all of these bytes, for this load or one before it."""
+        cdef uint64_t unit
+        if self.region.ready == NULL or nbytes == 0 or offset + nbytes > self.region.length:
+            return False
+        for unit in range(offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1):
+            if not gds_load_flag(&self.region.ready[unit]):
+                return False
+        return True
 
     def handle(self):
         """Its C struct, as a capsule for the pump and the populator."""

@@ -15,7 +15,7 @@ from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid, pid_t
 
 from gdsload._native.atomics cimport gds_load_flag, gds_store_flag
-from gdsload._native.populator cimport CPopulator, Range, populator_stop
+from gdsload._native.populator cimport CPopulator, Range, populator_advance, populator_stop
 from gdsload._native.pthreads cimport (
     monotonic_cond_init,
     monotonic_ns,
@@ -198,6 +198,11 @@ cdef class Populator:
     def handle(self):
         """Its C struct, as a capsule for the pump; valid while this object lives."""
         return PyCapsule_New(self.populator, b"gdsload.populator", NULL)
+
+    def advance(self, uint64_t nbytes):
+        """So many bytes of what was populated are in use: the threads may go on by as much."""
+        with nogil:
+            populator_advance(self.populator, nbytes)
 
     def stop(self):
         """Ends the threads, after the unit that each is at. Idempotent."""

@@ -21,7 +21,9 @@ cdef enum:
 
 cdef struct CRegion:
     char *base
-    uint64_t length      # bytes mapped
+    uint64_t length      # bytes from there on
+    char *mapping        # what the system gave: the same, or a little more at either end
+    uint64_t mapped
     int64_t references
     int anonymous        # its pages can be given back one by one; a file's mapping keeps them
     CPool *pool          # where its memory goes back to; NULL: to the system
@@ -55,7 +57,7 @@ cdef inline void release_lease(CLease *self) noexcept nogil:
         free(self)
 
 cdef inline void free_region(CRegion *region) noexcept nogil:
-    munmap(region.base, region.length)
+    munmap(region.mapping, region.mapped)
     free(region.ready)
     free(region)
 

@@ -273,13 +273,15 @@ def populator_for(
     transfers: Sequence[Transfer], regions: Sequence[Region | None], threads: int, huge: bool
 ) -> Populator | None:
     """Threads that make the memory of these transfers ready, in their order; None for too little
-    to be worth a thread, or memory that is not the library's."""
+    to be worth a thread, memory that is ready, or that is not the library's."""
     parts: list[tuple[object, int, int]] = []
     last, reach, total = -1, 0, 0
     for transfer in transfers:
         region = regions[transfer.target]
         if region is None:
             return None
+        if region.populated(transfer.target_offset, transfer.length):
+            continue
         total += transfer.length
         if transfer.target == last and transfer.target_offset == reach:
             handle, offset, length = parts[-1]

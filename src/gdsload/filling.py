@@ -1,0 +1,224 @@
+"""Tensors that are copied to their places in parameters, in the order in which they lie in files.
+
+    windows, as they lie      window     window      window     window
+                              [copied]   [posted]    [posted]   [ahead is full]
+                                 `-- its memory is the next one's
+
+Whoever wants a tensor copies the windows up to its own, and finds it in its place. So the reads are
+one stream, in memory that does not grow with the model, whatever the order in which tensors are
+asked for; and no order of requests can hang.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload import hostpool
+from gdsload._native.memory import Pool
+from gdsload.arena import Arena, hand_over
+from gdsload.backends.base import DRAM, Memory
+from gdsload.checkpoint import TensorInfo
+from gdsload.cuts import rows_of
+from gdsload.destinations import Destinations
+from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
+from gdsload.load import Batch, Session
+from gdsload.plan import Piece, ReadPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from gdsload.arena import Spot
+
+# torch copies more elements than this with all its threads, which wait for each other by spinning.
+# Where there are few cores, the threads that make memory ready need them more.
+_ELEMENTS_ALONE = 32767
+_ELEMENTS_TOGETHER = 16 << 20
+_FEW_CORES = 4
+_ALL = slice(None)
+
+
+class _Piece(NamedTuple):
+    """A tensor, or some rows of it, and whose they are."""
+
+    info: TensorInfo
+    name: str
+    rows: slice
+
+
+class _Batch(Batch):
+    """A window on its way into memory that the windows before it had."""
+
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], pool: Pool
+    ) -> None:
+        self._pool = pool
+        super().__init__(session, plan, spots)
+
+    def _take_memory(self) -> list[Memory]:
+        if hostpool.current() is not None:  # it keeps what was read
+            return super()._take_memory()
+        arena = Arena(self.plan, self._pool)
+        self.spots.update(arena.spots(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
+
+
+class Filling:
+    """Fills destinations. Any number of threads may ask; close it at the end."""
+
+    def __init__(
+        self,
+        session: Session,
+        destinations: Destinations,
+        infos: Sequence[TensorInfo] = (),
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        """`infos` have places among the destinations; nothing is read before `start`."""
+        self.session = session
+        self.destinations = destinations
+        self.waited_seconds = 0.0
+        self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
+        self._windows = _windows(infos, window_bytes)
+        # Of the last piece of each tensor.
+        self._window_of = {
+            piece.name: number for number, window in enumerate(self._windows) for piece in window
+        }
+        self._pool = Pool(ahead_bytes + 2 * window_bytes)
+        self._under_way: deque[_Batch] = deque()
+        self._held = 0  # bytes under way
+        self._posted = self._copied = 0  # windows
+        self._tensors = self._nbytes = 0  # of them, handed out
+        self._lock = threading.Lock()
+        self._closed = False
+        few = len(os.sched_getaffinity(0)) <= _FEW_CORES
+        self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
+
+    @property
+    def taken(self) -> Taken:
+        """What has been handed out."""
+        return Taken(self._tensors, self._nbytes)
+
+    def start(self) -> None:
+        """Posts the first windows."""
+        with self._lock:
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._posted < len(self._windows):
+            window = self._windows[self._posted]
+            nbytes = sum(piece.info.nbytes for piece in window)
+            if self._under_way and self._held + nbytes > self._ahead_bytes:
+                return
+            batch = self._batch_of(window)
+            self._under_way.append(batch)
+            self._posted += 1
+            self._held += batch.plan.read_bytes  # not what a prefetch holds, or the page cache
+
+    def _batch_of(self, window: Sequence[_Piece]) -> _Batch:
+        session = self.session
+        pieces = [Piece(i.name, i.shard, i.offset, i.nbytes) for i, _, _ in window]
+        with session.report.phase("plan"):
+            spots, to_read = session.sort(pieces, adopt=True)
+            plan = ReadPlan()
+            if to_read:
+                plan = session.plan(to_read, window_bytes=self._window_bytes)
+        return _Batch(session, plan, spots, self._pool)
+
+    def take(self, name: str, dtype: Any) -> torch.Tensor | None:
+        """The tensor in its place; None where it has none, or one of another dtype.
+
+        Raises ReadError and its kinds for what went wrong on the way to it, FeedClosed when the
+        load ended meanwhile.
+        """
+        if not self.destinations.expects(name, dtype):
+            return None
+        with self._lock:
+            while self._copied <= self._window_of[name]:
+                self._copy_next()
+            place = self.destinations.give(name)
+            if place is not None:
+                self._tensors += 1
+            return place
+
+    def _copy_next(self) -> None:
+        if self._closed:
+            raise FeedClosed(f"{self.session.checkpoint.source}: this load has ended")
+        batch, window = self._under_way[0], self._windows[self._copied]
+        start = time.monotonic()
+        batch.wait()
+        self.waited_seconds += time.monotonic() - start
+        tensors = hand_over([piece.info for piece in window], batch.spots)
+        for info, name, rows in window:
+            place = self.destinations.place_of(name)
+            self._copy(place if rows == _ALL else place[rows], tensors.pop(info.name))
+        self._under_way.popleft()
+        batch.spots.clear()
+        batch.release()
+        self._nbytes += sum(piece.info.nbytes for piece in window)
+        self._held -= batch.plan.read_bytes
+        self._windows[self._copied] = []
+        self._copied += 1
+        self._advance()
+
+    def _copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
+        count, most = tensor.numel(), self._elements
+        if count <= most:
+            place.copy_(tensor)
+            self.destinations.filled(place.nbytes)
+            return
+        to, flat = place.view(-1), tensor.view(-1)
+        for start in range(0, count, most):
+            part = to[start : start + most]
+            part.copy_(flat[start : start + most])
+            self.destinations.filled(part.nbytes)
+
+    def close(self) -> None:
+        """Ends all reads and gives their memory back; whoever asks after it gets FeedClosed."""
+        self._closed = True
+        with self._lock:
+            while self._under_way:
+                batch = self._under_way.popleft()
+                batch.spots.clear()
+                batch.release()
+            self._pool.close()
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _windows(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Piece]]:
+    windows: list[list[_Piece]] = []
+    held = 0
+    for info in sorted(infos, key=lambda info: (info.shard, info.offset)):
+        for piece in _pieces(info, window_bytes):
+            nbytes = piece.info.nbytes
+            if not windows or held + nbytes > window_bytes:
+                windows.append([])
+                held = 0
+            windows[-1].append(piece)
+            held += nbytes
+    return windows
+
+
+def _pieces(info: TensorInfo, most_bytes: int) -> Iterator[_Piece]:
+    """A tensor, by rows where it is larger than a window and has some."""
+    count = info.shape[0] if info.shape else 1
+    if info.nbytes <= most_bytes or count == 1:
+        yield _Piece(info, info.name, _ALL)
+        return
+    step = max(most_bytes // (info.nbytes // count), 1)
+    for first in range(0, count, step):
+        end = min(first + step, count)
+        rows = rows_of(info, first, end)
+        yield _Piece(
+            rows._replace(name=f"{info.name}[{first}:{end}]"), info.name, slice(first, end)
+        )
