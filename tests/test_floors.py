@@ -19,10 +19,10 @@ FLOORS = (
     "_native collector errors dtypes quiet",
     "libraries checkpoint shard source header files strictjson layouts synth",
     "plan",
-    "arena gpu ring residency report claims order",
+    "arena gpu ring residency report claims order cuts",
     "backends outcome roads",
     "load doctor vram tensors early ahead asynchronous",
-    "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations",
+    "model headstart warmup run seam loading weights labels slices feed swaps destinations",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

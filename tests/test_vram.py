@@ -17,6 +17,7 @@ import gdsload
 import gpudoubles
 from gdsload import gpu, ring, tensors, vram
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
+from gdsload.load import Session
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 
 ROADS: list[tuple[str, dict[str, Any]]] = [
@@ -141,13 +142,13 @@ def test_a_file_that_was_cut(
 ) -> None:  # fmt: skip
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
-    real = vram.settle
+    real = vram.follow
 
-    def cut(device: str) -> None:
+    def cut(session: Session) -> None:
         os.truncate(path, 300_000)
-        real(device)
+        real(session)
 
-    monkeypatch.setattr(vram, "settle", cut)
+    monkeypatch.setattr(vram, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte"):
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 

@@ -50,6 +50,7 @@ cdef struct CStage:
     CudaApi *cuda
     void *context
     void *stream
+    void *gate              # an event of other streams that ours waits for
     CRing *ring
     EngineOps *ops          # the engine that reads into the slots
     Buffer buffers[2]       # what it is opened with

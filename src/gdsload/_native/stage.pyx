@@ -478,6 +478,8 @@ cdef void release_stage(CStage *stage) noexcept nogil:
     if gds_add(&stage.references, -1) > 0:
         return
     if stage.stream != NULL and stage.cuda.push_current(stage.context) == CUDA_SUCCESS:
+        if stage.gate != NULL:
+            stage.cuda.event_destroy(stage.gate)
         stage.cuda.stream_destroy(stage.stream)
         stage.cuda.pop_current(&popped)
     release_ring(stage.ring)
@@ -604,9 +606,14 @@ cdef class Stage:
         code = made.cuda.push_current(made.context)
         if code == CUDA_SUCCESS:
             code = made.cuda.stream_create(&made.stream, CU_STREAM_NON_BLOCKING)
+            if code != CUDA_SUCCESS:
+                made.stream = NULL
+            else:
+                code = made.cuda.event_create(&made.gate, CU_EVENT_DISABLE_TIMING)
+                if code != CUDA_SUCCESS:
+                    made.gate = NULL
             made.cuda.pop_current(&popped)
         if code != CUDA_SUCCESS:
-            made.stream = NULL
             raise OSError(5, f"the device gives no stream (CUDA error {code})")
 
     def capsule(self):
@@ -619,6 +626,25 @@ cdef class Stage:
         The seam hands an engine its buffers and nothing else.
         """
         return [(<uintptr_t>self.stage, sizeof(CStage))]
+
+    def follow(self, uint64_t stream):
+        """Copies that are started from now on come after all that ``stream`` (a CUstream of the
+        same device, 0: the default one) was given so far. Returns at once; False where the driver
+        refused."""
+        cdef CStage *stage = self.stage
+        cdef void *popped
+        cdef int code
+        if stage.cuda.push_current(stage.context) != CUDA_SUCCESS:
+            return False
+        with nogil:
+            # A wait takes the event as it is now: it may be recorded again for the next one.
+            pthread_mutex_lock(&stage.lock)
+            code = stage.cuda.event_record(stage.gate, <void *><uintptr_t>stream)
+            if code == CUDA_SUCCESS:
+                code = stage.cuda.stream_wait(stage.stream, stage.gate, 0)
+            pthread_mutex_unlock(&stage.lock)
+        stage.cuda.pop_current(&popped)
+        return code == CUDA_SUCCESS
 
     def land(self, list shares):
         """A `Landing`: ``shares`` are (place in it, bytes, device address), in any order."""

@@ -178,6 +178,12 @@ class Backend(ABC):
         """Says whether a request is read ahead of its asking, and shall yield to loads that
         somebody waits for; before it is posted or after. What knows no classes may ignore it."""
 
+    def follow(self, device: str, stream: int) -> bool:
+        """Has the device copy whatever is prepared from now on only when it has done what it was
+        given on `stream` (a CUstream) so far; returns at once. False where a backend cannot tell it
+        so, and its caller has to wait for the stream."""
+        return False
+
     def roads(self, request: Any) -> dict[str, int]:
         """Bytes by the road they took, for the report; empty where the backend does not tell."""
         return {}

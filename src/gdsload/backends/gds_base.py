@@ -184,6 +184,9 @@ class CuFileBackend(Backend):
     def release(self, request: StagedRequest) -> None:
         request.end()
 
+    def follow(self, device: str, stream: int) -> bool:
+        return self._road(device).follow(stream)
+
     def roads(self, request: StagedRequest) -> dict[str, int]:
         """Bytes by the road that cuFile's own counters tell of since they were last asked."""
         direct, buffered, _, _ = request.native.counts()

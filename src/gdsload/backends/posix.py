@@ -218,6 +218,9 @@ class PosixBackend(Backend):
     def yield_to_loads(self, request: Any, ahead: bool) -> None:
         request.native.ahead = ahead
 
+    def follow(self, device: str, stream: int) -> bool:
+        return bool(self._device_road(device).follow(stream))
+
     def roads(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}

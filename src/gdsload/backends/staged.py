@@ -77,6 +77,12 @@ class StagedRoad:
         self.require_own_process()
         return StagedRequest(self, transfers, files, memory)
 
+    def follow(self, stream: int) -> bool:
+        """Copies that are started from now on come after what `stream` has to do; False where the
+        device does not take that, and it has to be waited for."""
+        self.require_own_process()
+        return self.stage.follow(stream)
+
     def close(self) -> bool:
         """Ends the thread; False where reads are stuck, and it goes when they come back."""
         return self.pump.close(DRAIN_SECONDS)
