@@ -199,6 +199,10 @@ class Stage(Batch):
         for info in batch:
             self.spots.pop(info.name, None)
 
+    def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The cut's tensor, of the tensors of its parts."""
+        return _joined(cut, parts)
+
     def end(self) -> None:
         """Releases what nobody took, and the request."""
         self._made.clear()
@@ -217,6 +221,7 @@ class Feed:
         kinds: Mapping[str, str] | None = None,
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
+        stages: type[Stage] = Stage,
     ) -> None:
         """`cuts` in the order in which they will be asked for; nothing is read before `start`.
 
@@ -228,6 +233,7 @@ class Feed:
         self.unexpected: list[str] = []
         self._tensors = self._nbytes = 0  # handed out
         self._ahead_bytes = ahead_bytes
+        self._stages_are = stages
         self._lock = threading.Lock()
         self._closed = False
         known = {cut.key: cut for cut in cuts}
@@ -274,7 +280,7 @@ class Feed:
 
     def _post(self, number: int) -> Stage:
         kind, cuts = self._windows[number]
-        stage = Stage.of(self.session, cuts, self._pool if kind == COPIED else None)
+        stage = self._stages_are.of(self.session, cuts, self._pool if kind == COPIED else None)
         self._posted[number] = True
         self._stages[number] = stage
         self._windows[number] = Window(kind, [])  # its stage holds what is still needed
@@ -290,7 +296,7 @@ class Feed:
             self._require_open()
             number = self._window_of.pop(cut.key, None)
             if number is None:
-                stage = Stage.of(self.session, [cut])
+                stage = self._stages_are.of(self.session, [cut])
                 self._loose.add(stage)
                 self.unexpected.append(cut.key)
             elif self._posted[number]:
@@ -304,7 +310,7 @@ class Feed:
         if stage.left == 0:
             with self._lock:
                 self._retire(stage, number)
-        return _joined(cut, parts)
+        return stage.joined(cut, parts)
 
     def _await(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor]:
         start = time.monotonic()

@@ -83,6 +83,10 @@ class Session:
     def backend(self) -> Backend:
         return self._backend or self._open_backend()
 
+    def open(self) -> None:
+        """Opens the backend now, where it is not. Raises BackendUnavailable."""
+        self._backend = self._backend or self._open_backend()
+
     def _open_backend(self) -> Backend:
         choice = choose(self.device, self._wanted, self._options)
         backend = choice.backend(**self._options)
@@ -318,7 +322,7 @@ class Batch:
                 path=session.checkpoint.source,
             )
 
-    def give(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+    def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         """Their tensors, once all of it is there: each owns its memory, and is given once."""
         tensors = hand_over(infos, self.spots)
         self.spots.clear()

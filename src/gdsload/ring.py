@@ -1,6 +1,7 @@
 """The staging rings: memory that is registered once per process and device, and that every load
 passes through. A ring of DRAM is pinned and lies near its device; one of VRAM is registered with
-cuFile. Slots are lent to reads by native code and come back when their copies are done.
+cuFile. Slots are lent to reads by native code and come back when their copies are done. Roads that
+nobody uses wait at their ring for the next load, with all that they have registered.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from gdsload import gpu
 from gdsload._native.cuda import CudaFailure
@@ -20,6 +21,13 @@ DRAM, VRAM = "dram", "vram"
 # What all rings of one device take at most, unless somebody says otherwise.
 RING_BYTES = 512 << 20
 _SLAB_ALIGN = 64 << 10  # cuFile wants 4 KiB; this is what GPUs map at a time
+
+
+class Road(Protocol):
+    """A way through a ring, with what was opened and registered for it."""
+
+    def close(self) -> bool:
+        """Gives all of that back."""
 
 
 class StagingRing:
@@ -42,6 +50,8 @@ class StagingRing:
         self.nbytes = slot_bytes * count
         self.pid = os.getpid()
         self._undo: list[Callable[[], Any]] = []
+        self._parked: list[tuple[object, Road]] = []
+        self._lock = threading.Lock()
         device = gpu.device(ordinal)
         try:
             if kind == DRAM:
@@ -74,9 +84,30 @@ class StagingRing:
         device.pin(region.address, self.nbytes)
         self._undo.append(lambda: device.unpin(region.address))
 
+    def park(self, kind: object, road: Road) -> None:
+        """Keeps a road that is still and sound for whoever needs one of its kind next."""
+        with self._lock:
+            self._parked.append((kind, road))
+
+    def unpark(self, kind: object) -> Road | None:
+        """A road of that kind that nobody uses, if there is one. It is the caller's now."""
+        with self._lock:
+            for place, (known, road) in enumerate(self._parked):
+                if known == kind:
+                    del self._parked[place]
+                    return road
+        return None
+
     def close(self) -> bool:
-        """Gives the memory back; False where a slot is still lent, and nothing was done."""
-        if self.pid != os.getpid() or not self.native.retire():
+        """Gives the memory back, and the roads that wait here; False where a slot is still lent,
+        and the memory was kept."""
+        if self.pid != os.getpid():
+            return False
+        with self._lock:
+            parked, self._parked = self._parked, []
+        for _, road in parked:
+            road.close()
+        if not self.native.retire():
             return False
         self._free()
         return True

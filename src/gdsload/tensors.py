@@ -91,7 +91,7 @@ def load_file(
         batch.wait(bar.moved)
         with report.phase("hand over"):
             checkpoint.verify_unchanged()
-            return batch.give(infos)
+            return batch.tensors_of(infos)
 
 
 def stream(
@@ -162,7 +162,7 @@ def _windows(
             batch.wait(bar.moved)
             with session.report.phase("hand over"):
                 session.checkpoint.verify_unchanged()
-                tensors = batch.give(members)
+                tensors = batch.tensors_of(members)
                 batch.release()
             del ahead[0], batch
             for info in members:

@@ -88,7 +88,7 @@ def load(
     try:
         batch.wait(moved)
         session.checkpoint.verify_unchanged()
-        return batch.give(infos)
+        return batch.tensors_of(infos)
     finally:
         batch.release()
 
@@ -112,7 +112,7 @@ class DeviceBatch(Batch):
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
 
-    def give(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+    def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         tensors = self._shelf.tensors
         return {info.name: tensors.pop(info.name) for info in infos}
 

@@ -227,7 +227,7 @@ class PosixBackend(Backend):
 
     def close(self) -> None:
         while self._device_roads:
-            self._device_roads.popitem()[1].close()
+            self._device_roads.popitem()[1].leave()
         if self._pump is not None:
             self._pump.close(DRAIN_SECONDS)
             self._pump = None

@@ -13,6 +13,9 @@ from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import DRAM, ring_for
 
+# Engines that know a file by its descriptor alone, so that they can be used again for others.
+_LASTING = frozenset({"uring", "linuxaio", "threads"})
+
 
 def why_not(device: str) -> str:
     """Why this road does not lead to a device; empty where it does."""
@@ -33,6 +36,11 @@ def open_road(
     ring = ring_for(DRAM, gpu.ordinal_of(device), settings["request_bytes"], settings["ring_bytes"])
     if ring.notes:
         notes["posix/ring"] = "; ".join(ring.notes)
+    fixed = settings["fixed_buffers"] != "never"
+    kind = ("posix", engine, settings["depth"], fixed) if engine in _LASTING else None
+    waiting = ring.unpark(kind)
+    if isinstance(waiting, StagedRoad):
+        return waiting
     try:
         # Twice the depth: half of the slots are being copied from while the others are read to.
         return StagedRoad(
@@ -40,7 +48,8 @@ def open_road(
             ring,
             capsule,
             2 * settings["depth"],
-            register=settings["fixed_buffers"] != "never",
+            register=fixed,
+            kind=kind,
         )
     except OSError as error:
         raise BackendUnavailable(
