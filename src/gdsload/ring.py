@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from gdsload import gpu
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
-from gdsload._native.stage import Ring
+from gdsload._native.slots import Ring
 from gdsload.errors import PlacementError
 
 DRAM, VRAM = "dram", "vram"
