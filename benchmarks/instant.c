@@ -54,6 +54,7 @@ static int reap(void *engine, struct completion *out, int room, int64_t wait_ns)
         if (self->due < now - took) self->due = now - took; /* it was idle: no time is made up for */
         if (self->due + took > now) {
             int64_t left = (self->due + took < until ? self->due + took : until) - now;
+            if (left <= 0) return 0;
             nanosleep(&(struct timespec){ left / 1000000000LL, left % 1000000000LL }, NULL);
             if (self->due + took > now_ns()) return 0;
         }

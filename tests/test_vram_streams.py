@@ -163,21 +163,18 @@ def test_two_allocations_that_touch_are_not_one(
         def range_of(self, address: int) -> tuple[int, int]:
             return block.address + (address - block.address) // 4096 * 4096, 4096
 
-    real = gpu.device
-    monkeypatch.setattr(vram.gpu, "device", lambda number: Halves())
     shares: list[int] = []
     memory = vram.Shelf.memory
 
     def noted(self: vram.Shelf, plan: Any) -> Any:
-        found = memory(self, plan)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu, "device", lambda _: Halves())
+            found = memory(self, plan)
         shares.extend(nbytes for entry in found for _, nbytes, _ in entry.shares)
-        monkeypatch.setattr(vram.gpu, "device", real)
         return found
 
     monkeypatch.setattr(vram.Shelf, "memory", noted)
-    monkeypatch.setattr(vram.gpu, "require_room", lambda *_: None)
-    with pytest.MonkeyPatch.context():
-        got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
     assert shares == [4096, 4096]
     assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
     del got
