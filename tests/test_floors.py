@@ -22,7 +22,8 @@ FLOORS = (
     "arena gpu ring residency report claims order cuts",
     "backends outcome roads",
     "load doctor vram tensors early ahead asynchronous",
-    "model headstart warmup run seam loading weights labels slices feed devicefeed swaps destinations",
+    "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
+    " destinations",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

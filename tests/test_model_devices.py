@@ -252,14 +252,15 @@ def test_a_device_that_is_too_full(
 
 
 def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places], None]) -> None:
-    """The road is not used again; the next load has one of its own, and succeeds."""
+    """No model escapes, and a road that something went wrong on is not kept for the next load."""
     live(lambda _: "cuda:0")
     before = doubles.cuda_log["used"]
     doubles.fault("cuFileRead", ERRNO, 5, skip=2, times=-1)
     with pytest.raises(ReadError, match=r"model-0000\d"):
         loaded(qwen, "gds_mt")
-    doubles.set()
-    assert loaded(qwen, "gds_mt") is not None
+    assert [made._parked for made in ring.rings()] == [[]]
+    assert loaded(qwen, "posix") is not None
+    assert len(ring.rings()) == 2
     gc.collect()
     ring.release_rings()
     assert doubles.cuda_log["used"] == before

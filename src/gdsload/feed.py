@@ -201,7 +201,13 @@ class Stage(Batch):
 
     def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
         """The cut's tensor, of the tensors of its parts."""
-        return _joined(cut, parts)
+        tensor = parts[0]
+        if cut.shape is not None:
+            import torch
+
+            tensor = torch.stack(parts).view(cut.shape)
+        # A copy, where something was cut away: a view would keep the rest alive.
+        return tensor if cut.index is None else tensor[cut.index].clone()
 
     def end(self) -> None:
         """Releases what nobody took, and the request."""
@@ -391,13 +397,3 @@ def _grouped(cuts: Iterable[Cut], kinds: Mapping[str, str], window_bytes: int) -
         window.cuts.append(cut)
         filling[kind] = window, held + cut.nbytes
     return windows
-
-
-def _joined(cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
-    tensor = parts[0]
-    if cut.shape is not None:
-        import torch
-
-        tensor = torch.stack(parts).view(cut.shape)
-    # A copy, where something was cut away: a view would keep the rest alive.
-    return tensor if cut.index is None else tensor[cut.index].clone()
