@@ -266,6 +266,24 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
     assert doubles.cuda_log["used"] == before
 
 
+def test_what_was_prefetched_is_not_read_again(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
+    """It waits in host memory, from where torch moves it; without it the ring is taken again."""
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    with gdsload.prefetch(qwen, "cuda:0", cache="direct") as ahead:
+        ahead.wait()
+        with gdsload.accelerated(cache="direct"):
+            ours = gdsload.from_pretrained(qwen)
+    report = gdsload.last_report()
+    assert report.roads["prefetched"] == report.wanted_bytes
+    assert report.read_bytes == 0
+    assert tinymodels.differences(stock, ours) == []
+    loaded(qwen, "posix")
+    assert gdsload.last_report().device == "cuda:0"
+
+
 def test_where_there_is_no_cuda_torch_moves_what_was_read(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, live: Callable[[Places], None]
 ) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload import gpu
 from gdsload.arena import packed_shape, torch_dtype_of
-from gdsload.backends import VRAM, Memory, reaches
+from gdsload.backends import DRAM, VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
+from gdsload.claims import held
 from gdsload.collector import collector_paused
 from gdsload.cuts import Cut, whole
 from gdsload.errors import PlacementError
@@ -56,11 +57,19 @@ def worth(backend: str, target: str, nbytes: int) -> str:
     return backend
 
 
+def prefetched(checkpoint: Checkpoint, backend: str, seconds: float) -> bool:
+    """Whether a prefetch has some of it in host memory, from where torch moves it on: what is there
+    is not read once more."""
+    return reaches(backend, DRAM) and held(checkpoint, seconds)
+
+
 def session_for(
     checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **how: Any
 ) -> Session:
     """A session whose reads go as near to the target as they can; `nbytes` are expected of it."""
     device = reached(target, backend)
+    if device != "cpu" and prefetched(checkpoint, backend, how["stall_seconds"]):
+        device = "cpu"
     return Session(
         checkpoint, report, device=device, backend=worth(backend, device, nbytes), **how
     )  # fmt: skip

@@ -74,6 +74,7 @@ class Weights:
             self.feed = Feed(self.session)
             self._stack = stack.pop_all()
         self._device_feeds: dict[str, Feed] = {}
+        self._reached: dict[str, str] = {}  # where reads go for a device
 
     def foresee(self, model: Any, load_config: Any) -> None:
         """Labels every tensor and puts the first reads on their way.
@@ -109,7 +110,13 @@ class Weights:
             self.destinations = self._stack.enter_context(Destinations(found.targets))
 
     def _reach(self, device: str) -> str:
-        return vram.reached(device, self.options.backend)
+        if device not in self._reached:
+            backend, seconds = self.options.backend, self.options.stall_seconds
+            found = vram.reached(device, backend)
+            if found != "cpu" and vram.prefetched(self.checkpoint, backend, seconds):
+                found = "cpu"
+            self._reached[device] = found
+        return self._reached[device]
 
     def _feed_of(self, device: str, found: Forecast) -> Feed:
         """A feed that has its backend, and begins when transformers has warmed up the allocator."""
