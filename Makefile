@@ -11,7 +11,7 @@ export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo lint types test gpu-check clean
+.PHONY: help setup build demo lint types test test-oldest gpu-check clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 test: setup lint types  ## everything: lint, types, tests with coverage
 	$(PY) -m pytest --cov --cov-report=term
 
+test-oldest: setup  ## from_pretrained with the oldest transformers that is supported
+	@sh scripts/test-transformers.sh 4.57.6
+
 gpu-check: setup  ## on a machine with a GPU: every road, exact bytes, memory given back, rates
 	@$(PY) scripts/gpu_check.py $(ARGS)
 
@@ -49,17 +52,34 @@ clean:  ## remove what was built; .venv stays
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: bench-deps bench
+.PHONY: bench-deps bench bench-table bench-micro bench-compare bench-baseline
 MODEL ?= build/demo/qwen3-0.6b
+MODELS ?= $(MODEL) build/demo/qwen2.5-7b
 REPEATS ?= 7
+PREPARE_qwen2.5-7b := --prepare-factor 1
 
 bench-deps: setup  ## the loaders that benchmarks compare with, in .cache/bench
 	@sh benchmarks/deps.sh
 
-bench: bench-deps  ## cold and warm tables of MODEL=directory, REPEATS=7, raw runs kept
-	@test -e $(MODEL) || { mkdir -p $(dir $(MODEL)) && \
-	    $(PY) -c "from gdsload import synth; synth.write('$(notdir $(MODEL))', '$(MODEL)')"; }
-	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state backed
-	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state idle
-	$(PY) -m benchmarks.cold $(MODEL) --repeats $(REPEATS) --state backed --warm
-	$(PY) -m benchmarks.render
+bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of MODEL=directory
+	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed $(PREPARE_$(notdir $(MODEL)))
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state idle $(PREPARE_$(notdir $(MODEL)))
+	@# A page cache that holds all of it, and a copy, may be more than there is: it says so, goes on.
+	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed --warm
+
+bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, comparison, scaling; hours
+	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
+	$(PY) -m gdsload bench io $(firstword $(MODELS))
+	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model || exit 1; done
+	$(PY) -m gdsload bench scale
+	$(PY) -m gdsload bench report
+
+bench-micro: setup  ## seconds of each small step, by pytest-benchmark
+	$(PY) -m pytest benchmarks --benchmark-only
+
+bench-compare: setup  ## fails where a step takes more instructions than the baseline (valgrind)
+	$(PY) -m benchmarks.instructions
+
+bench-baseline: setup  ## makes what the steps take now the baseline
+	$(PY) -m benchmarks.instructions --keep

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 NATIVE = Path("src/gdsload/_native")
 # A free-threaded Python has no stable ABI (before 3.15): it gets modules of its own.
@@ -138,6 +139,29 @@ def extension(pyx: Path, liburing: Linking | None) -> Extension:
     )
 
 
+class BuildPackage(build_py):
+    """Packs the benchmarks of the tree's top level as ``gdsload.benchmarks``.
+
+    In a checkout, editable or not, the command line finds them where they are.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for source in packed_benchmarks():
+            target = Path(self.build_lib, "gdsload", source)
+            self.mkpath(str(target.parent))
+            self.copy_file(str(source), str(target))
+
+
+def packed_benchmarks() -> list[Path]:
+    here = Path("benchmarks")
+    kinds = ("*.py", "*.c", "*.sh", "*.txt", "*.json")
+    found = [path for kind in kinds for path in sorted(here.glob(kind))]
+    return [path for path in found if not path.name.startswith("test_")]
+
+
 class BuildNative(build_ext):
     """Looks for liburing and turns Cython into C when something is built, and not before."""
 
@@ -175,6 +199,6 @@ class BuildNative(build_ext):
 
 setup(
     ext_modules=[extension(pyx, None) for pyx in sorted(NATIVE.glob("*.pyx"))],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPackage},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},
 )

@@ -1,7 +1,7 @@
 """Cold and warm loads of a checkpoint, gdsload beside everything that people use today.
 
-    python -m benchmarks.cold MODEL_DIR --state backed --repeats 7
-    python -m benchmarks.cold MODEL_DIR --state idle --arms gdsload bare runai:concurrency=8
+    gdsload bench cold MODEL_DIR --state backed --repeats 7
+    gdsload bench cold --model qwen3-0.6b --dir /data --state idle --arms gdsload bare runai
 
 Arms take turns, each run in a process of its own. A table is printed only when every run adds up:
 cold when it started, as many bytes from the disk as were touched, and all arms agreeing on every
@@ -11,34 +11,29 @@ tensor. The raw runs go to benchmarks/results/ as JSON, with the machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import fio, machine, tables
-from benchmarks.arms import KINDS, Arm, files_of, parse, ranges
-from benchmarks.judge import BARE, ROOT, ArmFailed, Conditions, Judge, NotWhatItSays
+from . import fio, machine, records, tables
+from .arms import KINDS, Arm, parse, why_not
+from .judge import ArmFailed, Conditions, Judge
+from .loaded import CPU, files_of, ranges
+from .prepare import build_bare, converted, converts, rehearsal
+from .records import Refused
 
-RESULTS = ROOT / "benchmarks/results"
 ARMS = (
-    "gdsload", "safetensors-mmap", "safetensors-pread", "fastsafetensors",
-    "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "bare",
-    "bare:pages=huge", "bare:memory=backed", "fio",
+    "gdsload", "safetensors-mmap", "safetensors-pread", "safetensors-prefetch", "fastsafetensors",
+    "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "instanttensor",
+    "tensorizer", "nixl-posix", "nixl-gds-mt", "bare", "bare:pages=huge", "bare:memory=backed",
+    "pinned", "fio",
 )  # fmt: skip
-MODEL_ARMS = ("transformers", "gdsload-model")
-ENGINES = tuple(f"gdsload:engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
-CANNOT = {
-    "safetensors 0.9 prefetch": "loads to CUDA devices only",
-    "InstantTensor": "loads to CUDA devices only",
-}
+MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
+ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
+GPU_ROADS = ("backend=gds", "backend=gds_mt")
 # Some loaders hold a second copy of a file for a while: enough is touched for them, too.
 PREPARE_FACTOR = 2.1
 SPARE_BYTES = 2 << 30
@@ -47,14 +42,13 @@ IDLE_SECONDS = 10.0
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cold", description=(__doc__ or "").partition("\n")[0]
+        prog="gdsload bench cold", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("source", type=Path, help="a directory of .safetensors files, or one file")
+    records.add_source(parser)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
     parser.add_argument("--best", type=Path, metavar="FILE", help="settings that tune.py has found")
-    parser.add_argument("--engines", action="store_true", help="each engine of gdsload, too")
-    parser.add_argument("--models", action="store_true", help="from_pretrained, too")
+    parser.add_argument("--device", default=CPU, help="where the tensors shall be: cpu, cuda:0")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
         "--state",
@@ -81,79 +75,35 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="others may read from the disk meanwhile: the arm's own account must add up then",
     )
     parser.add_argument("--no-checksums", action="store_true", help="no CRC-32 in the first round")
-    parser.add_argument("--name", help="of the checkpoint; its directory's by default")
-    parser.add_argument("--output", type=Path, help="JSON; named by checkpoint and state if absent")
     return parser.parse_args(words)
 
 
-def build_bare() -> None:
-    """Compiles the yardstick. Raises ArmFailed with what the compiler says."""
-    source = ROOT / "benchmarks/bare.c"
-    if BARE.exists() and BARE.stat().st_mtime > source.stat().st_mtime:
-        return
-    BARE.parent.mkdir(parents=True, exist_ok=True)
-    command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC"]
-    ran = subprocess.run(
-        [*command, "-o", str(BARE), str(source), "-luring"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if ran.returncode:
-        raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
-
-
-@contextmanager
-def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
-    """A small checkpoint on the same filesystem, for what a library does only once."""
-    directory = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
-    try:
-        if model:
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            config = AutoConfig.for_model(
-                "qwen3", hidden_size=64, intermediate_size=128, num_hidden_layers=1, head_dim=32,
-                num_attention_heads=2, num_key_value_heads=1, vocab_size=256,
-            )  # fmt: skip
-            AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-        else:
-            sizes = {f"rehearsal.{number}": 1 << 16 for number in range(4)}
-            header, end = {}, 0
-            for name, size in sizes.items():
-                header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
-                end += size
-            text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)
-            body = len(text).to_bytes(8, "little") + text + bytes(end)
-            (directory / "model.safetensors").write_bytes(body)
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def chosen(options: argparse.Namespace) -> tuple[list[Arm], dict[str, str]]:
-    """The arms, and those that cannot run here with their reasons."""
-    import gdsload
-
+def chosen(
+    options: argparse.Namespace, source: Path, room: int
+) -> tuple[list[Arm], dict[str, str]]:
+    """The arms, and those that cannot run here, in so much memory, with their reasons."""
+    nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
+    if not options.arms:
+        roads = GPU_ROADS if options.device != CPU else ()
+        names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
+        names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         best = json.loads(options.best.read_text())["best"]
         # Beside the defaults, not instead: what people get, and what they could get.
         names = [label for name in names for label in (name, best.get(name, name))]
-    if options.engines:
-        names += ENGINES
-    if options.models:
-        names += MODEL_ARMS
     names += options.also
-    left_out = {} if options.arms else dict(CANNOT)
-    if "gdsload-model" in names and not hasattr(gdsload, "from_pretrained"):
-        names.remove("gdsload-model")
-        left_out["gdsload-model"] = "this gdsload has no from_pretrained"
     arms = [parse(name) for name in dict.fromkeys(names)]
+    left_out = {
+        arm.label: why
+        for arm in arms
+        if arm.kind in KINDS and (why := why_not(KINDS[arm.kind], options.device, nbytes, room))
+    }
     try:
         build_bare()
     except ArmFailed as error:
         left_out |= {arm.label: str(error) for arm in arms if arm.kind == "bare"}
-        arms = [arm for arm in arms if arm.kind != "bare"]
-    return arms, left_out
+    return [arm for arm in arms if arm.label not in left_out], left_out
 
 
 def order(arms: list[Arm], repeat: int) -> list[Arm]:
@@ -163,82 +113,118 @@ def order(arms: list[Arm], repeat: int) -> list[Arm]:
     return turned[::-1] if repeat % 2 else turned
 
 
+class Measured(NamedTuple):
+    """All runs of all arms, those that did not count, and the arms that could not run."""
+
+    arms: list[Arm]
+    runs: list[dict[str, Any]]
+    discarded: list[dict[str, Any]]
+    left_out: dict[str, str]
+
+
 def measure(
-    options: argparse.Namespace, conditions: dict[str, Conditions]
-) -> tuple[list[Arm], list[dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
-    """All runs of all arms. Raises NotWhatItSays when they do not add up."""
-    arms, left_out = chosen(options)
-    judges = {kind: Judge(state) for kind, state in conditions.items()}
-    judges["model"].sums = judges["tensors"].sums
-    judges["model"].crcs = judges["tensors"].crcs
-    runs: list[dict[str, Any]] = []
-    for repeat in range(options.repeats):
-        for position, arm in enumerate(order(arms, repeat)):
-            if arm.label in left_out:
-                continue
+    options: argparse.Namespace,
+    conditions: dict[str, Conditions],
+    arms: list[Arm],
+    left_out: dict[str, str],
+) -> Measured:
+    """Raises NotWhatItSays when runs do not add up."""
+    with ExitStack() as copies:
+        judges = judges_of(arms, conditions, left_out, copies)
+        runs: list[dict[str, Any]] = []
+        for repeat in range(options.repeats):
+            for position, arm in enumerate(order(arms, repeat)):
+                if arm.label in left_out:
+                    continue
+                checked = repeat == 0 and not options.no_checksums
+                try:
+                    if arm.kind == "fio":
+                        facts = fio.run(conditions["tensors"], arm.settings)
+                    else:
+                        facts = judges[arm.label].run(arm, checked=checked)
+                except ArmFailed as error:
+                    left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
+                    runs = [run for run in runs if run["arm"] != arm.label]
+                    print(f"  left out: {arm.label}: {error}", file=sys.stderr)
+                    continue
+                runs.append({"arm": arm.label, "repeat": repeat, "position": position, **facts})
+                print(f"  {repeat + 1}/{options.repeats} {arm.label}: {facts['seconds']:.3f} s",
+                      file=sys.stderr, flush=True)  # fmt: skip
+    judged = {id(judge): judge for judge in judges.values()}
+    discarded = [run for judge in judged.values() for run in judge.discarded]
+    return Measured(arms, runs, discarded, left_out)
+
+
+def judges_of(
+    arms: list[Arm], conditions: dict[str, Conditions], left_out: dict[str, str], copies: ExitStack
+) -> dict[str, Judge]:
+    """A judge for each arm, all comparing with the same sums. An arm whose library does not convert
+    the checkpoint is left out."""
+    common = {kind: Judge(state) for kind, state in conditions.items()}
+    first = common["tensors"]
+    judges: dict[str, Judge] = {}
+    for arm in arms:
+        if arm.kind == "fio":
+            continue
+        judge = common.get(KINDS[arm.kind].gives, first)
+        if converts(arm):
             try:
-                if arm.kind == "fio":
-                    facts = fio.run(conditions["tensors"], arm.settings)
-                else:
-                    judge = judges[KINDS[arm.kind].gives]
-                    checked = repeat == 0 and not options.no_checksums
-                    facts = judge.run(arm, checked=checked)
+                judge = Judge(copies.enter_context(converted(arm, conditions["tensors"])))
             except ArmFailed as error:
-                left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
-                runs = [run for run in runs if run["arm"] != arm.label]
-                print(f"  left out: {arm.label}: {error}", file=sys.stderr)
+                left_out[arm.label] = str(error)
                 continue
-            runs.append({"arm": arm.label, "repeat": repeat, "position": position, **facts})
-            print(f"  {repeat + 1}/{options.repeats} {arm.label}: {facts['seconds']:.3f} s",
-                  file=sys.stderr, flush=True)  # fmt: skip
-    discarded = [run for judge in judges.values() for run in judge.discarded]
-    return arms, runs, discarded, left_out
+        judge.sums, judge.crcs = first.sums, first.crcs
+        judges[arm.label] = judge
+    return judges
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole result, as it is written to JSON."""
-    source = options.source.absolute()
+    """The whole result, as it is written to JSON. Raises NotWhatItSays, Refused."""
+    with records.source_of(options) as source:
+        return bench_source(source, options)
+
+
+def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = files_of(source)
-    if not files:
-        raise SystemExit(f"bench: there is no .safetensors file in {options.source}")
     nbytes = sum(file.stat().st_size for file in files)
     room = machine.available_bytes() - SPARE_BYTES
     if room < nbytes * (2 if options.warm else 1):
-        raise SystemExit(f"bench: {room / 1e9:.1f} GB of memory are too little for this checkpoint")
+        raise Refused(f"{room / 1e9:.1f} GB of memory are too little for this checkpoint")
     prepare = 0
     if options.state != "none":
         # A page cache that is to stay warm needs its own.
         prepare = min(int(nbytes * options.prepare_factor), room - (nbytes if options.warm else 0))
     idle = options.idle_seconds if options.state == "idle" else 0.0
     beside = source if source.is_dir() else source.parent
-    with (
-        rehearsal(beside.parent, model=False) as small,
-        rehearsal(beside.parent, model=True) if options.models else small_is(small) as model,
-    ):
-        conditions = {
-            gives: Conditions(
-                source, options.warm, options.state, prepare, idle,
-                None if options.no_rehearsal else first, options.neighbours,
-            )
-            for gives, first in (("tensors", small), ("model", model))
-        }  # fmt: skip
-        arms, runs, discarded, left_out = measure(options, conditions)
+    small = Conditions(
+        source, options.warm, options.state, prepare, idle, None, options.neighbours, options.device
+    )
+    with ExitStack() as stack:
+        arms, left_out = chosen(options, source, room)
+        models = any(KINDS[arm.kind].gives == "model" for arm in arms if arm.kind in KINDS)
+        conditions = {}
+        for kind in ("tensors", "model") if models else ("tensors",):
+            first = None
+            if not options.no_rehearsal:
+                first = stack.enter_context(rehearsal(beside.parent, model=kind == "model"))
+            conditions[kind] = replace(small, rehearsal=first)
+        arms, runs, discarded, left_out = measure(options, conditions, arms, left_out)
     versions = {run["arm"]: run.pop("versions") for run in runs}
+    tables.thin(runs)
     for run in discarded:
+        run.pop("disk_samples", None)
         run.pop("versions", None)
         run["notes"] = {}
-    return {
-        "format": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": machine.commit(ROOT),
-        "machine": machine.describe(files[0]),
-        "checkpoint": {
-            "name": options.name or source.stem,
+    return records.record(
+        "loads",
+        files[0],
+        checkpoint={
+            "name": records.name_of(options, source),
             "files": len(files),
             "bytes": nbytes,
             "tensors": sum(len(ranges(file)) for file in files),
         },
-        "conditions": {
+        conditions={
             "warm": options.warm,
             "state": options.state,
             "repeats": options.repeats,
@@ -247,39 +233,31 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             "rehearsal": not options.no_rehearsal,
             "checked": not options.no_checksums,
             "neighbours": options.neighbours,
+            "device": options.device,
             "cache": sorted({run.get("cache", "") for run in runs} - {""}),
         },
-        "arms": [
+        arms=[
             {**arm._asdict(), "versions": versions[arm.label]}
             for arm in arms
             if arm.label in versions
         ],
-        "runs": runs,
-        "discarded": discarded,
-        "left_out": left_out,
-    }
-
-
-@contextmanager
-def small_is(path: Path) -> Iterator[Path]:
-    """A context for what somebody else cleans up."""
-    yield path
+        runs=runs,
+        discarded=discarded,
+        left_out=left_out,
+    )
 
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     try:
         result = bench(options)
-    except NotWhatItSays as error:
+    except Refused as error:
         print(f"bench: no table: {error}", file=sys.stderr)
         return 1
     state = result["conditions"]
     cache = "warm" if state["warm"] else "cold"
-    output = options.output or RESULTS / (
-        f"{cache}-{result['checkpoint']['name']}-{state['state']}.json"
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    name = f"{cache}-{result['checkpoint']['name']}-{state['state']}"
+    output = records.keep(result, options.output, name)
     print(f"\n{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}")
     print(f"\nraw runs: {output}", file=sys.stderr)
     return 0

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cold, tables
-from benchmarks.judge import NotWhatItSays
+from . import cold, places, tables
+from .records import Refused
 
 ENGINES = ("uring", "linuxaio", "threads", "aio")
 AXES = ("engine", "populate_threads", "huge_pages", "request_bytes", "depth")
@@ -83,11 +83,11 @@ def main(words: list[str] | None = None) -> int:
     command += ["--no-checksums", "--arms", *(label(values) for values in grid(options))]
     try:
         result = cold.bench(cold.arguments(command))
-    except NotWhatItSays as error:
+    except Refused as error:
         print(f"engines: no table: {error}", file=sys.stderr)
         return 1
     name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    output = options.output or cold.RESULTS / f"engines-{name}-{state}.json"
+    output = options.output or places.RESULTS / f"engines-{name}-{state}.json"
     for run in result["runs"]:
         run.pop("notes", None)
     output.write_text(json.dumps(result) + "\n")

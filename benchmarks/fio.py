@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.judge import ArmFailed, Conditions, NotWhatItSays
+from . import machine
+from .judge import ArmFailed, Conditions, NotWhatItSays
 
 SETTINGS = {"ioengine": "io_uring", "direct": 1, "bs": "1m", "iodepth": 32}
 

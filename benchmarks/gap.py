@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, tables
-from benchmarks.cold import RESULTS
-from benchmarks.judge import ROOT
 from gdsload.checkpoint import Checkpoint
 from gdsload.load import Batch, Session
 from gdsload.plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
 from gdsload.report import LoadReport
+
+from . import machine, tables
+from .places import RESULTS
 
 KIB = 1 << 10
 GAPS = (8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB,
@@ -108,7 +108,7 @@ def main(words: list[str] | None = None) -> int:
         halves = subset(checkpoint, options.repeats)
         facts = machine.describe(Path(checkpoint.shards[0].path))
     options.output.write_text(
-        json.dumps({"machine": facts, "commit": machine.commit(ROOT), "gaps": joined,
+        json.dumps({"machine": facts, "commit": machine.commit(), "gaps": joined,
                     "subset": halves}) + "\n"
     )  # fmt: skip
     rows = []

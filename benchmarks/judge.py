@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
-from benchmarks.arms import KINDS, OURS, Arm, files_of
 from gdsload import residency
 
-ROOT = Path(__file__).resolve().parents[1]
-PEER_PYTHON = ROOT / ".cache/bench/peers/bin/python"
-BARE = ROOT / ".cache/bench/bare.so"
+from . import machine, places
+from .arms import KINDS, Arm
+from .loaded import CPU, OURS, files_of
+from .records import Refused
+
 PATIENCE_SECONDS = 900.0
 # What the disk may have read beyond the files: code that was paged in, metadata, neighbours.
 SLACK_BYTES = 48 << 20
@@ -33,11 +33,14 @@ SLACK_SHARE = 0.03
 SHORT_SHARE = 0.002
 
 
+SAMPLE_SECONDS = 0.05  # between two looks at the disk's counter, for a picture
+
+
 class ArmFailed(Exception):
     """An arm that cannot run here, with its reason."""
 
 
-class NotWhatItSays(Exception):
+class NotWhatItSays(Refused):
     """A run whose page cache or bytes are not what its state promises."""
 
 
@@ -53,6 +56,7 @@ class Conditions:
     rehearsal: Path | None = None
     # Whether others may read from the disk meanwhile: the arm's own account then has to add up.
     neighbours: bool = False
+    device: str = CPU
 
     @property
     def files(self) -> list[Path]:
@@ -141,34 +145,28 @@ class Judge:
             return f"the disk read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
         return None
 
-    def python_of(self, arm: Arm) -> Path:
-        """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
-        if KINDS[arm.kind].environment == OURS:
-            return Path(sys.executable)
-        if not PEER_PYTHON.exists():
-            raise ArmFailed("not installed: make bench-deps")
-        return PEER_PYTHON
-
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
         conditions = self.conditions
         job = {
             "kind": arm.kind,
             "settings": arm.options,
+            "device": conditions.device,
             "source": str(conditions.source),
             "rehearsal": str(conditions.rehearsal or ""),
             "prepare_bytes": conditions.prepare_bytes,
             "idle_seconds": conditions.idle_seconds,
             "checksums": checked,
         }
-        with Worker(self.python_of(arm), job, arm.environment) as worker:
+        with Worker(python_of(arm), job, arm.environment) as worker:
             worker.hear("imported")
             how = conditions.make_cache()
             worker.say("go")
             worker.hear("prepared")
             resident = conditions.settled_bytes()
             reads, busy = machine.disk_reads(), machine.busy_seconds()
-            worker.say("go")
-            facts = worker.hear("measured")
+            with machine.Samples(self.disk, SAMPLE_SECONDS) as samples:
+                worker.say("go")
+                facts = worker.hear("measured")
             busy = machine.busy_seconds() - busy
             read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
             left = conditions.resident_bytes()
@@ -182,6 +180,7 @@ class Judge:
             "resident_before_bytes": resident,
             "resident_after_bytes": left,
             "device_read_bytes": read,
+            "disk_samples": samples.relative(),
             "machine_cpu_s": busy,
         }
 
@@ -200,16 +199,28 @@ class Judge:
             raise NotWhatItSays(f"{arm.label} did not load {', '.join(missing[:5])}")
 
 
+def python_of(arm: Arm) -> Path:
+    """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
+    if KINDS[arm.kind].environment == OURS:
+        return Path(sys.executable)
+    python = places.python_of(KINDS[arm.kind].environment)
+    if not python.exists():
+        raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
+    return python
+
+
 class Worker:
     """The other end of the conversation, and its process."""
 
     def __init__(self, python: Path, job: dict[str, Any], settings: dict[str, str]) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        environment |= {**settings, "BENCH_BARE": str(BARE), "HF_HUB_OFFLINE": "1"}
+        # Ours finds the gdsload that the judge runs; a peer's environment has none.
+        ours = str(python) == sys.executable
+        environment = (places.own_environment if ours else places.environment)(
+            **settings, BENCH_BARE=str(places.BARE)
+        )
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.worker"],
-            cwd=ROOT, env=environment, bufsize=0,
+            places.command(python, "worker"), cwd="/", env=environment, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
         )  # fmt: skip
         self._heard = b""

@@ -7,9 +7,13 @@ import os
 import platform
 import re
 import subprocess
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from . import places
 
 SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own sectors are
 
@@ -67,6 +71,47 @@ def disk_reads() -> dict[str, int]:
     return found
 
 
+class Samples:
+    """What a disk has read, looked at again and again while something else goes on."""
+
+    def __init__(self, disk: str | None, seconds: float) -> None:
+        self._disk, self._seconds = disk, seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._taken: list[tuple[float, int]] = []
+
+    def _look(self) -> None:
+        while True:
+            if self._disk is not None:
+                self._taken.append((time.monotonic(), disk_reads()[self._disk]))
+            if self._end.wait(self._seconds):
+                return
+
+    def __enter__(self) -> Samples:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def relative(self) -> list[tuple[float, int]]:
+        """(seconds, bytes) since the first look."""
+        if not self._taken:
+            return []
+        start, first = self._taken[0]
+        return [(round(at - start, 4), nbytes - first) for at, nbytes in self._taken]
+
+
+def disk_busy_seconds() -> dict[str, float]:
+    """How long each block device has had something to do, by its own account (io_ticks)."""
+    found = {}
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        words = line.split()
+        found[f"{words[0]}:{words[1]}"] = int(words[12]) / 1e3
+    return found
+
+
 def busy_seconds() -> float:
     """CPU seconds that the whole machine has worked, kernel threads included."""
     words = [int(word) for word in first_line("/proc/stat").split()[1:9]]
@@ -104,8 +149,13 @@ def block_device(path: Path) -> dict[str, Any]:
     }
 
 
-def commit(root: Path) -> str:
-    """The commit that is measured, with a + where files differ from it."""
+def commit(root: Path = places.ROOT) -> str:
+    """The commit of gdsload that is measured, with a + where files differ from it; its version
+    where it was not run from a checkout."""
+    import gdsload
+
+    if not places.CHECKOUT:
+        return gdsload.__version__
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run(
@@ -117,6 +167,16 @@ def commit(root: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi; none where there is no such."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [line.strip() for line in ran.stdout.splitlines() if line.strip()]
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -146,5 +206,6 @@ def describe(path: Path) -> dict[str, Any]:
         "filesystem": mount.get("filesystem", ""),
         "mount_options": mount.get("options", ""),
         "disk": block_device(path),
+        "gpus": gpus(),
         "python": platform.python_version(),
     }

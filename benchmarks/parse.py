@@ -19,14 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, tables
-from benchmarks.cold import RESULTS
-from benchmarks.judge import ROOT
 from gdsload.arena import Arena, hand_over, map_shard
 from gdsload.checkpoint import Checkpoint
 from gdsload.plan import Limits, pieces_of, plan_reads
 
-DIRECTORY = ROOT / ".cache/bench/many"
+from . import machine, tables
+from .places import CACHE, RESULTS
+
+DIRECTORY = CACHE / "many"
 TENSOR_BYTES = 4096
 SHAPE = [32, 64]  # BF16
 TARGET = ("plan", "place", "hand over")
@@ -116,7 +116,7 @@ def main(words: list[str] | None = None) -> int:
     finally:
         shutil.rmtree(source)
     options.output.write_text(
-        json.dumps({"machine": facts, "commit": machine.commit(ROOT), "tensors": options.tensors,
+        json.dumps({"machine": facts, "commit": machine.commit(), "tensors": options.tensors,
                     "shards": options.shards, "runs": runs}, indent=1) + "\n"
     )  # fmt: skip
     rows = []

@@ -1,35 +1,69 @@
 """Puts the kept results into docs/benchmarks.md: no figure there is typed by hand.
 
-    python -m benchmarks.render [--check]
+    gdsload bench report                 the page of a checkout, and its pictures
+    gdsload bench report --check         changes nothing, and fails where the page is behind
+    gdsload bench report RESULT.json...  the tables of these results, their pictures beside them
 
-Between `<!-- result: FILE -->` and `<!-- end -->` the page has the table of that file of
-benchmarks/results/. What is read out of the tables is written by people, below them. `--check`
-changes nothing and fails where the page is behind its results.
+Between `<!-- result: FILE -->` and `<!-- end -->` the page has the tables of that file of
+benchmarks/results/. What is read out of the tables is written by people, below them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks import engines, tables
-from benchmarks.cold import RESULTS
-from benchmarks.judge import ROOT
+from . import compare, costs, engines, pictures, sweep, tables
+from .places import CHECKOUT, RESULTS, ROOT
+from .records import Refused
 
 PAGE = ROOT / "docs/benchmarks.md"
+PICTURES = ROOT / "docs/pictures"
 BLOCK = re.compile(r"(<!-- result: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(file: str) -> str:
+class Shown(NamedTuple):
+    """How a kind of result is put into words."""
+
+    title: Callable[[dict[str, Any]], str]
+    table: Callable[[dict[str, Any]], str]
+    notes: Callable[[dict[str, Any]], str]
+
+
+KINDS = {
+    "loads": Shown(tables.title, tables.table, tables.notes),
+    "engines": Shown(tables.title, engines.pivot, tables.notes),
+    "compare": Shown(tables.title, compare.table, compare.notes),
+    "io": Shown(sweep.title, sweep.table, sweep.notes),
+    "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
+}
+
+
+def kind_of(file: str, result: dict[str, Any]) -> str:
+    """What a kept file holds; its name, where it is nothing that this page shows."""
+    if file.startswith("engines"):
+        return "engines"
+    return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
+
+
+def rendered(file: str, directory: Path = RESULTS) -> str:
     """A result as the page shows it, or a line that it is not there yet."""
-    path = RESULTS / file
+    path = directory / file
     if not path.exists():
         return f"Not measured yet: `benchmarks/results/{file}` is missing.\n"
     result = json.loads(path.read_text())
-    table = engines.pivot(result) if file.startswith("engines") else tables.table(result)
-    return f"\n**{tables.title(result)}**\n\n{table}\n\n{tables.notes(result)}\n\n"
+    shown = KINDS[kind_of(file, result)]
+    text = f"\n**{shown.title(result)}**\n\n{shown.table(result)}\n\n{shown.notes(result)}\n\n"
+    for picture in sorted(PICTURES.glob(f"{path.stem}.svg")) + sorted(
+        PICTURES.glob(f"{path.stem}-throughput.svg")
+    ):
+        text += f"![{shown.title(result)}](pictures/{picture.name})\n\n"
+    return text
 
 
 def filled(page: str) -> str:
@@ -37,13 +71,54 @@ def filled(page: str) -> str:
     return BLOCK.sub(lambda found: found[1] + rendered(found["file"]) + found[3], page)
 
 
+def drawn(page: str) -> None:
+    """The pictures of every result that the page shows. Raises Refused without matplotlib."""
+    PICTURES.mkdir(exist_ok=True)
+    for found in BLOCK.finditer(page):
+        path = RESULTS / found["file"]
+        if path.exists() and not path.name.startswith("engines"):
+            pictures.draw(json.loads(path.read_text()), PICTURES / path.stem)
+
+
+def show(files: list[Path]) -> None:
+    """Prints results, and draws them beside their files where that is possible."""
+    for file in files:
+        result = json.loads(file.read_text())
+        shown = KINDS.get(kind_of(file.name, result))
+        if shown is None:
+            raise Refused(f"{file}: this is no result that can be shown here")
+        print(f"{shown.title(result)}\n\n{shown.table(result)}\n\n{shown.notes(result)}\n")
+        try:
+            for picture in pictures.draw(result, file.with_suffix("")):
+                print(f"picture: {picture}", file=sys.stderr)
+        except Refused as error:
+            print(error, file=sys.stderr)
+
+
 def main(words: list[str] | None = None) -> int:
-    words = sys.argv[1:] if words is None else words
-    page = Path(PAGE).read_text()
-    new = filled(page)
-    if "--check" in words:
-        return int(new != page)
-    PAGE.write_text(new)
+    parser = argparse.ArgumentParser(
+        prog="gdsload bench report", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("results", nargs="*", type=Path)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(words)
+    if options.results:
+        try:
+            show(options.results)
+        except (Refused, OSError, ValueError) as error:
+            print(f"bench report: {error}", file=sys.stderr)
+            return 1
+        return 0
+    if not CHECKOUT:
+        parser.error("name results: there is no page here, as in a checkout")
+    page = PAGE.read_text()
+    if options.check:
+        return int(filled(page) != page)
+    try:
+        drawn(page)
+    except Refused as error:
+        print(error, file=sys.stderr)
+    PAGE.write_text(filled(page))
     return 0
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parse import TENSOR_BYTES, write
 from gdsload import load_file
 from gdsload.arena import Arena, hand_over
-from gdsload.backends.posix import ENGINES, try_engine
+from gdsload.backends.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
 from gdsload.plan import Limits, extents_of, pieces_of, plan_reads
+
+from .parse import TENSOR_BYTES, write
 
 pytest.importorskip("pytest_benchmark")
 
@@ -52,6 +53,14 @@ def test_plan(benchmark: Any, checkpoint: Checkpoint, window_bytes: int) -> None
     pieces, sizes = pieces_of(checkpoint), [shard.size for shard in checkpoint.shards]
     planned = benchmark(plan_reads, pieces, sizes, Limits(), window_bytes=window_bytes)
     assert planned.wanted_bytes == TENSORS * TENSOR_BYTES
+
+
+def test_scatter(benchmark: Any, checkpoint: Checkpoint) -> None:
+    """Memory for a plan, and the place of each tensor in it."""
+    planned = plan_reads(
+        pieces_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
+    )
+    assert len(benchmark(lambda: Arena(planned).spots(planned))) == TENSORS
 
 
 def test_hand_over(benchmark: Any, checkpoint: Checkpoint) -> None:

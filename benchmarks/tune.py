@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmarks import cold, tables
-from benchmarks.judge import NotWhatItSays
+from . import cold, places, tables
+from .records import Refused
 
 QUEUE = "runai:RUNAI_STREAMER_FS_QUEUE_DEPTH={},RUNAI_STREAMER_FS_CHUNK_BYTESIZE={}"
 # numpy asks for huge pages for what runai reads into: dear where the host must find them first.
@@ -53,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
     options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
     try:
         result = cold.bench(options)
-    except NotWhatItSays as error:
+    except Refused as error:
         print(f"tune: no result: {error}", file=sys.stderr)
         return 1
     medians = {
@@ -65,7 +65,7 @@ def main(words: list[str] | None = None) -> int:
         if (ran := [label for label in CANDIDATES[kind] if label in medians])
     }
     name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    output = options.output or cold.RESULTS / f"best-{name}-{state}.json"
+    output = options.output or places.RESULTS / f"best-{name}-{state}.json"
     output.write_text(
         json.dumps({"date": result["date"], "machine": result["machine"], "best": best,
                     "medians": medians}, indent=1) + "\n"

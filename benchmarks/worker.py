@@ -28,7 +28,10 @@ from typing import Any
 
 import numpy
 
-from benchmarks.arms import KINDS, Loaded, versions
+from . import device as gpu
+from .arms import KINDS, versions
+from .device import Watch
+from .loaded import CPU, Loaded, Wanted
 
 STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
 
@@ -116,17 +119,27 @@ def read_bytes() -> int:
     return -1
 
 
-def measured(load: Any, source: Path) -> tuple[dict[str, Any], Loaded]:
+def settle(device: str) -> None:
+    """Waits for what a GPU still has to do: tensors may be handed out before they are there."""
+    if device != CPU:
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def measured(load: Any, source: Path, device: str) -> tuple[dict[str, Any], Loaded]:
     """Loads and touches, with everything on the scales."""
     gc.collect()
     peak_known = forget_peak()
     before, io, memory = usage(), read_bytes(), status()
-    began = time.monotonic()
-    loaded: Loaded = load(source)
-    there = time.monotonic()
-    half = usage()
-    sums = touch(loaded.places)
-    ended = time.monotonic()
+    with Watch(device) as watch:
+        began = time.monotonic()
+        loaded: Loaded = load(source)
+        settle(device)
+        there = time.monotonic()
+        half = usage()
+        sums = touch(loaded.places) if loaded.tensors is None else gpu.touch(loaded.tensors)
+        ended = time.monotonic()
     after, memory_after = usage(), status()
     cost = {name: after[name] - before[name] for name in after}
     load_cpu = sum(half[name] - before[name] for name in ("user_s", "system_s"))
@@ -134,6 +147,7 @@ def measured(load: Any, source: Path) -> tuple[dict[str, Any], Loaded]:
         "seconds": ended - began,
         "load_s": there - began,
         "touch_s": ended - there,
+        **watch.facts(),
         **cost,
         "cpu_s": cost["user_s"] + cost["system_s"],
         "load_cpu_s": load_cpu,
@@ -159,7 +173,7 @@ def steps(job: Mapping[str, Any], out: Any) -> Iterator[str]:
     kind = KINDS[job["kind"]]
     source = Path(job["source"])
     found = versions(kind)
-    opened = kind.open(source, job["settings"])
+    opened = kind.open(Wanted(source, job["settings"], job["device"]))
     if job["rehearsal"]:
         opened.load(Path(job["rehearsal"]))
     gc.collect()
@@ -168,10 +182,11 @@ def steps(job: Mapping[str, Any], out: Any) -> Iterator[str]:
     opened.prepare()
     time.sleep(job["idle_seconds"])
     yield "prepared"
-    facts, loaded = measured(opened.load, source)
+    facts, loaded = measured(opened.load, source, job["device"])
     said(out, step="measured", versions=found, **facts)
     if job["checksums"]:
-        crcs = checksums(loaded.places)
+        known = loaded.tensors
+        crcs = checksums(loaded.places) if known is None else gpu.checksums(known)
         said(out, step="checked", crcs=crcs)
 
 

@@ -1,8 +1,8 @@
 """A server that is ready as soon as its weights are: they are on their way before the imports.
 
-    MODEL=./model uvicorn --app-dir examples service:app
+    MODEL=./model POOL_BYTES=4294967296 uvicorn --app-dir examples service:app
 
-GET /health      503 until the model is ready, then 200, with the progress of the weights
+GET /health      503 until the model is ready, then 200, with the progress of weights and modules
 POST /next       {"tokens": [1, 2, 3]} -> {"token": 42}
 GET /metrics     seconds to ready by phase, and bytes read ahead, for Prometheus
 """
@@ -18,6 +18,9 @@ START = time.monotonic()
 import gdsload
 
 MODEL = os.environ["MODEL"]
+# With POOL_BYTES the weights stay in host memory, for the next load of the same files.
+POOL_BYTES = int(os.environ.get("POOL_BYTES", "0"))
+pool = gdsload.warmup.HostPool(POOL_BYTES) if POOL_BYTES else None
 ahead = gdsload.prefetch(MODEL)  # in milliseconds; what follows takes seconds
 
 import asyncio
@@ -34,6 +37,7 @@ seconds = Gauge("model_ready_seconds", "Seconds from process start to a phase's 
 landed = Gauge("model_prefetch_bytes", "Bytes that were read ahead")
 landed.set_function(lambda: ahead.progress().landed_bytes)
 state: dict[str, Any] = {}
+modules: list[str] = []  # those that are ready
 
 
 def note(phase: str) -> None:
@@ -42,14 +46,20 @@ def note(phase: str) -> None:
     log.info("%s after %.2f s", phase, took)
 
 
-def load() -> None:
+def imports() -> None:
     """Runs in a thread, so that /health answers meanwhile."""
     import torch
     import transformers  # noqa: F401
 
-    note("imports")
     state["torch"] = torch
-    state["model"] = gdsload.from_pretrained(MODEL, dtype="auto")
+    note("imports")
+
+
+async def load() -> None:
+    await asyncio.to_thread(imports)
+    state["model"] = await gdsload.afrom_pretrained(
+        MODEL, dtype="auto", on_module_ready=lambda name, module: modules.append(name)
+    )
     note("ready")
     ahead.close()
 
@@ -57,15 +67,18 @@ def load() -> None:
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     note("server")
-    loading = asyncio.create_task(asyncio.to_thread(load))
+    loading = asyncio.create_task(load())
     loading.add_done_callback(failed)
     yield
     ahead.close()
+    loading.cancel()  # a load that is under way ends, and frees what it had
     await asyncio.wait([loading])
+    if pool is not None:
+        pool.close()
 
 
 def failed(loading: asyncio.Task[None]) -> None:
-    if (error := loading.exception()) is not None:
+    if not loading.cancelled() and (error := loading.exception()) is not None:
         state["error"] = str(error)
         log.error("the model cannot be loaded: %s", error)
 
@@ -83,6 +96,8 @@ def health(response: Response) -> dict[str, Any]:
         "error": state.get("error", ""),
         "landed_bytes": progress.landed_bytes,
         "wanted_bytes": progress.wanted_bytes,
+        "modules": len(modules),
+        "pool_bytes": 0 if pool is None else pool.held_bytes,
     }
 
 

@@ -23,7 +23,7 @@ import torch
 import gdsload
 from gdsload import gpu, ring, synth
 from gdsload.backends import cufile, registry
-from gdsload.backends.posix import ENGINES
+from gdsload.backends.engines import ENGINES
 from gdsload.errors import GdsloadError
 
 # What a figure needs to be of use: smaller loads are all overhead.
@@ -39,6 +39,7 @@ def roads(device: str, *, compat: bool) -> Iterable[tuple[str, str, dict[str, An
         yield name, name, {}
         if compat:
             yield f"{name} (compat)", name, {"allow_compat": True}
+    yield "auto", "auto", {}  # last: what it chooses is to be seen beside what it chose from
 
 
 def expected(source: Path) -> dict[str, torch.Tensor]:

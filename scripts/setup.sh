@@ -128,11 +128,8 @@ if [ ! -w "${HOME:-/}" ]; then
     export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$here/.cache/pip-cache}"
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# uv reads neither pip's settings nor the system's certificates: whoever set them up meant both.
-[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
-for bundle in "${PIP_CERT:-}" /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
-    [ ! -f "$bundle" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$bundle}"
-done
+# shellcheck source=scripts/uv.sh
+. scripts/uv.sh
 
 uv=
 find_uv() {
@@ -176,12 +173,12 @@ say "building gdsload and installing what it needs (the first time, some minutes
 # An engine that is left out now must not stay behind from a build that had it.
 has_liburing || rm -f src/gdsload/_native/uring.*.so
 if [ -n "$uv" ] && "$uv" pip install -q --python .venv/bin/python \
-    --reinstall-package gdsload --refresh-package gdsload -e '.[test]'; then
+    --reinstall-package gdsload --refresh-package gdsload -e '.[test,bench]'; then
     :
 else
     [ -z "$uv" ] || say "uv could not; trying pip"
     has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
-    .venv/bin/python -m pip install -q -e '.[test]'
+    .venv/bin/python -m pip install -q -e '.[test,bench]'
 fi
 inputs | sha256sum >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)

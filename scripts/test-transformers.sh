@@ -8,10 +8,13 @@
 # `make test` covers. Needs uv, and gdsload built in place (`make setup`).
 set -eu
 cd "$(dirname "$0")/.."
+# shellcheck source=scripts/uv.sh
+. scripts/uv.sh
+command -v uv >/dev/null || { printf 'uv is not here: pip install uv\n' >&2; exit 1; }
 torch=$(.venv/bin/python -c 'import torch; print(torch.__version__.split("+")[0])')
-python=$(.venv/bin/python -c 'import platform; print(platform.python_version())')
+python=$(.venv/bin/python -c 'import sys; print(sys.executable)')
 failed=""
-[ $# -gt 0 ] || set -- 4.57.6 5.0.0 5.4.0 5.8.1 5.15.1
+[ $# -gt 0 ] || set -- 4.57.6 5.0.0 5.2.0 5.4.0 5.8.1 5.15.1
 for version in "$@"; do
     where=.cache/transformers-$version
     [ -x "$where/bin/python" ] || uv venv --quiet --python "$python" "$where"

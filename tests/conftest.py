@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import gpudoubles
+from contract import BLOCK, SIZE, bytes_of
 from gdsload import synth
+from gdsload.backends import OpenFile
+from gpudoubles import Doubles
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +26,56 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts of 0.76 MB in two shards; for reading only."""
     return synth.write("tiny-moe", tmp_path_factory.mktemp("checkpoints") / "tiny-moe")
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    """A GPU and a libcufile that are none. Tests of whole loads have one of their own."""
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    """The doubles for whole loads that measure: as little as 256 KiB on each lane."""
+    from gdsload import tensors, vram
+    from gdsload.backends import auto, contest
+    from test_vram import device_tensor
+
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)
+    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+    monkeypatch.setattr(contest, "LEG_BYTES", 256 << 10)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """4 MB in two files, in a place that does direct I/O."""
+    import safetensors.torch
+    import torch
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in range(2):
+        values = torch.arange(500_000, dtype=torch.int32) * (number + 1)
+        safetensors.torch.save_file({f"{number}.a": values}, folder / f"model-{number}.safetensors")
+    try:
+        os.close(os.open(folder / "model-0.safetensors", os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"{tmp_path} takes no O_DIRECT: {error.strerror}")
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[OpenFile]:
+    """A file whose bytes say where they are."""
+    path = tmp_path / "0.bin"
+    path.write_bytes(bytes_of(0))
+    fd = os.open(path, os.O_RDONLY)
+    yield OpenFile(str(path), fd, SIZE, -1, BLOCK)
+    os.close(fd)
 
 
 @functools.cache

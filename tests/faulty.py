@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from gdsload.backends import posix
+from gdsload.backends import engines
 
 SOURCE = Path(__file__).with_name("fault_engine.c")
 SHORT, ERRNO, ZERO, HANG = 1, 2, 3, 4
@@ -119,11 +119,11 @@ class Faults:
 def installed(patch: pytest.MonkeyPatch) -> Iterator[Faults]:
     """Every engine of the posix backend is the faulty one; in the end all must have been closed,
     with nothing in flight."""
-    for engine in posix.ENGINES:  # remembered: the script is not for the probes
-        posix.try_engine(engine)
+    for engine in engines.ENGINES:  # remembered: the script is not for the probes
+        engines.try_engine(engine)
     faults = Faults()
     faults.script()
-    patch.setattr(posix, "_engine_module", lambda _: SimpleNamespace(engine=capsule))
+    patch.setattr(engines, "engine_module", lambda _: SimpleNamespace(engine=capsule))
     yield faults
     faults.let_go()
     faults.wait_closed()

@@ -11,9 +11,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from gdsload.backends import posix
+from gdsload.backends import engines
 
-ENGINES = [engine for engine in posix.ENGINES if posix.try_engine(engine).usable]
+ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}
 PATIENCE_SECONDS = 60
 

@@ -1,7 +1,8 @@
 """One rank of two: loads a model by transformers alone and through gdsload, and compares.
 
-Run by test_model_roads.py as `tensor_parallel.py DIRECTORY`, with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT set. Prints one line of JSON.
+Run by the tests as `tensor_parallel.py DIRECTORY [DCP]`, with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT set. With DCP the ranks first write a distributed checkpoint there, and load that one.
+Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import gdsload
 import tinymodels
 
 
-def main(directory: str) -> None:
+def main(directory: str, distributed: str = "") -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.distributed.init_process_group("gloo")
@@ -27,6 +28,10 @@ def main(directory: str) -> None:
     except TypeError:  # transformers before 5.15
         words = {"tp_plan": "auto"}
     stock = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
+    if distributed:
+        stock.save_pretrained(distributed, distributed_checkpoint=True)
+        directory = distributed
+        stock = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
     with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
         ours = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
     report = gdsload.last_report()
@@ -43,11 +48,12 @@ def main(directory: str) -> None:
                   for m in (stock, ours)]  # fmt: skip
     print(json.dumps({
         "wrong": wrong, "same_keys": list(one) == list(other),
-        "same_logits": torch.equal(*logits), "path": report.path, "labels": report.labels,
+        "same_logits": torch.equal(*logits), "path": report.path, "reason": report.path_reason,
+        "labels": report.labels,
         "tensors": report.tensors, "wanted_bytes": report.wanted_bytes, "held_bytes": held,
     }))  # fmt: skip
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

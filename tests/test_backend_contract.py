@@ -13,7 +13,7 @@ import torch
 
 import gdsload
 from contract import BackendContract
-from gdsload.backends import Backend, posix, registry
+from gdsload.backends import Backend, engines, posix, registry
 from gdsload.backends.posix import PosixBackend, PosixRequest
 
 GUIDE = Path(__file__).parents[1] / "docs" / "writing-a-backend.md"
@@ -24,7 +24,7 @@ class PosixContract(BackendContract):
     options: dict[str, Any] = {}  # noqa: RUF012
 
     def make(self) -> Backend:
-        support = posix.try_engine(self.engine)
+        support = engines.try_engine(self.engine)
         if not support.usable:
             pytest.skip(f"engine {self.engine}: {support}")
         return PosixBackend(engine=self.engine, **self.options)
@@ -34,7 +34,7 @@ def suite(name: str, base: type, **facts: Any) -> type:
     return type(name, (base,), {**facts, "__module__": __name__})
 
 
-for _engine in posix.ENGINES:
+for _engine in engines.ENGINES:
     for _direct in (True, False):
         _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
         globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
@@ -85,7 +85,7 @@ def test_the_last_news_is_not_lost() -> None:
 
     class Native:
         settled, count, failed, posted, idle_seconds = 1, 2, 0, True, 0.0
-        pump = posix.Pump(posix._engine_module("threads").engine(), 1)
+        pump = posix.Pump(engines.engine_module("threads").engine(), 1)
 
         def news(self) -> list[int]:
             told, self.settled = [0], 2
@@ -122,8 +122,8 @@ def test_an_engine_of_no_such_name() -> None:
 
 def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It worked when it was tried, and cannot be opened now."""
-    for engine in posix.ENGINES:
-        posix.try_engine(engine)
+    for engine in engines.ENGINES:
+        engines.try_engine(engine)
     with PosixBackend() as backend:
         first = backend.engine
         real = posix.Pump
@@ -142,7 +142,7 @@ def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "_tried", {})
+    monkeypatch.setattr(engines, "_tried", {})
     real = posix.Pump
     failing = [OSError(24, "Too many open files")]
 
@@ -151,14 +151,14 @@ def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
             raise failing.pop()
         return real(*facts)
 
-    monkeypatch.setattr(posix, "Pump", pump)
-    assert "ulimit -n" in str(posix.try_engine("threads"))
-    assert posix.try_engine("threads").usable
+    monkeypatch.setattr(engines, "Pump", pump)
+    assert "ulimit -n" in str(engines.try_engine("threads"))
+    assert engines.try_engine("threads").usable
 
 
 def test_closing_from_many_threads() -> None:
     for _ in range(20):
-        pump = posix.Pump(posix._engine_module("threads").engine(), 4)
+        pump = posix.Pump(engines.engine_module("threads").engine(), 4)
         gate = threading.Barrier(4)
 
         def close(pump: Any = pump, gate: Any = gate) -> None:

@@ -133,7 +133,26 @@ def test_wheel_has_every_module_and_its_types(wheel: Wheel) -> None:
         for path in (source / "gdsload").rglob(kind)
     }
     assert wanted <= wheel.names
-    assert not [name for name in wheel.names if name.endswith((".pyx", ".c"))]
+    # The benchmarks come along, under the library's own name.
+    tree = {path.name for path in (ROOT / "benchmarks").glob("*.*")} - {"README.md"}
+    packed = {name.rpartition("/")[2] for name in wheel.names if "gdsload/benchmarks/" in name}
+    assert packed == {name for name in tree if not name.startswith("test_")}
+    compiled = [name for name in wheel.names if name.endswith((".pyx", ".c"))]
+    assert compiled == ["gdsload/benchmarks/bare.c"]  # the yardstick, compiled where it is used
+
+
+def test_benchmarks_run_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from gdsload.cli import main;"
+        " import gdsload.benchmarks as found; print(found.__file__); main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, installed, "bench", "io", "--help"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(str(installed / "gdsload" / "benchmarks"))
+    assert "usage: gdsload bench io" in ran.stdout
 
 
 def test_wheel_names_its_command_and_its_backends(installed: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gdsload._native import cufile
+from gdsload._native import cufilelayout
 from gpudoubles import compiler
 
 # What cufile.h wants of CUDA: two names.
@@ -132,7 +132,7 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
 
 
 def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path) -> None:
-    ours = cufile.layout()
+    ours = cufilelayout.layout()
     lines = [
         f'SAY("{name}", offsetof({name.partition(".")[0]}, {name.partition(".")[2]}));'
         if "." in name
@@ -169,7 +169,7 @@ def test_statistics_are_read_where_they_are(header: Path, tmp_path: Path) -> Non
     if "CUfileStatsLevel3" not in header.read_text():
         pytest.skip(f"cuFile {name_of(header)} has no statistics: they came with 1.15")
     version = 1190 if "readv_ops" in header.read_text() else 1150
-    ours = cufile.statistics_layout(version)
+    ours = cufilelayout.statistics_layout(version)
     room = ours.pop("room")
     lines = ['SAY("all", sizeof(CUfileStatsLevel3_t));']
     for name in ours:

@@ -31,7 +31,8 @@ def address(tiny_checkpoint: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "service:app"]
-        environment = os.environ | {"MODEL": str(tiny_checkpoint), "HF_HUB_OFFLINE": "1"}
+        words = {"MODEL": str(tiny_checkpoint), "POOL_BYTES": str(1 << 30), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | words
         with subprocess.Popen(
             [*command, "--fd", str(listener.fileno())],
             env=environment,
@@ -67,6 +68,7 @@ def test_it_becomes_ready_and_answers(address: str) -> None:
     health = json.loads(text)
     assert set(seen) <= {200, 503} and health["ready"], text
     assert health["landed_bytes"] == health["wanted_bytes"] > 0
+    assert health["modules"] > 10
     code, text = ask(f"{address}/next", {"tokens": [1, 2, 3]})
     assert code == 200 and json.loads(text)["token"] >= 0
     code, text = ask(f"{address}/metrics")

@@ -16,14 +16,14 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
-    "_native collector errors dtypes quiet",
-    "libraries checkpoint shard source header files strictjson layouts synth",
+    "_native collector errors dtypes quiet version",
+    "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
-    "arena gpu ring residency report claims order cuts",
-    "backends outcome roads",
-    "load doctor vram tensors early ahead asynchronous",
+    "arena progress gpu ring residency report claims order cuts verdicts",
+    "segments hostpool backends outcome roads",
+    "load doctor vram tensors early ahead",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
-    " destinations",
+    " destinations readiness stopping asynchronous",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pytest
 
-from gdsload.backends.posix import ENGINES, try_engine
+from gdsload.backends.engines import ENGINES, try_engine
 
 PATIENCE_SECONDS = 60
 COUNT, SIZE, STEP = 8, 16 << 20, 1 << 20

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import gdsload
-from gdsload.backends import posix
+from gdsload.backends import engines
 from gdsload.errors import PlacementError, ReadError
 from storage import ENGINES, SMALL, is_full_of, python, save
 
@@ -103,7 +103,7 @@ def test_little_address_space(tmp_path: Path) -> None:
 
 def test_little_locked_memory(path: Path) -> None:
     """64 KiB and no privilege: registered buffers are refused, and the reads go on."""
-    support = posix.try_engine("uring")
+    support = engines.try_engine("uring")
     if not support.usable:
         pytest.skip(str(support))
     program = """

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 import gdsload
 from gdsload import residency
-from gdsload.backends import posix
+from gdsload.backends import engines
 from gdsload.dtypes import DTYPES
 from legal import TORCH_DTYPES, files, raw, same, write
 
 CACHES = ("auto", "direct", "buffered", "mapped")
-ENGINES = [engine for engine in posix.ENGINES if posix.try_engine(engine).usable]
+ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 WAYS = [
     ("auto", "auto"), ("mapped", "auto"),
     *((cache, engine) for cache in ("direct", "buffered") for engine in ENGINES),

@@ -1,6 +1,5 @@
-"""The table of architectures in docs/from-pretrained.md is what the code says it is.
-
-Run as a program, it writes the table.
+"""The tables in docs/from-pretrained.md, of quantizers and of architectures, are what the code and
+its tests say. Run as a program, it writes them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,40 @@ import gdsload
 import tinymodels
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "from-pretrained.md"
-TABLE = re.compile(r"(<!-- table: [^>]*-->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: ([a-z]+)[^>]*-->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+# What test_model_quantized.py loads of each quantizer, on a CPU. Most others want a GPU.
+TESTED = {
+    "awq": "checkpoints, with gptqmodel's kernels",
+    "bitsandbytes_4bit": "checkpoints, and quantizing while loading",
+    "bitsandbytes_8bit": "checkpoints, and quantizing while loading",
+    "compressed-tensors": "packed int4, int8 and fp8 checkpoints, kept so or decompressed",
+    "fp8": "checkpoints in blocks, dequantized",
+    "gguf": "transformers reads it by itself (`stock`)",
+    "gptq": "checkpoints, with gptqmodel's kernels",
+    "mxfp4": "checkpoints, dequantized",
+    "torchao": "int8 and fp8 weights: checkpoints, and quantizing while loading",
+}
 
 
-def table(directory: Path) -> str:
-    """The table for the transformers that is installed."""
+def quantizers(_: Path) -> str:
+    """The table of the quantizers that this transformers has."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    assert set(TESTED) <= set(AUTO_QUANTIZER_MAPPING)
+    lines = [
+        f"With transformers {transformers.__version__}:",
+        "",
+        "| quantizer | tested |",
+        "|---|---|",
+        *(f"| `{name}` | {TESTED[name]} |" for name in sorted(TESTED)),
+    ]
+    others = sorted(set(AUTO_QUANTIZER_MAPPING) - set(TESTED))
+    lines.append(f"| {', '.join(f'`{name}`' for name in others)} | no |")
+    return "\n".join(lines) + "\n"
+
+
+def architectures(directory: Path) -> str:
+    """The table of the architectures, with the transformers that is installed."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     lines = [
@@ -48,18 +76,22 @@ def table(directory: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_is_up_to_date(tmp_path: Path) -> None:
-    found = TABLE.search(DOCUMENT.read_text())
-    assert found is not None
-    written_with = re.search(r"With transformers (\S+):", found[2])
+TABLES = {"quantizers": quantizers, "architectures": architectures}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_is_up_to_date(name: str, tmp_path: Path) -> None:
+    found = {match[2]: match[3] for match in TABLE.finditer(DOCUMENT.read_text())}
+    assert set(found) == set(TABLES)
+    written_with = re.search(r"With transformers (\S+):", found[name])
     assert written_with is not None
     if written_with[1] != transformers.__version__:
         pytest.skip(f"the table was written with transformers {written_with[1]}")
-    assert found[2] == table(tmp_path), f"run `python tests/{Path(__file__).name}`"
+    assert found[name] == TABLES[name](tmp_path), f"run `python tests/{Path(__file__).name}`"
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        text = table(Path(scratch))
-    DOCUMENT.write_text(TABLE.sub(lambda m: m[1] + text + m[3], DOCUMENT.read_text()))
-    sys.stdout.write(f"{DOCUMENT}: {text.count(chr(10)) - 4} architectures\n")
+        texts = {name: table(Path(scratch)) for name, table in TABLES.items()}
+    DOCUMENT.write_text(TABLE.sub(lambda m: m[1] + texts[m[2]] + m[4], DOCUMENT.read_text()))
+    sys.stdout.write("".join(f"{name}: {t.count(chr(10)) - 4}\n" for name, t in texts.items()))

@@ -100,19 +100,62 @@ def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     swaps = Swaps({"latecomer": lambda module: [Swap(module, "value", 7), Swap(module, "none", 0)]})
     before = list(sys.meta_path)
-    swaps.enter()
-    swaps.enter()
+    swaps.enter("one")
+    swaps.enter("other")
     import latecomer
 
     assert latecomer.value == 7
-    swaps.leave()
+    swaps.leave("one")
     assert latecomer.value == 7
-    swaps.leave()
+    swaps.leave("other")
     assert latecomer.value == 1
     assert not hasattr(latecomer, "none")
     assert sys.meta_path == before
-    swaps.enter()
+    swaps.enter("one")
     latecomer.value = 9
-    swaps.leave()
+    swaps.leave("one")
     assert latecomer.value == 9
     del sys.modules["latecomer"]
+
+
+class _Interrupted:
+    """A module's place, whose names cannot be set the n-th time."""
+
+    first, second = 1, 2
+    left = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        _Interrupted.left -= 1
+        if _Interrupted.left == 0:
+            raise KeyboardInterrupt
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_ctrl_c_while_names_are_replaced_or_put_back(after: int) -> None:
+    from gdsload.swaps import Swap, Swaps
+
+    owner = _Interrupted()
+    for name, value in (("first", 1), ("second", 2)):
+        object.__setattr__(owner, name, value)
+    swaps = Swaps(
+        {"sys": lambda _: [Swap(owner, "first", 7)], "os": lambda _: [Swap(owner, "second", 8)],
+         "not.there": lambda _: []}
+    )  # fmt: skip
+    before = list(sys.meta_path)
+    _Interrupted.left = after
+    user = object()
+    seen = []
+    try:
+        try:
+            swaps.enter(user)
+            seen = [owner.first, owner.second]
+        finally:
+            swaps.leave(user)
+    except KeyboardInterrupt:
+        seen.append(-1)
+    _Interrupted.left = 0
+    assert seen == ([-1] if after <= 2 else [7, 8, -1] if after <= 4 else [7, 8])
+    assert (owner.first, owner.second) == (1, 2)
+    assert sys.meta_path == before
+    assert not swaps.in_place

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import gdsload
 import tinymodels
+from equal import FIRST, NEW, both, require_same
 
-NEW = transformers.__version__[0] > "4"
-FIRST = "seam" if NEW else "safe_open"
 HERE = Path(__file__).parent
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
 
@@ -43,24 +42,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixture")
     tinymodels.build("mixtral").save_pretrained(path, max_shard_size="30KB")
     return path
-
-
-def both(source: Any, *, auto: Any = None, **words: Any) -> tuple[Any, Any]:
-    """A model by transformers alone, and the same through gdsload."""
-    auto = auto or transformers.AutoModelForCausalLM
-    torch.manual_seed(0)  # what a checkpoint lacks is initialised at random
-    stock = auto.from_pretrained(source, **words)
-    torch.manual_seed(0)
-    with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
-        ours = gdsload.from_pretrained(source, cls=auto, **words)
-    return stock, ours
-
-
-def require_same(stock: Any, ours: Any, path: str = FIRST) -> None:
-    assert gdsload.last_report().path == path
-    assert tinymodels.differences(stock, ours) == []
-    for one, other in zip(tinymodels.answers(stock), tinymodels.answers(ours), strict=True):
-        assert tinymodels.same_bytes(one, other)
 
 
 MAPS: dict[str, Any] = {
@@ -244,52 +225,6 @@ def test_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tinymodels.differences(stock, ours) == []
     assert torch.equal(ours.inner.weight, tensors["inner.weight"])
     assert gdsload.last_report().path == FIRST
-
-
-def quantized(path: Path, model: Any, config: dict[str, Any], change: Any) -> None:
-    """Saves a model whose tensors `change` has made into those of a quantized checkpoint."""
-    model.save_pretrained(path)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(path / "model.safetensors").items():
-        tensors.update(change(name, tensor))
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    facts = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**facts, "quantization_config": config}))
-
-
-@needs_new
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
-    def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if tensor.ndim != 2 or not key.endswith("_proj.weight"):
-            return {key: tensor}
-        scales = torch.rand(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 16)) + 0.5
-        return {key: tensor.to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
-
-    config = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
-    quantized(tmp_path, tinymodels.build(name), config, change)
-    stock, ours = both(tmp_path)
-    require_same(stock, ours)
-    assert gdsload.last_report().labels["transient"] > 0
-
-
-@needs_new
-def test_mxfp4(tmp_path: Path) -> None:
-    def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            return {key: tensor.to(torch.bfloat16)}
-        experts, rows, columns = tensor.shape[0], tensor.shape[2], tensor.shape[1]
-        shape = (experts, rows, columns // 32)
-        return {f"{key}_blocks": torch.randint(0, 255, (*shape, 16), dtype=torch.uint8),
-                f"{key}_scales": torch.randint(120, 130, shape, dtype=torch.uint8)}  # fmt: skip
-
-    torch.manual_seed(0)
-    sizes = {**tinymodels.MOE, "intermediate_size": 64, "sliding_window": 16}
-    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
-    model = tinymodels.perturbed(transformers.GptOssForCausalLM(config))
-    quantized(tmp_path, model, {"quant_method": "mxfp4"}, change)
-    stock, ours = both(tmp_path)
-    require_same(stock, ours)
 
 
 def test_adapters(qwen: Path, tmp_path: Path) -> None:

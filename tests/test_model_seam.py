@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import os
 import threading
@@ -15,17 +16,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import modeling_utils
 
+import equal
 import gdsload
 import tinymodels
+from equal import FIRST, NEW, names_replaced, open_files
 from gdsload import labels, seam
 from gdsload.backends.base import Failure, Progress
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.registry import register_backend
-
-NEW = transformers.__version__[0] > "4"
-FIRST = "seam" if NEW else "safe_open"
 
 
 @pytest.fixture(autouse=True)
@@ -48,40 +47,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def names_replaced() -> list[Any]:
-    """Whatever gdsload may replace, as it is now."""
-    import accelerate.utils.modeling
-    import safetensors.torch
-
-    found = [
-        transformers.PreTrainedModel.__dict__["_load_pretrained_model"], modeling_utils.safe_open,
-        accelerate.utils.modeling.safe_open, accelerate.utils.modeling.safe_load_file,
-        safetensors.torch.load_file,
-    ]  # fmt: skip
-    if NEW:
-        from transformers import core_model_loading as loading
-
-        found += [loading.deepcopy, loading.rename_source_key, loading.dot_natural_key,
-                  loading.is_env_variable_true]  # fmt: skip
-    return found
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     before = names_replaced()
     yield
     assert names_replaced() == before
     assert not seam.swaps.in_place
-
-
-def open_files(under: Path) -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [name for name in found if name.startswith(str(under))]
 
 
 def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
@@ -105,7 +76,12 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """What was foreseen is what is asked for, in that order; nothing else."""
     if not hasattr(transformers, tinymodels.ARCHITECTURES[name][0]):
         pytest.skip(f"this transformers has no {name}")
+    from transformers import core_model_loading as loading
+
     from gdsload.feed import Feed
+
+    # Before 5.4 what a converter merges comes out of a set, in an order of its own each time.
+    has_order = "in set(" not in inspect.getsource(loading.WeightTransform.materialize_tensors)
 
     asked: list[str] = []
     foreseen: list[str] = []
@@ -122,14 +98,19 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Feed, "take", noted_take)
     monkeypatch.setattr("gdsload.weights.forecast", noted_forecast)
-    model = tinymodels.build(name)
-    model.save_pretrained(tmp_path)
+    with equal.by_transformers_alone():
+        model = tinymodels.build(name)
+        model.save_pretrained(tmp_path)
+        type(model).from_pretrained(tmp_path)
     for loaded_as in {type(model), type(model.base_model)}:
         asked.clear()
         foreseen.clear()
         gdsload.from_pretrained(tmp_path, cls=loaded_as)
-        assert asked == foreseen
         assert asked
+        if has_order:
+            assert asked == foreseen
+        else:
+            assert sorted(asked) == sorted(foreseen)
 
 
 def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import claims, load, residency
+from gdsload import claims, early, load, residency
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 
@@ -361,3 +361,14 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
     ahead.close()
     # The name here and getrefcount's own argument: nobody else keeps the mapping.
     assert held > sys.getrefcount(region) == 2
+
+
+def test_it_steps_back_behind_whoever_imports(tiny_checkpoint: Path) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with gated() as gate, gdsload.prefetch(tiny_checkpoint, backend="gated", cache="direct"):
+        gate.request()
+        (reader,) = [t for t in threading.enumerate() if t.name == "gdsload-prefetch"]
+        assert reader.native_id is not None
+        assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + early.NICENESS, 19)
+        gate.open()
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own

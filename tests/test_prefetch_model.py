@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import gdsload
+from gated import gated
+from gdsload.checkpoint import Checkpoint
+from gdsload.cuts import whole
 from gdsload.early import prefetches
+from gdsload.feed import Feed
+from gdsload.load import Session
+from gdsload.report import LoadReport
 
 pytest.importorskip("gdsload.model")
 PATIENCE_SECONDS = 60
@@ -40,3 +47,30 @@ def test_a_model_reads_itself_what_a_prefetch_lost(tiny_checkpoint: Path, tmp_pa
     for name, tensor in model.state_dict().items():
         if name in expected:
             assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("window_bytes", [0, 1 << 30])
+def test_what_a_prefetch_still_brings_is_waited_for(
+    window_bytes: int, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also when all that the load itself has read is there."""
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    expected = gdsload.load_file(source)
+    names = list(expected)[::2]
+    with (
+        gated() as gate,
+        gdsload.prefetch(source, names=names, backend="gated", cache="direct"),
+        Checkpoint.open(source) as checkpoint,
+        Session(checkpoint, LoadReport("model"), backend="posix", cache="buffered") as session,
+    ):
+        gate.request()
+        cuts = {name: whole(info) for name, info in checkpoint.tensors.items()}
+        with Feed(session, list(cuts.values()), window_bytes=window_bytes) as feed:
+            feed.start()
+            for name in expected.keys() - set(names):
+                assert torch.equal(feed.take(cuts[name]), expected[name])
+            with ThreadPoolExecutor() as pool:
+                taking = pool.map(feed.take, (cuts[name] for name in names))
+                gate.open()
+                for name, tensor in zip(names, taking, strict=True):
+                    assert torch.equal(tensor, expected[name])

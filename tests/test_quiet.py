@@ -15,7 +15,8 @@ from safetensors.torch import load_file as reference_load_file
 import gdsload
 from gated import Gate, gated
 from gdsload import early, quiet
-from gdsload.backends.posix import ENGINES, PosixBackend, try_engine
+from gdsload.backends.engines import ENGINES, try_engine
+from gdsload.backends.posix import PosixBackend
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
 
 PATIENCE_SECONDS = 30

@@ -16,6 +16,7 @@ import torch
 import gdsload
 import gpudoubles
 from gdsload import gpu, ring, tensors, vram
+from gdsload.backends import auto
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
@@ -155,15 +156,20 @@ def test_a_file_that_was_cut(
 
 def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
     gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 16 << 20})
-    assert gdsload.last_report().backend == "posix"
+    report = gdsload.last_report()
+    assert report.backend == "posix"
+    assert "page cache" in report.choice
+    gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct")
+    assert "do not repay opening cuFile" in gdsload.last_report().choice
     assert doubles.cufile_log["opens"] == 0
 
 
 def test_large_models_take_the_native_way(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vram, "WORTH_CUFILE_BYTES", 1)
-    gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 64 << 20})
+    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+    options = {"ring_bytes": 64 << 20}
+    gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct", options=options)
     report = gdsload.last_report()
     assert (report.backend, report.engine) == ("gds_mt", "nvfs")
     assert set(report.roads) == {"gds_mt/nvfs"}

@@ -299,6 +299,11 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.device.type == "meta":
         return True
+    if hasattr(one, "__tensor_flatten__"):  # a quantized tensor, made of others
+        names, others = (t.__tensor_flatten__()[0] for t in (one, other))
+        return names == others and all(
+            same_bytes(getattr(one, name), getattr(other, name)) for name in names
+        )
     raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*raw)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdsload import warmup
-    from gdsload.asynchronous import astream
+    from gdsload.asynchronous import afrom_pretrained, astream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from gdsload.quiet import quiesce, resume
     from gdsload.report import LoadReport, last_report
     from gdsload.tensors import load_file, safe_open, stream
-
-__version__ = "0.1.0"
+    from gdsload.version import __version__
 
 # Modules that are reached as attributes: gdsload.warmup.hook(...).
 _MODULES = ("warmup",)
@@ -49,7 +48,9 @@ _HOMES = {
     "ShortRead": "errors",
     "StallError": "errors",
     "TensorInfo": "checkpoint",
+    "__version__": "version",
     "accelerated": "model",
+    "afrom_pretrained": "asynchronous",
     "astream": "asynchronous",
     "from_pretrained": "model",
     "install": "model",
@@ -80,6 +81,7 @@ __all__ = [
     "TensorInfo",
     "__version__",
     "accelerated",
+    "afrom_pretrained",
     "astream",
     "from_pretrained",
     "install",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gdsload import residency
 from gdsload._native.memory import Region
-from gdsload.arena import Arena, Spot
+from gdsload.arena import Arena, Spot, available_bytes
 from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
@@ -74,6 +74,7 @@ class Ahead(Batch):
             self._states[failure.transfer] = _FAILED
             self.error = self.error or self._error(failure)
         self._left -= len(progress.settled)
+        self._complete = not self._left and self.error is None
         self._idle_seconds = progress.idle_seconds
         return progress.finished
 
@@ -170,3 +171,19 @@ def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:
     targets = (Target(0, 0, min(len(transfers), slots) * WARM_REQUEST_BYTES),) if transfers else ()
     wanted = sum(piece.nbytes for piece in pieces)
     return ReadPlan(tuple(transfers), targets, tuple(extents), homes, (), wanted)
+
+
+def fitting(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
+    """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
+    left = limit_bytes if limit_bytes is not None else available_bytes()
+    kept: list[Piece] = []
+    for piece in pieces:
+        size = piece.nbytes if left is None else min(piece.nbytes, left)
+        if size < piece.nbytes:
+            piece = piece._replace(nbytes=size)
+        if left is not None:
+            left -= size
+        kept.append(piece)
+        if left == 0:
+            break
+    return kept

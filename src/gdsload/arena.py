@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -53,15 +53,15 @@ class Arena:
     """Regions for the targets of a plan, in their order."""
 
     def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
-        """Takes address space, not memory: that comes with the reads. From `pool`, or from what
-        this process keeps between its models.
+        """Takes address space, not memory: that comes with the reads. From `pool`, where
+        it has some that was used before.
 
         Raises PlacementError where the machine (or its cgroup) has less memory than the plan
         reads.
         """
-        pool = pool or current_pool()
-        if pool is not None:
-            make_room(pool, plan.read_bytes)
+        keeper = current_pool()
+        if keeper is not None:
+            keeper.make_room(plan.read_bytes)
         require_room(plan.read_bytes - (pool.idle if pool is not None else 0))
         take = Region.anonymous if pool is None else pool.take
         try:
@@ -156,32 +156,34 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2)
 
 
-_pools: list[Pool] = []
+class Keeper(Protocol):
+    """Somebody who holds memory of this process that loads may need (`gdsload.hostpool`)."""
+
+    pid: int
+
+    def make_room(self, nbytes: int) -> None:
+        """Gives back what nobody uses where the machine has no room for so many bytes."""
 
 
-def current_pool() -> Pool | None:
-    """The pool that this process's loads take their memory from, if any."""
+_pools: list[Keeper] = []
+
+
+def current_pool() -> Keeper | None:
+    """The pool that this process's loads go through, if any: the one that was opened last."""
     for pool in reversed(_pools):
         if pool.pid == os.getpid():  # what a fork has copied belongs to the parent's tensors
             return pool
     return None
 
 
-def use_pool(pool: Pool) -> None:
-    """Loads take their memory from it from now on, until `drop_pool`."""
+def use_pool(pool: Keeper) -> None:
+    """Loads go through it from now on, until `drop_pool`."""
     _pools.append(pool)
 
 
-def drop_pool(pool: Pool) -> None:
+def drop_pool(pool: Keeper) -> None:
     """Undoes `use_pool`; also where it was undone before."""
     _pools[:] = [other for other in _pools if other is not pool]
-
-
-def make_room(pool: Pool, nbytes: int) -> None:
-    """Idle memory goes back to the system where the machine, or its cgroup, runs short of it."""
-    available = available_bytes()
-    if available is not None and nbytes + SPARE_BYTES > available + pool.idle:
-        pool.trim(0)
 
 
 def require_room(nbytes: int) -> None:
@@ -223,10 +225,12 @@ def _cgroup_bytes() -> int | None:
     rooms: list[int] = []
     for _, controllers, path in rows:
         if controllers == "":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "file")
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "file", "shmem")
         elif "memory" in controllers.split(","):
             root = "/sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+            names = (
+                "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem",
+            )  # fmt: skip
         else:
             continue
         # In a container the path of the host is not there, and the root is our own group.
@@ -239,7 +243,9 @@ def _cgroup_bytes() -> int | None:
     return min(rooms, default=None)
 
 
-def _group_bytes(group: str, limit_name: str, used_name: str, cache_name: str) -> int | None:
+def _group_bytes(
+    group: str, limit_name: str, used_name: str, cache_name: str, shared_name: str
+) -> int | None:
     try:
         with open(f"{group}/{limit_name}") as knob:
             text = knob.read().strip()
@@ -251,4 +257,6 @@ def _group_bytes(group: str, limit_name: str, used_name: str, cache_name: str) -
             stat = dict(line.split() for line in lines)
     except (OSError, ValueError):
         return None
-    return max(int(text) - used + int(stat.get(cache_name, 0)), 0)
+    # Memory files are counted among the cache, and cannot be dropped like it.
+    cache = max(int(stat.get(cache_name, 0)) - int(stat.get(shared_name, 0)), 0)
+    return max(int(text) - used + cache, 0)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gdsload.model import from_pretrained
+from gdsload.stopping import Stop
 from gdsload.tensors import stream
 
 if TYPE_CHECKING:
@@ -37,3 +41,26 @@ async def astream(
         if step is not None and not step.done():
             await asyncio.wait([step])
         await asyncio.to_thread(tensors.close)  # type: ignore[attr-defined]
+
+
+async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """`gdsload.from_pretrained` for ``await``: the event loop goes on while the model loads.
+
+    Arguments, result and errors are those of `from_pretrained`. The load runs in a thread of the
+    loop's executor, with the context variables of whoever awaits, as they are now; it is there
+    that `on_module_ready` is called. Cancelling the task that awaits ends the reads and frees what
+    was loaded before CancelledError comes out of here: at the next tensor, or, while Python still
+    imports or transformers reads by itself, when that is done. Cancelled again, it leaves at once.
+    """
+    stop = Stop()
+    call = partial(copy_context().run, stop.run, from_pretrained, source, *args, **kwargs)
+    # A future, not a task: whoever cancels all tasks of a loop must not lose the thread.
+    loading = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        stop.ask()
+        await asyncio.wait([loading])
+        if not loading.cancelled():
+            loading.exception()  # nobody is to be told of it
+        raise

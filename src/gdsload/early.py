@@ -15,47 +15,40 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from gdsload import claims, quiet, residency
-from gdsload.ahead import Ahead, Warming
-from gdsload.arena import available_bytes
+from gdsload import claims, hostpool, quiet, residency
+from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, GdsloadError, StallError
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
+from gdsload.progress import (
+    CANCELLED,
+    CLOSED,
+    FAILED,
+    LANDED,
+    OPENING,
+    READING,
+    PrefetchCancelled,
+    Progress,
+)
 from gdsload.report import LoadReport
 
 if TYPE_CHECKING:
     import torch
 
-TIERS = ("memory", "pagecache")
-# In this order; the last four are ends.
-OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
-    "opening", "reading", "landed", "cancelled", "failed", "closed",
-)  # fmt: skip
+TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
 # that must share the interpreter with `import torch` takes ten times as long.
 HEAD_START_SECONDS = 0.01
+# On two cores, where two threads make memory ready and one reads, this leaves a whole one to
+# whoever imports meanwhile. More would starve the reads where others keep the machine busy, and a
+# load that waits for them cannot take it back.
+NICENESS = 5
 _LOOK_SECONDS = 0.1
 REMEMBERED = 32  # prefetches that `warmup.status` can still tell of when they have ended
-
-
-class PrefetchCancelled(GdsloadError, RuntimeError):
-    """Somebody waited for a prefetch that was cancelled or closed before it had landed."""
-
-
-class Progress(NamedTuple):
-    """How far a prefetch is. `state` is "opening", "reading", "landed", "cancelled", "failed" or
-    "closed". `wanted_bytes` is 0 while opening; `claimed_bytes` is what loads have taken;
-    `resident_bytes` is what the page cache held at the end of a prefetch into it, else 0."""
-
-    state: str
-    wanted_bytes: int
-    landed_bytes: int
-    claimed_bytes: int
-    resident_bytes: int
-    seconds: float
 
 
 class Prefetch:
@@ -98,8 +91,11 @@ class Prefetch:
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
-                    pieces = _limited(pieces, self._limit_bytes)
-                with Session(checkpoint, self.report, adopt=False, **session) as opened:
+                    pieces = fitting(pieces, self._limit_bytes)
+                if self.tier == "pool":
+                    hostpool.require(pieces)
+                maps = self.tier != "pool"
+                with Session(checkpoint, self.report, adopt=False, maps=maps, **session) as opened:
                     self._read(opened, pieces)
                     checkpoint.verify_unchanged()
                     self._measure(checkpoint, pieces)
@@ -115,6 +111,11 @@ class Prefetch:
 
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
+        # The threads that read and make memory ready are started by this one, and inherit it.
+        with suppress(OSError):
+            own = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
         ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
         try:
@@ -176,8 +177,8 @@ class Prefetch:
                 self._ahead = None  # loads that still take from it have it in their claims
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
-            # What the page cache has is found there, by whoever looks, from now on.
-            over = self._state != LANDED or self.tier == "pagecache"
+            # What the page cache or a pool has is found there, by whoever looks, from now on.
+            over = self._state != LANDED or self.tier != "memory"
         if over:
             self._withdraw()
         self._posted.set()
@@ -286,19 +287,23 @@ def prefetch(
     `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
     Each byte is taken once, since tensors own their memory; a second load reads again. What the
     first load leaves is let go when it ends, unless `keep`, which holds it until `close`. Weights
-    for a GPU wait in host memory. `tier` "pagecache" only fills the page cache, with at most
-    `limit_bytes` (None: the memory that is available), for this process and for others.
+    for a GPU wait in host memory. `tier` "pool" reads into the open `warmup.HostPool`, which keeps
+    it for every later load, and fails where it cannot. `tier` "pagecache" only fills the page
+    cache, with at most `limit_bytes` (None: the memory that is available), for this process and for
+    others.
 
     The files are told apart by device, inode, size and times: a load that finds another version
     takes nothing from this one. Errors do not leave the thread that reads: `wait` raises them, and
     a load that would have adopted the bytes reads them itself. `names`, `backend`, `cache`,
     `options`, `stall_seconds` and `where` are those of `load_file`.
 
-    Raises ValueError for an unknown `tier` or `cache`. Whether the device is there is found out by
-    the load: it takes torch to know.
+    Raises ValueError for an unknown `tier` or `cache`, and for "pool" where none is open.
+    Whether the device is there is found out by the load: it takes torch to know.
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
+    if tier == "pool" and hostpool.current() is None:
+        raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     if cache not in CACHES:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
     if isinstance(names, str):
@@ -334,22 +339,6 @@ def started() -> list[Prefetch]:
     """The last ones of this process, oldest first, ended or not."""
     with _lock:
         return list(_started)
-
-
-def _limited(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
-    """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
-    left = limit_bytes if limit_bytes is not None else available_bytes()
-    kept: list[Piece] = []
-    for piece in pieces:
-        size = piece.nbytes if left is None else min(piece.nbytes, left)
-        if size < piece.nbytes:
-            piece = piece._replace(nbytes=size)
-        if left is not None:
-            left -= size
-        kept.append(piece)
-        if left == 0:
-            break
-    return kept
 
 
 _lock = threading.Lock()

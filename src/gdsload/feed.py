@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from gdsload import hostpool
 from gdsload._native.memory import Pool
 from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends.base import DRAM, Memory
@@ -96,7 +97,7 @@ class Stage(Batch):
         return cls(session, plan, spots, cuts, pool)
 
     def _take_memory(self) -> list[Memory]:
-        if self._pool is None:
+        if self._pool is None or hostpool.current() is not None:
             return super()._take_memory()
         arena = Arena(self.plan, self._pool)
         self.spots.update(arena.spots(self.plan))
@@ -130,6 +131,7 @@ class Stage(Batch):
         At once: memory is made ready in units larger than a page, sometimes after the reads, so
         that gaps fill with pages that nobody needs, and those of tensors that are gone fill again.
         """
+        self._complete = True
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
@@ -340,7 +342,8 @@ class Feed:
         return stage.give(cut)
 
     def _is_ready(self, stage: Stage, cut: Cut, piecemeal: bool) -> bool:
-        return stage.arrived or (piecemeal and stage.has(cut))
+        # A stage has arrived when its own reads have: what a prefetch brings may still be missing.
+        return (stage.arrived or piecemeal) and stage.has(cut)
 
     def _retire(self, stage: Stage, number: int | None) -> None:
         if number is None:

@@ -237,7 +237,7 @@ def each(
             room.release()
             yield result  # type: ignore[misc]
     except KeyboardInterrupt:
-        patience = 0.0
+        patience = 0.2  # somebody waits for the prompt
         raise
     finally:
         with lock:

@@ -133,6 +133,16 @@ def numa_node(bus: str, root: str = "/") -> int:
     return -1
 
 
+def why_staged(device_name: str) -> str:
+    """Why bytes pass through a ring on a device whose memory is the host's; empty for others."""
+    if why_not(device_name) or not facts(ordinal_of(device_name)).unified:
+        return ""
+    return (
+        f"{device_name} shares the host's memory, but CUDA does not promise that the CPU can write"
+        " to what torch takes on it: bytes are staged all the same"
+    )
+
+
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> None:
     """Raises PlacementError, with the bytes that are missing, where a device is too full.
 

@@ -12,24 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gdsload import quiet
+from gdsload import hostpool, quiet
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, hand_over, map_shard
-from gdsload.backends import Backend, Memory, Registration, choose
+from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, StallError
-from gdsload.outcome import note, read_error, silence_error, stall_error
-from gdsload.plan import (
-    Piece,
-    ReadPlan,
-    Transfer,
-    plan_reads,
+from gdsload.outcome import (
+    describe,
+    note,
+    open_backend,
+    read_error,
+    silence_error,
+    stall_error,
 )
+from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
+from gdsload.segments import Filling
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +59,14 @@ class Session:
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         adopt: bool = True,
+        maps: bool = True,
+        expected_bytes: int = 0,
     ) -> None:
         """Raises ValueError for an unknown `cache`; a backend is opened with the first read.
 
-        What a prefetch has of the same files is taken from it, unless `adopt` is False.
+        `expected_bytes` is what it will be asked for in all, 0 for what the report wants: some
+        backends are not worth opening for little. What a prefetch has of the same files is taken
+        from it, unless `adopt` is False; what is warm is mapped, unless `maps` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
         self.checkpoint = checkpoint
@@ -68,10 +75,13 @@ class Session:
         self.cache = cache
         self.stall_seconds = stall_seconds
         self._wanted = backend
+        self._expected_bytes = expected_bytes
         self._options = dict(options or {})
         self._backend: Backend | None = None
         self._mapped: dict[int, Region] = {}
         self._adopts = adopt and cache != "mapped"
+        self._maps = maps
+        self._pooled: dict[int, Region] = {}
         self._claims: dict[str, Claim] = {}
         self._givers: list[Landing] = []
         self.posted = 0  # batches whose reads may still be under way
@@ -88,13 +98,10 @@ class Session:
         self._backend = self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
-        choice = choose(self.device, self._wanted, self._options)
-        backend = choice.backend(**self._options)
+        expected = self._expected_bytes or self.report.wanted_bytes
+        backend = open_backend(self.device, self._wanted, self._options, self.report, expected)
         self._backend = backend
-        self.report.refusals.update(choice.refusals)
-        self.report.refusals.update(getattr(backend, "refusals", {}))
-        self.report.backend = backend.name
-        self.report.engine = getattr(backend, "engine", "")
+        describe(self.report, backend)
         return backend
 
     @collector_paused()
@@ -107,6 +114,7 @@ class Session:
         if self.device != "cpu":
             return {}, list(pieces)  # neither a mapping nor a prefetch is where these shall be
         spots = self._adopt(pieces) if adopt else {}
+        spots.update(self._kept([piece for piece in pieces if piece.name not in spots]))
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
             if piece.name not in spots:
@@ -114,7 +122,7 @@ class Session:
         cold: set[int] = set()
         mapped_bytes = 0
         for shard, members in by_shard.items():
-            if not self._roads.mapped(shard, members):
+            if not self._maps or not self._roads.mapped(shard, members):
                 cold.add(shard)
                 continue
             if self.cache == "mapped":
@@ -140,6 +148,27 @@ class Session:
             name: claim.spot or Spot(self._mapping(claim.piece.shard), claim.piece.offset)
             for name, claim in claims.items()
         }
+
+    def _kept(self, pieces: Sequence[Piece]) -> dict[str, Spot]:
+        """What an open pool holds of these."""
+        if self.cache == "mapped":
+            return {}
+        spots = hostpool.find(self.checkpoint, pieces, self._pooled)
+        nbytes = sum(piece.nbytes for piece in pieces if piece.name in spots)
+        if nbytes:
+            self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
+        return spots
+
+    def pinned(self, pieces: Sequence[Piece]) -> dict[str, Spot] | None:
+        """Where all of these are in the pinned memory of an open pool, for a device to copy from
+        and nobody to write to; None where any is not."""
+        spots = hostpool.find(self.checkpoint, pieces, {}, pinned=True)
+        wanted = [piece for piece in pieces if piece.nbytes]
+        if not wanted or len(spots) < len(wanted):
+            return None
+        nbytes = sum(piece.nbytes for piece in wanted)
+        self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
+        return spots
 
     def claims_of(self, spots: Mapping[str, Spot]) -> dict[str, Claim]:
         """The claims behind these spots, once: their bytes may still be on the way."""
@@ -190,6 +219,7 @@ class Session:
             self._backend.close()
             self._backend = None
         self._mapped.clear()
+        self._pooled.clear()
 
     def wake(self) -> None:
         """Nothing is opened before it is needed."""
@@ -224,6 +254,8 @@ class Batch:
         self.spots = spots
         self.claims = session.claims_of(spots)
         self._memory: list[Registration] = []
+        self._filling: Filling | None = None  # of the pool, where there is one
+        self._complete = False  # all of it has come
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
@@ -264,7 +296,8 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        arena = self.memory_of(self.plan)
+        self._filling = hostpool.keep(self.plan) if self.memory_of is Arena else None
+        arena = self._filling or self.memory_of(self.plan)
         self.spots.update(arena.spots(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
@@ -277,8 +310,7 @@ class Batch:
         self.session.posted += 1
         backend.post(self._request)
         # An engine that could not be opened after all has left its place to the next.
-        self.session.report.engine = getattr(backend, "engine", "")
-        self.session.report.refusals.update(getattr(backend, "refusals", {}))
+        describe(self.session.report, backend)
 
     def wait(self, moved: Callable[[int], None] | None = None) -> None:
         """Waits for all of it. `moved` is told of bytes as they land.
@@ -306,6 +338,7 @@ class Batch:
                 if progress.failures:
                     raise self._error(progress.failures[0])
                 if progress.finished:
+                    self._complete = not waiting
                     break
                 # Twice in a row: a process that was stopped for a while finds a long silence when
                 # it goes on, though the bytes are about to be counted.
@@ -346,6 +379,11 @@ class Batch:
         for registration in self._memory:
             backend.deregister(registration)
         self._memory = []
+        if self._filling is not None:
+            checkpoint = session.checkpoint
+            whole = self._complete and hostpool.unchanged(checkpoint)
+            self._filling.end(checkpoint if whole else None)
+            self._filling = None
 
 
 def require_device(device: object) -> str:

@@ -6,6 +6,8 @@ that was done already, or whose result is thrown away.
     get_device            a map with one device for all is not searched for every tensor
     deepcopy              a converter is copied for every tensor, but only the first copy for each
                           parameter is used: the others are not made
+    set_param_for_module  says which parameter is in its place now (readiness), and ends a load that
+                          was cancelled
     is_env_variable_true  no threads: our reads are ahead of whoever asks for a tensor, and worker
                           threads would hold tensors that nobody needs yet
     _materialize_copy     a tensor that is cast, or merged with others, goes straight to its place
@@ -25,6 +27,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+from gdsload import readiness, stopping
 from gdsload.swaps import Swap
 from gdsload.weights import Weights
 
@@ -83,6 +86,16 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
                 return True
         return is_true(name)
 
+    set_param: Any = getattr(module, "set_param_for_module", None)
+
+    def param_set(model: Any, name: str, *rest: Any, **named: Any) -> Any:
+        result = set_param(model, name, *rest, **named)
+        if running.get() is not None:
+            stopping.check()
+            if (watcher := readiness.current()) is not None:
+                watcher.arrived(model, name)
+        return result
+
     find_device = module.get_device
 
     @functools.wraps(find_device)
@@ -109,6 +122,8 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
             return materialize(tensor, device, dtype) if found is None else found
 
         yield Swap(module, "_materialize_copy", materialized)
+    if set_param is not None:
+        yield Swap(module, "set_param_for_module", functools.wraps(set_param)(param_set))
     yield Swap(module, "is_env_variable_true", env_is_true)
     yield from _swaps_of_merging(module)
 

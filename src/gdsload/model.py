@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from gdsload import seam
+from gdsload import seam, stopping
 from gdsload.errors import CheckpointError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.headstart import head_start
 from gdsload.load import CACHES, STALL_SECONDS
+from gdsload.readiness import Readiness, watching
 from gdsload.report import LoadReport
+from gdsload.swaps import held
 from gdsload.weights import Options
 
 # What a config is found by; the rest of from_pretrained's keywords is for the model.
 _CONFIG_WORDS = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
-    "subfolder", "token", "trust_remote_code",
+    "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
+    "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
 _lock = threading.Lock()
 
@@ -34,6 +36,7 @@ def from_pretrained(
     *args: Any,
     cls: Any = None,
     backend: str = "auto",
+    on_module_ready: Callable[[str, Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
     """`cls.from_pretrained(source, *args, **kwargs)`, with the weights read by gdsload.
@@ -42,6 +45,13 @@ def from_pretrained(
     the architecture that the config names. What comes back is what transformers gives: the same
     keys, bytes, buffers and ties. `gdsload.last_report()` says which way was taken (`path`).
 
+    `on_module_ready(name, module)` is called for every module, once, as soon as all parameters and
+    buffers in it have their final bytes, inner modules before outer ones, in transformers' order of
+    loading; by the thread that called this, so that loading goes on when it returns. What is not
+    final before the end (tied weights, buffers that no checkpoint holds; everything where there is
+    a quantizer, an adapter or offloading, or where transformers reads by itself) is told of then:
+    `last_report().modules_ready` says so. An exception in it ends the load and comes out of here.
+
     Raises what transformers raises; CheckpointError, ReadError, PlacementError and FileChanged for
     the weights, BackendUnavailable for a `backend` that was asked for by name. No model escapes.
     """
@@ -49,18 +59,23 @@ def from_pretrained(
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    with report.whole(), _entered(inherited), head_start(source, inherited, report, kwargs):
+    watcher = None if on_module_ready is None else Readiness(on_module_ready, source, report)
+    with (
+        report.whole(),
+        watching(watcher),
+        _entered(inherited),
+        head_start(source, inherited, report, kwargs),
+    ):
         if cls is None:
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)
-        token = seam.outer_report.set(report)
-        try:
-            with report.phase("from_pretrained"):
-                model = cls.from_pretrained(source, *args, **kwargs)
-        finally:
-            seam.outer_report.reset(token)
+            stopping.check()
+        with held(seam.outer_report, report), report.phase("from_pretrained"):
+            model = cls.from_pretrained(source, *args, **kwargs)
         if not report.path:
             seam.note(report, seam.STOCK, "transformers did not come to where weights are loaded")
+        if watcher is not None:
+            watcher.finish(model)
         return model
 
 
@@ -95,6 +110,8 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     for auto in ("AutoModelForCausalLM", "AutoModel"):
         if auto in mapped:
             return getattr(transformers, auto)
+    if kwargs.get("gguf_file") is not None:  # names its kind of model, and no class
+        return transformers.AutoModelForCausalLM
     raise CheckpointError(
         f"{source}: its config names no architecture of transformers"
         f" ({getattr(config, 'architectures', None)}); pass cls="
@@ -136,17 +153,20 @@ def install(
     the options. Imports neither torch nor transformers."""
     wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
     with _lock:
-        if seam.installed.options is None:
-            seam.swaps.enter()
-        seam.installed.options = wanted
+        try:
+            seam.swaps.enter("install")
+            seam.installed.options = wanted
+        except BaseException:
+            seam.installed.options = None
+            seam.swaps.leave("install")
+            raise
 
 
 def uninstall() -> None:
     """Undoes `install`; without one it does nothing."""
     with _lock:
-        if seam.installed.options is not None:
-            seam.installed.options = None
-            seam.swaps.leave()
+        seam.installed.options = None
+        seam.swaps.leave("install")
 
 
 def _options(
@@ -164,10 +184,10 @@ def _options(
 
 @contextmanager
 def _entered(options: Options) -> Iterator[None]:
-    seam.swaps.enter()
-    token = seam.chosen.set(options)
+    user = object()
     try:
-        yield
+        seam.swaps.enter(user)
+        with held(seam.chosen, options):
+            yield
     finally:
-        seam.chosen.reset(token)
-        seam.swaps.leave()
+        seam.swaps.leave(user)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gdsload.backends.base import Backend, Failure
+from gdsload.backends import Backend, choose
+from gdsload.backends.base import Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
 from gdsload.plan import Piece, ReadPlan, Transfer
@@ -91,14 +93,64 @@ def tensor_at(plan: ReadPlan, transfer: Transfer) -> str:
     return "?"
 
 
+def open_backend(
+    device: str,
+    wanted: str,
+    options: Mapping[str, Any],
+    report: LoadReport,
+    expected_bytes: int = 0,
+) -> Backend:
+    """The backend of a load: the one that was named, or for "auto" what measures and falls back on
+    the way into a device, and the first that works into DRAM.
+
+    Raises BackendUnavailable with all reasons where there is none.
+    """
+    if device.partition(":")[0] == "cuda":
+        from gdsload import gpu
+        from gdsload.backends.auto import AutoBackend  # not before a device is asked for
+
+        if why := gpu.why_staged(device):
+            report.refusals["in place"] = why
+        if wanted == "auto" and AutoBackend.probe(device).usable:
+            return AutoBackend(device, expected_bytes, **options)
+    choice = choose(device, wanted, options)
+    report.refusals.update(choice.refusals)
+    if wanted != "auto":
+        report.choice = f"{wanted}: asked for by name"
+    return choice.backend(**options)
+
+
+def describe(report: LoadReport, backend: Backend) -> None:
+    """Writes down which backend serves, how it was chosen and why others were not, as of now."""
+    serving = backend.serving()
+    report.backend = serving.name
+    report.engine = getattr(serving, "engine", "")
+    report.refusals.update(getattr(backend, "refusals", {}))
+    report.choice = getattr(backend, "choice", report.choice)
+    report.rates.update(getattr(backend, "rates", {}))
+    report.rerouted.update(getattr(backend, "rerouted", {}))
+
+
 def note(
     report: LoadReport, backend: Backend, checkpoint: Checkpoint, plan: ReadPlan, request: Any
 ) -> None:
     """Adds to the report what a request did, after its end: bytes by road, requests, pages."""
+    describe(report, backend)
     for road, size in backend.roads(request).items():
         report.roads[road] = report.roads.get(road, 0) + size
-    report.requests += len(plan.transfers)
     report.read_bytes += plan.read_bytes
+    parts = getattr(request, "parts", None)
+    if parts is None:
+        _note_part(report, checkpoint, plan.transfers, request)
+    else:
+        for part in parts:
+            _note_part(report, checkpoint, part.transfers, part.request)
+
+
+def _note_part(
+    report: LoadReport, checkpoint: Checkpoint, transfers: Sequence[Transfer], request: Any
+) -> None:
+    report.requests += len(transfers)
     native = getattr(request, "native", None)
     if native is not None:
         _, _, short_reads, retries = native.counts()
@@ -108,7 +160,7 @@ def note(
             Span(f"read {transfer.length >> 10} KiB at {transfer.offset}",
                  f"requests of {checkpoint.shards[transfer.shard].name}",
                  posted * 1e-9, done * 1e-9)
-            for transfer, (posted, done, _) in zip(plan.transfers, native.trace(), strict=True)
+            for transfer, (posted, done, _) in zip(transfers, native.trace(), strict=True)
             if done
         ]  # fmt: skip
     populator = getattr(request, "populator", None)

@@ -11,11 +11,15 @@ import os
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gdsload.errors import GdsloadError
 
 _LOOK_SECONDS = 0.005
+
+
+# How deep a holder lies: a load uses the rings, and a ring is registered with cuFile's driver.
+LOAD, RING, DRIVER = 0, 1, 2
 
 
 class Holder(Protocol):
@@ -32,7 +36,8 @@ class Holder(Protocol):
 
 
 def quiesce(timeout: float = 30.0) -> None:
-    """Closes every ring, AIO context, descriptor, pin and native thread of gdsload.
+    """Closes every ring, AIO context, descriptor, pin and native thread of gdsload, and the driver
+    of cuFile.
 
     Reads under way are waited for, `timeout` seconds at most. What is in memory stays there:
     tensors, and what a prefetch has landed. What is held beyond it (an opened `safe_open`, a
@@ -62,29 +67,35 @@ def resume() -> None:
         holder.wake()
 
 
-def hold(holder: Holder) -> None:
-    """Registers somebody, for as long as it lives."""
+def hold(holder: Holder, depth: int = LOAD) -> None:
+    """Registers somebody, for as long as it lives. What others use is deeper, and rests later."""
     with _lock:
-        _holders.append(weakref.ref(holder))
+        _holders.append(_Held(weakref.ref(holder), depth))
 
 
 def holders() -> list[Holder]:
-    """Who is registered and alive, oldest first."""
+    """Who is registered and alive, in the order in which they rest: the users of a thing before
+    the thing, and of one depth the oldest first."""
     with _lock:
-        alive = [(ref, holder) for ref in _holders if (holder := ref()) is not None]
-        _holders[:] = [ref for ref, _ in alive]
-    return [holder for _, holder in alive]
+        alive = [(each, holder) for each in _holders if (holder := each.ref()) is not None]
+        _holders[:] = [each for each, _ in alive]
+    return [holder for _, holder in sorted(alive, key=lambda pair: pair[0].depth)]
 
 
 def let_go(holder: Holder) -> None:
     """Undoes `hold`; also where it was undone before."""
     with _lock:
-        _holders[:] = [ref for ref in _holders if ref() not in (None, holder)]
+        _holders[:] = [each for each in _holders if each.ref() not in (None, holder)]
+
+
+class _Held(NamedTuple):
+    ref: weakref.ref[Holder]
+    depth: int
 
 
 _never = threading.Event()
 _lock = threading.Lock()
-_holders: list[weakref.ref[Holder]] = []
+_holders: list[_Held] = []
 
 
 def _forget() -> None:

@@ -28,15 +28,21 @@ class Span(NamedTuple):
 class LoadReport:
     """One load. Bytes, seconds and counts; `roads` maps "backend/engine/way" to bytes.
 
+    `choice` says which backend cold bytes took and why, `rates` what was measured of backends in
+    bytes per second, `rerouted` how many bytes failed on one and were read by another.
+
     Of a model: `path` is the way into transformers that ran ("seam", "safe_open" or "stock"),
     `path_reason` why it was not the first of these, `labels` how many tensors became parameters as
     they are ("keep"), were converted or cast ("transient"), or were not read ("skip").
+    `modules_ready` says, for `on_module_ready`, whether modules were told of as they came, or at
+    the end and why.
     """
 
     source: str
     device: str = "cpu"
     backend: str = ""
     engine: str = ""
+    choice: str = ""
     tensors: int = 0
     wanted_bytes: int = 0
     read_bytes: int = 0
@@ -44,6 +50,8 @@ class LoadReport:
     short_reads: int = 0
     retries: int = 0
     roads: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    rerouted: dict[str, int] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)
@@ -53,6 +61,7 @@ class LoadReport:
     failure: str = ""
     path: str = ""
     path_reason: str = ""
+    modules_ready: str = ""
     labels: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False)
 
@@ -79,6 +88,12 @@ class LoadReport:
         ]
         roads = [f"{road} {size / 1e9:.3f} GB" for road, size in self.roads.items() if size]
         lines.append("road: " + (", ".join(roads) or "no bytes were read"))
+        if self.choice:
+            rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
+            lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
+        lines += [
+            f"failed, and read again: {way}, {size:,} bytes" for way, size in self.rerouted.items()
+        ]
         lines.append(
             "phases: " + ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
         )

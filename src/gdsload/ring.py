@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gdsload import gpu
+from gdsload import gpu, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
@@ -49,6 +50,8 @@ class StagingRing:
         self.notes: list[str] = []
         self.nbytes = slot_bytes * count
         self.pid = os.getpid()
+        # Who reads through it, also while none of its slots is lent: it stays as long as they do.
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, Road]] = []
         self._lock = threading.Lock()
@@ -87,6 +90,7 @@ class StagingRing:
     def park(self, kind: object, road: Road) -> None:
         """Keeps a road that is still and sound for whoever needs one of its kind next."""
         with self._lock:
+            self.users.discard(road)
             self._parked.append((kind, road))
 
     def unpark(self, kind: object) -> Road | None:
@@ -95,15 +99,16 @@ class StagingRing:
             for place, (known, road) in enumerate(self._parked):
                 if known == kind:
                     del self._parked[place]
+                    self.users.add(road)
                     return road
         return None
 
     def close(self) -> bool:
-        """Gives the memory back, and the roads that wait here; False where a slot is still lent,
-        and the memory was kept."""
-        if self.pid != os.getpid():
-            return False
+        """Gives the memory back, and the roads that wait here; False where somebody reads through
+        it, and nothing was done, or where a slot is still lent, and the memory was kept."""
         with self._lock:
+            if self.pid != os.getpid() or self.users:
+                return False
             parked, self._parked = self._parked, []
         for _, road in parked:
             road.close()
@@ -156,7 +161,11 @@ def ring_for(
                 # Reads were lost in it: it is never freed, and never used again.
                 _given_up.append(known)
             del _rings[kind, ordinal]
-        ring = _rings[kind, ordinal] = StagingRing(kind, ordinal, slot_bytes, count, register)
+        ring = StagingRing(kind, ordinal, slot_bytes, count, register)
+        if not _rings:
+            quiet.let_go(_still)
+            quiet.hold(_still, quiet.RING)
+        _rings[kind, ordinal] = ring
         return ring
 
 
@@ -164,12 +173,13 @@ def ring_for(
 _given_up: list[StagingRing] = []
 
 
-def release_rings() -> int:
-    """Gives back the memory of all rings that no load is using: how many bytes that were."""
+def release_rings(kind: str = "", ordinal: int = -1) -> int:
+    """Gives back the memory of the rings that no load is using: how many bytes that were. All of
+    them, or those of a kind and of a device."""
     freed = 0
     with _lock:
         for key, ring in list(_rings.items()):
-            if ring.close():
+            if kind in ("", key[0]) and ordinal in (-1, key[1]) and ring.close():
                 del _rings[key]
                 freed += ring.nbytes
     return freed
@@ -179,3 +189,26 @@ def rings() -> list[StagingRing]:
     """The rings that are there."""
     with _lock:
         return list(_rings.values())
+
+
+class _Rings:
+    """All of them, for `quiesce`: after the loads that read through them, before cuFile's driver
+    that they are registered with."""
+
+    def busy(self) -> str:
+        """A slot that something may still write to keeps its ring, and what it is pinned by."""
+        lent = [ring for ring in [*rings(), *_given_up] if ring.native.lent]
+        return "; ".join(
+            f"{ring.native.lent} slots of the staging ring of cuda:{ring.ordinal} are still read to"
+            for ring in lent
+            if ring.pid == os.getpid()
+        )
+
+    def rest(self) -> None:
+        release_rings()
+
+    def wake(self) -> None:
+        """The next load makes the rings that it needs."""
+
+
+_still = _Rings()

@@ -16,14 +16,13 @@ from typing import NamedTuple
 from gdsload import residency
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
+from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Piece, extents_of
 from gdsload.report import LoadReport
 
 CACHES = ("auto", "direct", "buffered", "mapped")
-# Stands in a request for a shard that none of its transfers read.
-_NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
 
 
 class Roads:
@@ -43,7 +42,7 @@ class Roads:
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""
-        return [entry or _NO_FILE for entry in self._known]
+        return [entry or NO_FILE for entry in self._known]
 
     def mapped(self, shard: int, pieces: Sequence[Piece]) -> bool:
         """Whether these pieces of a shard are mapped rather than read."""

@@ -22,17 +22,19 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable
 from gdsload.loading import running, swaps_of_loading
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
-from gdsload.swaps import Swap, Swaps
+from gdsload.swaps import Swap, Swaps, held
 from gdsload.weights import Misfit, Options, Weights
 
 log = logging.getLogger("gdsload")
 
 SEAM, SAFE_OPEN, STOCK = "seam", "safe_open", "stock"
+_DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 _FRONT = ("model", "state_dict", "checkpoint_files")
 Call = Callable[..., Any]
 Opener = Callable[[str, Any], OpenedFile]
@@ -133,12 +135,10 @@ def _load(
             with _opening(options, report):
                 return stock()
         note(report, SEAM)
-        token = running.set(weights)
-        try:
-            with report.phase("transformers"), collector_paused():
-                result = original(model, weights.slices(), files, config, *rest, **named)
-        finally:
-            running.reset(token)
+        if (watcher := readiness.current()) is not None:
+            watcher.begin(model, config)
+        with held(running, weights), report.phase("transformers"), collector_paused():
+            result = original(model, weights.slices(), files, config, *rest, **named)
         weights.finish()
         return result
 
@@ -164,11 +164,8 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
             opened.append(stack.enter_context(Weights([path], options, report)))
             return opened[-1].opened(device)
 
-        token = _opener.set(open_file)
-        try:
+        with held(_opener, open_file):
             yield
-        finally:
-            _opener.reset(token)
         for weights in opened:
             weights.finish()
 
@@ -211,11 +208,8 @@ def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, name
         mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
         # A rank of a mesh wants parts that are known only when it asks for them.
         weights.expect([] if mesh is not None else [names[key] for key in state_dict])
-        token = _opener.set(lambda _, device: weights.opened(device))
-        try:
+        with held(_opener, lambda _, device: weights.opened(device)):
             result = original(model, state_dict, path, names, *rest, **named)
-        finally:
-            _opener.reset(token)
         weights.finish()
         return result
 
@@ -257,6 +251,22 @@ def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
             return _load_old_shard(shard, model, state_dict, path, names, rest, named)
 
         yield Swap(module, "_load_state_dict_into_meta_model", load_shard)
+    for home in base.__mro__:
+        if _DISTRIBUTED in vars(home):
+            yield Swap(home, _DISTRIBUTED, _told(vars(home)[_DISTRIBUTED]))
+
+
+def _told(original: Call) -> Call:
+    """transformers' reading of a directory that torch.distributed.checkpoint wrote."""
+
+    @functools.wraps(original)
+    def load(model: Any, directory: Any, *rest: Any, **named: Any) -> Any:
+        if active() is not None:
+            with reported(str(directory)) as report:
+                note(report, STOCK, "torch.distributed.checkpoint wrote it (DCP): torch reads it")
+        return original(model, directory, *rest, **named)
+
+    return load
 
 
 _misfit: dict[str, str] = {}

@@ -2,18 +2,23 @@
 
 A module that is not imported yet is not imported for this: its names are replaced when it is.
 Whoever needs the replacements enters; the first one puts them in place, and when the last one
-leaves, everything is as it was.
+leaves, everything is as it was. Ctrl-C may come between any two steps: whoever enters inside a
+`try` and leaves in its `finally` leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Swap(NamedTuple):
@@ -35,20 +40,21 @@ class Swaps:
     def __init__(self, wanted: Mapping[str, Callable[[ModuleType], Iterable[Swap]]]) -> None:
         self._wanted = dict(wanted)
         self._lock = threading.RLock()
-        self._users = 0
+        self._users: set[Hashable] = set()
         self._done: list[_Done] = []
         self._watch: _Watch | None = None
         self.misfits: dict[str, str] = {}  # module -> why nothing was replaced in it
 
     @property
     def in_place(self) -> bool:
-        return self._users > 0
+        return bool(self._users or self._done)
 
-    def enter(self) -> None:
+    def enter(self, user: Hashable) -> None:
         """Puts the replacements in place, now or when their modules are imported."""
         with self._lock:
-            self._users += 1
-            if self._users > 1:
+            is_first = not self._users
+            self._users.add(user)
+            if not is_first:
                 return
             absent = []
             for name in self._wanted:
@@ -61,21 +67,30 @@ class Swaps:
                 self._watch = _Watch(absent, self._arrived)
                 sys.meta_path.insert(0, self._watch)
 
-    def leave(self) -> None:
-        """Puts everything back once all who entered have left."""
+    def leave(self, user: Hashable) -> None:
+        """Puts everything back once all who entered have left. Who did not enter may leave."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if self._users:
                 return
-            if self._watch is not None:
+            try:
+                self._put_back()
+            except BaseException:  # Ctrl-C: what is left of it
+                self._put_back()
+                raise
+
+    def _put_back(self) -> None:
+        if self._watch is not None:
+            if self._watch in sys.meta_path:
                 sys.meta_path.remove(self._watch)
-                self._watch = None
-            for swap, before in reversed(self._done):
-                # Where somebody else has replaced it again, ours stays below theirs and does
-                # nothing: taking theirs away would be worse.
-                if vars(swap.owner).get(swap.name) is swap.value:
-                    setattr(swap.owner, swap.name, before)
-            self._done.clear()
+            self._watch = None
+        while self._done:
+            swap, before = self._done[-1]
+            # Where somebody else has replaced it again, ours stays below theirs and does
+            # nothing: taking theirs away would be worse.
+            if vars(swap.owner).get(swap.name) is swap.value:
+                setattr(swap.owner, swap.name, before)
+            self._done.pop()
 
     def _arrived(self, module: ModuleType) -> None:
         with self._lock:
@@ -92,6 +107,17 @@ class Swaps:
             if swap.name in vars(swap.owner):
                 self._done.append(_Done(swap, vars(swap.owner)[swap.name]))
                 setattr(swap.owner, swap.name, swap.value)
+
+
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """The variable has this value inside, and the one it had before afterwards."""
+    before = variable.get()
+    try:
+        variable.set(value)
+        yield
+    finally:
+        variable.set(before)
 
 
 class _Watch(MetaPathFinder):

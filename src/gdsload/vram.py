@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from gdsload.checkpoint import Checkpoint
 
-# Opening cuFile takes 50 to 180 ms; what is smaller has been read by then.
-WORTH_CUFILE_BYTES = 1 << 30
-
 
 def device_name(device: Any) -> str:
     """A device as we write it: "cuda:1" for 1, and the current one for "cuda"."""
@@ -50,13 +47,6 @@ def reached(target: str, backend: str) -> str:
     return target  # it was asked for by name, and says itself what is in its way
 
 
-def worth(backend: str, target: str, nbytes: int) -> str:
-    """The backend to ask for: in ``auto`` cuFile is not opened for little."""
-    if backend == "auto" and target.partition(":")[0] == "cuda" and nbytes < WORTH_CUFILE_BYTES:
-        return "posix"
-    return backend
-
-
 def prefetched(checkpoint: Checkpoint, backend: str, seconds: float) -> bool:
     """Whether a prefetch has some of it in host memory, from where torch moves it on: what is there
     is not read once more."""
@@ -71,7 +61,7 @@ def session_for(
     if device != "cpu" and prefetched(checkpoint, backend, how["stall_seconds"]):
         device = "cpu"
     return Session(
-        checkpoint, report, device=device, backend=worth(backend, device, nbytes), **how
+        checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **how
     )  # fmt: skip
 
 

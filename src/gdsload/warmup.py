@@ -13,17 +13,31 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdsload._native.memory import Pool
-from gdsload.arena import drop_pool, use_pool
+from gdsload import hostpool
 from gdsload.early import TIERS, Prefetch, prefetch, started
+from gdsload.hostpool import HostPool
+
+__all__ = [
+    "Hook",
+    "HostPool",
+    "Status",
+    "from_environment",
+    "from_words",
+    "hook",
+    "limit_bandwidth",
+    "source_and_device",
+    "status",
+]  # fmt: skip
 
 VARIABLE = "GDSLOAD_PREFETCH"
 _DEVICE = re.compile(r"(?P<source>.+)@(?P<device>[a-z]+(?::\d+)?)")
 
 
 class Status(NamedTuple):
-    """One prefetch of this process. Bytes, and seconds until it ended (or so far); `error` is
-    empty where nothing went wrong."""
+    """One prefetch of this process: bytes, and seconds until it ended (or so far); `error` is empty
+    where nothing went wrong. Or, with the tier "pool" and the state "kept", what an open pool holds
+    of a checkpoint: `claimed_bytes` are in segments that tensors live in, `resident_bytes` is what
+    the kernel says, and the seconds are since a load last took from it."""
 
     source: str
     device: str
@@ -38,11 +52,19 @@ class Status(NamedTuple):
 
 
 def status() -> list[Status]:
-    """The last prefetches of this process, oldest first, also those that have ended."""
+    """The last prefetches of this process, oldest first, also those that have ended; then what the
+    open pool holds, the least recently used first."""
+    pool = hostpool.current()
     return [
         Status(one.source, one.report.device, one.tier, *one.progress(), one.report.failure)
         for one in started()
-    ]
+    ] + [
+        Status(
+            one.source, "cpu", "pool", "kept", one.held_bytes, one.held_bytes, one.lent_bytes,
+            one.resident_bytes, one.idle_seconds, "",
+        )
+        for one in (() if pool is None else pool.held())
+    ]  # fmt: skip
 
 
 def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
@@ -61,49 +83,6 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
         raise ValueError(f"of={of!r} is none of {', '.join(rates)}")
     rates[of] = bytes_per_second or 0
     limit_traffic(rates["all"], rates["ahead"])
-
-
-class HostPool:
-    """Host memory kept between models: while it is open, all loads of this process take theirs
-    from it. Use it as a context, or close it.
-
-    It holds `limit_bytes` at most, in use and idle together; what does not fit is taken from the
-    system as without a pool. Idle memory that suits no load is given back, the least recently used
-    first, and all of it where the machine or the cgroup runs short. Tensors of a pool give their
-    memory back together, with the last one of a file's run, where others do one by one.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        """Raises ValueError for a limit below 1."""
-        if limit_bytes < 1:
-            raise ValueError(f"a pool of {limit_bytes} bytes holds nothing")
-        self._pool = Pool(limit_bytes)
-        use_pool(self._pool)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the system's memory that it has, in use and idle."""
-        return self._pool.held
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes that the next load can have at once."""
-        return self._pool.idle
-
-    def trim(self, most_bytes: int = 0) -> None:
-        """Gives idle memory back until no more than so many bytes are held."""
-        self._pool.trim(most_bytes)
-
-    def close(self) -> None:
-        """Gives back what is idle, and what is in use when its tensors die. May be called again."""
-        drop_pool(self._pool)
-        self._pool.close()
-
-    def __enter__(self) -> HostPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Hook:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from gdsload import vram
+from gdsload import stopping, vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
@@ -128,7 +128,8 @@ class Weights:
                 self.checkpoint,
                 self.report,
                 device=device,
-                backend=vram.worth(options.backend, device, sum(cut.nbytes for cut in cuts)),
+                backend=options.backend,
+                expected_bytes=sum(cut.nbytes for cut in cuts),
                 cache=options.cache,
                 options=options.options,
                 stall_seconds=options.stall_seconds,
@@ -169,6 +170,7 @@ class Weights:
 
     def _begin(self, feed: Feed) -> None:
         self.feed = self._stack.enter_context(feed)
+        self._stack.enter_context(stopping.ended_by(feed.close))
         feed.start()
 
     @collector_paused()

@@ -18,15 +18,7 @@ from gdsload._native.cuda cimport (
     CUDA_SUCCESS,
     CudaApi,
 )
-
-cdef extern from "<dlfcn.h>" nogil:
-    enum:
-        RTLD_NOW
-        RTLD_LOCAL
-    void *dlopen(const char *path, int flags)
-    void *dlsym(void *library, const char *name)
-    int dlclose(void *library)
-    char *dlerror()
+from gdsload._native.dynamic cimport dlclose, fill_table, open_library
 
 # In the order of CudaApi: a table of pointers is filled from a table of names.
 _SYMBOLS = (
@@ -67,24 +59,17 @@ cdef class Cuda:
         not start (no device, no kernel module).
         """
         cdef void *library
-        cdef void **slot
-        cdef int code, place = 0
+        cdef int code
         assert_table(sizeof(CudaApi) // sizeof(void *))
         self.api = <CudaApi *>calloc(1, sizeof(CudaApi))
         if self.api == NULL:
             raise MemoryError("no memory for CUDA's functions")
-        slot = <void **>self.api
-        encoded = os.fsencode(path)
-        library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
-        if library == NULL:
-            raise OSError(dlerror().decode(errors="replace"))
+        library = open_library(path)
+        found = fill_table(library, <void **>self.api, _SYMBOLS)
         for name in _SYMBOLS:
-            symbol = name.encode()
-            slot[place] = dlsym(library, symbol)
-            if slot[place] == NULL:
+            if name not in found:
                 dlclose(library)
                 raise OSError(f"{path} has no {name}: this CUDA driver is too old")
-            place += 1
         self.path = path
         self.pid = os.getpid()
         with nogil:

@@ -26,6 +26,15 @@ cdef enum:
     CUFILE_TIMEOUT = 0x20
     CUFILE_FAILED = 0x40
 
+cdef enum:
+    # The statistics grew with 1.19, and a newer libcufile writes its own size: there is room.
+    STATS_BYTES = 131072
+    LEVEL_1_BYTES = 512
+    LEVEL_1_BYTES_1190 = 624
+    HISTOGRAM_BYTES = 512
+    GPU_BYTES = 248
+    MOST_GPUS = 16
+
 cdef struct CUfileError:
     int err                    # CUfileOpError
     int cu_err                 # CUresult, where err is CU_FILE_CUDA_DRIVER_ERROR

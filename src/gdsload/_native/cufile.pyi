@@ -2,6 +2,8 @@ from typing import final
 
 from gdsload._native.cuda import Device
 
+GPU_FIELDS: tuple[tuple[str, int], ...]
+
 class CuFileFailure(RuntimeError):
     call: str
     code: int
@@ -44,6 +46,3 @@ class Files:
     def put(self, slot: int, handle: int) -> None: ...
     @property
     def address(self) -> int: ...
-
-def layout() -> dict[str, int]: ...
-def statistics_layout(version: int) -> dict[str, int]: ...

@@ -10,48 +10,39 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
-from posix.time cimport timespec
 
 import os
 
-from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport CudaApi
 from gdsload._native.cufile cimport (
     CU_FILE_HANDLE_TYPE_OPAQUE_FD,
+    GPU_BYTES,
+    HISTOGRAM_BYTES,
+    LEVEL_1_BYTES,
+    LEVEL_1_BYTES_1190,
+    MOST_GPUS,
+    STATS_BYTES,
     CFiles,
     CUfileDescr,
     CUfileDrvProps,
     CUfileError,
     CuFileApi,
-    CUfileIOEvents,
-    CUfileIOParams,
     release_files,
 )
+from gdsload._native.dynamic cimport dlclose, fill_table, open_library
+from gdsload._native.errand cimport (
+    CLOSE_DRIVER,
+    OPEN_DRIVER,
+    Errand,
+    new_errand,
+    start_errand,
+    wait_for_errand,
+)
 from gdsload._native.pthreads cimport (
-    deadline_in,
-    monotonic_cond_init,
-    pthread_cond_broadcast,
-    pthread_cond_destroy,
-    pthread_cond_t,
-    pthread_cond_timedwait,
-    pthread_detach,
-    pthread_mutex_destroy,
     pthread_mutex_init,
     pthread_mutex_lock,
-    pthread_mutex_t,
     pthread_mutex_unlock,
-    pthread_t,
-    start_quiet_thread,
 )
-
-cdef extern from "<dlfcn.h>" nogil:
-    enum:
-        RTLD_NOW
-        RTLD_LOCAL
-    void *dlopen(const char *path, int flags)
-    void *dlsym(void *library, const char *name)
-    int dlclose(void *library)
-    char *dlerror()
 
 # In the order of CuFileApi: the functions without which there is no cuFile, then the others.
 _NEEDED = (
@@ -59,22 +50,13 @@ _NEEDED = (
     "cuFileBufDeregister", "cuFileRead", "cuFileDriverGetProperties",
 )
 _BETTER = (
-    "cuFileDriverClose_v2", "cuFileGetVersion", "cuFileBatchIOSetUp", "cuFileBatchIOSubmit",
-    "cuFileBatchIOGetStatus", "cuFileBatchIOCancel", "cuFileBatchIODestroy",
+    "cuFileDriverClose_v2|cuFileDriverClose", "cuFileGetVersion",
+    "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",
+    "cuFileBatchIOCancel", "cuFileBatchIODestroy",
     "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileGetParameterBool",
     "cuFileSetParameterBool", "cuFileSetParameterString", "cuFileDriverGetP2PFlags",
     "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3",
 )
-
-cdef enum:
-    # The statistics grew with 1.19, and a newer libcufile writes its own size: there is room.
-    STATS_BYTES = 131072
-    LEVEL_1_BYTES = 512
-    LEVEL_1_BYTES_1190 = 624
-    HISTOGRAM_BYTES = 512
-    GPU_BYTES = 248
-    MOST_GPUS = 16
-
 
 class CuFileFailure(RuntimeError):
     """cuFile said no: `call` is the function, `code` its CUfileOpError, `cuda_code` CUDA's."""
@@ -84,50 +66,6 @@ class CuFileFailure(RuntimeError):
         self.call = call
         self.code = code
         self.cuda_code = cuda_code
-
-
-# --- calls that may never come back -----------------------------------------------------------
-
-cdef enum:
-    OPEN_DRIVER = 1
-    CLOSE_DRIVER = 2
-
-cdef struct Errand:
-    int64_t references          # who waits, and who runs
-    int what
-    CuFileApi *api
-    CudaApi *cuda
-    void *context               # made current around the call; NULL: none is needed
-    CUfileError answer
-    int done
-    pthread_mutex_t lock
-    pthread_cond_t told
-
-
-cdef void release_errand(Errand *self) noexcept nogil:
-    if gds_add(&self.references, -1) > 0:
-        return
-    pthread_cond_destroy(&self.told)
-    pthread_mutex_destroy(&self.lock)
-    free(self)
-
-
-cdef void *run_errand(void *arg) noexcept nogil:
-    cdef Errand *self = <Errand *>arg
-    cdef CUfileError answer
-    if self.context != NULL:
-        self.cuda.set_current(self.context)
-    if self.what == OPEN_DRIVER:
-        answer = self.api.driver_open()
-    else:
-        answer = self.api.driver_close()
-    pthread_mutex_lock(&self.lock)
-    self.answer = answer
-    self.done = 1
-    pthread_cond_broadcast(&self.told)
-    pthread_mutex_unlock(&self.lock)
-    release_errand(self)
-    return NULL
 
 
 @cython.final
@@ -146,31 +84,17 @@ cdef class CuFile:
         Raises OSError where it cannot be opened, or is too old to read a file.
         """
         cdef void *library
-        cdef void **slot
-        cdef int place = 0
         if len(_NEEDED) + len(_BETTER) != sizeof(CuFileApi) // sizeof(void *):
             raise ImportError("cufile.pxd and cufile.pyx name different functions")
         self.api = <CuFileApi *>calloc(1, sizeof(CuFileApi))
         if self.api == NULL:
             raise MemoryError("no memory for cuFile's functions")
-        slot = <void **>self.api
-        encoded = os.fsencode(path)
-        library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
-        if library == NULL:
-            raise OSError(dlerror().decode(errors="replace"))
-        found = set()
-        for name in _NEEDED + _BETTER:
-            symbol = name.encode()
-            slot[place] = dlsym(library, symbol)
-            if slot[place] == NULL and name == "cuFileDriverClose_v2":
-                slot[place] = dlsym(library, b"cuFileDriverClose")  # what it was called before
-            if slot[place] != NULL:
-                found.add(name)
-            elif name in _NEEDED:
+        library = open_library(path)
+        self.functions = fill_table(library, <void **>self.api, _NEEDED + _BETTER)
+        for name in _NEEDED:
+            if name not in self.functions:
                 dlclose(library)
                 raise OSError(f"{path} has no {name}")
-            place += 1
-        self.functions = frozenset(found)
         self.path = path
         self.pid = os.getpid()
 
@@ -183,38 +107,20 @@ cdef class CuFile:
         return NotSupported(f"{self.path} has no {name}")
 
     cdef CUfileError errand(self, int what, object device, double seconds, int *timed_out):
-        cdef Errand *call = <Errand *>calloc(1, sizeof(Errand))
+        cdef Errand *call = new_errand(what, self.api)
         cdef CUfileError answer
-        cdef pthread_t thread
-        cdef timespec until
         cdef int error
         if call == NULL:
             raise MemoryError("no memory to call cuFile")
-        call.references = 2
-        call.what = what
-        call.api = self.api
         if device is not None:
             cuda, context = device.handles()
             call.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
             call.context = PyCapsule_GetPointer(context, b"gdsload.context")
-        pthread_mutex_init(&call.lock, NULL)
-        monotonic_cond_init(&call.told)
-        error = start_quiet_thread(&thread, run_errand, call)
+        error = start_errand(call)
         if error != 0:
-            call.references = 1
-            release_errand(call)
             raise OSError(error, f"no thread to call cuFile: {os.strerror(error)}")
         with nogil:
-            pthread_detach(thread)
-            deadline_in(&until, <int64_t>(seconds * 1e9))
-            pthread_mutex_lock(&call.lock)
-            while not call.done:
-                if pthread_cond_timedwait(&call.told, &call.lock, &until) != 0:
-                    break
-            timed_out[0] = not call.done
-            answer = call.answer
-            pthread_mutex_unlock(&call.lock)
-            release_errand(call)
+            timed_out[0] = not wait_for_errand(call, <int64_t>(seconds * 1e9), &answer)
         return answer
 
     def open_driver(self, object device, double seconds):
@@ -393,7 +299,7 @@ cdef class CuFile:
             found = []
             for gpu in range(min(gpus, MOST_GPUS)):
                 facts = {}
-                for name, place in _GPU_FIELDS:
+                for name, place in GPU_FIELDS:
                     memcpy(&word, raw + <size_t>(level_2 + 8 + gpu * GPU_BYTES + place), 8)
                     facts[name] = word
                 found.append(facts)
@@ -416,7 +322,7 @@ class NotSupported(RuntimeError):
 
 
 # Bytes from the start of a GPU's statistics (CUfilePerGpuStats).
-_GPU_FIELDS = (
+GPU_FIELDS = (
     ("read_bytes", 16), ("reads", 48), ("p2p", 56), ("nvfs", 64), ("posix", 72),
     ("unaligned", 80), ("errors", 112),
 )
@@ -474,54 +380,3 @@ cdef class Files:
     def __dealloc__(self):
         if self.table != NULL:
             release_files(self.table)
-
-
-def layout():
-    """Sizes of the structs that are shared with libcufile, and the places of their fields."""
-    cdef CUfileDescr descr
-    cdef CUfileDrvProps props
-    cdef CUfileIOParams params
-    cdef CUfileIOEvents events
-    return {
-        "CUfileError_t": sizeof(CUfileError),
-        "CUfileDescr_t": sizeof(CUfileDescr),
-        "CUfileDescr_t.handle": <char *>&descr.handle - <char *>&descr,
-        "CUfileDescr_t.fs_ops": <char *>&descr.fs_ops - <char *>&descr,
-        "CUfileDrvProps_t": sizeof(CUfileDrvProps),
-        "CUfileDrvProps_t.nvfs.dstatusflags":
-            <char *>&props.nvfs.dstatusflags - <char *>&props,
-        "CUfileDrvProps_t.fflags": <char *>&props.fflags - <char *>&props,
-        "CUfileDrvProps_t.max_device_cache_size":
-            <char *>&props.max_device_cache_size - <char *>&props,
-        "CUfileDrvProps_t.per_buffer_cache_size":
-            <char *>&props.per_buffer_cache_size - <char *>&props,
-        "CUfileDrvProps_t.max_batch_io_size": <char *>&props.max_batch_io_size - <char *>&props,
-        "CUfileIOParams_t": sizeof(CUfileIOParams),
-        "CUfileIOParams_t.u.batch.devPtr_base":
-            <char *>&params.u.batch.devPtr_base - <char *>&params,
-        "CUfileIOParams_t.u.batch.file_offset":
-            <char *>&params.u.batch.file_offset - <char *>&params,
-        "CUfileIOParams_t.u.batch.devPtr_offset":
-            <char *>&params.u.batch.devPtr_offset - <char *>&params,
-        "CUfileIOParams_t.u.batch.size": <char *>&params.u.batch.size - <char *>&params,
-        "CUfileIOParams_t.fh": <char *>&params.fh - <char *>&params,
-        "CUfileIOParams_t.opcode": <char *>&params.opcode - <char *>&params,
-        "CUfileIOParams_t.cookie": <char *>&params.cookie - <char *>&params,
-        "CUfileIOEvents_t": sizeof(CUfileIOEvents),
-        "CUfileIOEvents_t.status": <char *>&events.status - <char *>&events,
-        "CUfileIOEvents_t.ret": <char *>&events.ret - <char *>&events,
-    }
-
-
-def statistics_layout(int version):
-    """Where this module looks in CUfileStatsLevel3_t, and what it takes its parts' sizes to be."""
-    level_1 = LEVEL_1_BYTES_1190 if version >= 1190 else LEVEL_1_BYTES
-    return {
-        "CUfileStatsLevel1_t": level_1,
-        "CUfileStatsLevel2_t": level_1 + HISTOGRAM_BYTES,
-        "CUfilePerGpuStats_t": GPU_BYTES,
-        "CUfileStatsLevel3_t.num_gpus": level_1 + HISTOGRAM_BYTES,
-        "CUfileStatsLevel3_t.per_gpu_stats": level_1 + HISTOGRAM_BYTES + 8,
-        "room": STATS_BYTES,
-        **{f"CUfilePerGpuStats_t.{name}": place for name, place in _GPU_FIELDS},
-    }

@@ -17,7 +17,7 @@ from libc.stdlib cimport calloc, free, malloc
 
 import os
 
-from gdsload._native.atomics cimport gds_add
+from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.pthreads cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
@@ -25,9 +25,11 @@ from gdsload._native.pthreads cimport (
 )
 from gdsload._native.region cimport (
     UNIT_BYTES,
+    CLease,
     CPool,
     CRegion,
     free_region,
+    release_lease,
     release_pool,
     release_region,
     retain_region,
@@ -38,6 +40,7 @@ cdef extern from "<sys/mman.h>" nogil:
         PROT_READ
         PROT_WRITE
         MAP_PRIVATE
+        MAP_SHARED
         MAP_ANONYMOUS
         MAP_NORESERVE
         MADV_NOHUGEPAGE
@@ -388,3 +391,47 @@ cdef class Pool:
         if self.pid == os.getpid():
             self.close()
         release_pool(self.pool)
+
+
+@cython.final
+cdef class Lease:
+    """Lends parts of a file as regions, and knows how many of them live: as objects, as tensors or
+    under reads that are in flight."""
+
+    cdef CLease *lease
+
+    def __cinit__(self):
+        self.lease = <CLease *>calloc(1, sizeof(CLease))
+        if self.lease == NULL:
+            raise MemoryError("no memory for a lease")
+        self.lease.references = 1
+
+    def lend(self, int fd, uint64_t offset, uint64_t length, bint shared):
+        """A mapping of ``length`` bytes at ``offset``, a multiple of the page. What is written to a
+        ``shared`` one is the file's, and seen by all; of another it is its own.
+
+        Raises OSError as `Region.file` does.
+        """
+        cdef void *mapped
+        cdef Region made = Region.__new__(Region)
+        mapped = mmap(
+            NULL, length, PROT_READ | PROT_WRITE,
+            (MAP_SHARED if shared else MAP_PRIVATE) | MAP_NORESERVE, fd, offset,
+        )
+        if mapped == MAP_FAILED:
+            raise OSError(errno, os.strerror(errno))
+        made.region = new_region(mapped, length, 0)
+        if made.region == NULL:
+            raise MemoryError(f"no memory to keep count of a mapping of {length} bytes")
+        gds_add(&self.lease.references, 1)
+        made.region.lease = self.lease
+        return made
+
+    @property
+    def lent(self):
+        """Regions that live."""
+        return gds_load(&self.lease.references) - 1
+
+    def __dealloc__(self):
+        if self.lease != NULL:
+            release_lease(self.lease)

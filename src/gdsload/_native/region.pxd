@@ -26,7 +26,13 @@ cdef struct CRegion:
     int anonymous        # its pages can be given back one by one; a file's mapping keeps them
     CPool *pool          # where its memory goes back to; NULL: to the system
     CRegion *next_idle
+    CLease *lease        # who counts it; NULL: nobody
     uint8_t *ready       # a flag for each unit that is populated; NULL where nobody populates
+
+# Counts the regions that somebody's memory was lent as, whoever holds them: when none is left, the
+# memory can be used for something else.
+cdef struct CLease:
+    int64_t references   # the Python object and each region
 
 # Regions that are kept between models: backed, populated, and free to be taken again.
 cdef struct CPool:
@@ -43,6 +49,10 @@ cdef inline void release_pool(CPool *self) noexcept nogil:
         return
     pthread_mutex_destroy(&self.lock)
     free(self)
+
+cdef inline void release_lease(CLease *self) noexcept nogil:
+    if gds_add(&self.references, -1) == 0:
+        free(self)
 
 cdef inline void free_region(CRegion *region) noexcept nogil:
     munmap(region.base, region.length)
@@ -71,6 +81,7 @@ cdef inline void retain_region(CRegion *region) noexcept nogil:
     gds_add(&region.references, 1)
 
 cdef inline void release_region(CRegion *region) noexcept nogil:
+    cdef CLease *lease = region.lease
     if gds_add(&region.references, -1) > 0:
         return
     if region.pool != NULL:
@@ -78,6 +89,8 @@ cdef inline void release_region(CRegion *region) noexcept nogil:
             return
         release_pool(region.pool)
     free_region(region)
+    if lease != NULL:  # not before its memory is unmapped
+        release_lease(lease)
 
 cdef inline int region_ready(CRegion *region, uint64_t first, uint64_t last) noexcept nogil:
     """Whether units first to last are populated, as far as somebody populates them at all."""

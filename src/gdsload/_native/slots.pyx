@@ -81,6 +81,15 @@ cdef class Ring:
         """Slots that were taken out of use: a read of them was never heard of again."""
         return self.ring.lost
 
+    @property
+    def lent(self):
+        """Slots that somebody has, lost ones included."""
+        cdef int lent
+        pthread_mutex_lock(&self.ring.lock)
+        lent = self.ring.count - self.ring.idle_count
+        pthread_mutex_unlock(&self.ring.lock)
+        return lent
+
     def settle(self, int node):
         """Before its pages are there: asks for huge ones, near ``node`` (-1: anywhere).
 

@@ -82,15 +82,25 @@ class Registration:
     handle: Any = None
 
 
+# Stands in a request for a file that none of its transfers read.
+NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
+
+
 class Failure(NamedTuple):
     """Why one transfer failed: bytes that came, the errno (0: the file ended early), and more.
-    `code` is cuFile's own, where it is one."""
+    `code` is cuFile's own, where it is one; `final` says that no other road could do better."""
 
     transfer: int
     got: int
     errno: int
     text: str = ""
     code: int = 0
+    final: bool = False
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether another road would meet the same: the file ended, or the device broke down."""
+        return self.final or (self.errno == 0 and not self.text)
 
 
 class Progress(NamedTuple):
@@ -183,6 +193,10 @@ class Backend(ABC):
         given on `stream` (a CUstream) so far; returns at once. False where a backend cannot tell it
         so, and its caller has to wait for the stream."""
         return False
+
+    def serving(self) -> Backend:
+        """The road that bytes take now: itself, unless it stands for several."""
+        return self
 
     def roads(self, request: Any) -> dict[str, int]:
         """Bytes by the road they took, for the report; empty where the backend does not tell."""

@@ -16,10 +16,10 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
-from gdsload import gpu, libraries
+from gdsload import gpu, libraries, quiet
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
 from gdsload.backends.base import Support
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, GdsloadError
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
 ROOT = "/"  # where the machine's files are looked for
@@ -102,6 +102,49 @@ class Driver:
             library.get_size(_BATCHSIZE) or facts["max_batch"],
         )
         self.counts = library.start_statistics()
+        self._known = 0  # files and buffers that cuFile was told of
+
+    def register_file(self, fd: int) -> int:
+        """The handle of an open file. Raises CuFileFailure."""
+        handle = self.library.register_file(fd)
+        self._known += 1
+        return handle
+
+    def deregister_file(self, handle: int) -> None:
+        """Gives it back. No read of it may be under way."""
+        self.library.deregister_file(handle)
+        self._known -= 1
+
+    def register_buffer(self, address: int, nbytes: int) -> None:
+        """Makes memory of a device known. Raises CuFileFailure."""
+        self.library.register_buffer(address, nbytes)
+        self._known += 1
+
+    def deregister_buffer(self, address: int) -> None:
+        """Undoes it."""
+        self._known -= 1
+        self.library.deregister_buffer(address)
+
+    def busy(self) -> str:
+        """For `quiesce`: what uses it says so itself."""
+        return ""
+
+    def rest(self) -> None:
+        """Closes it; the next load opens it again. Raises GdsloadError where it cannot be."""
+        with _lock:
+            if _driver != [self] or self.pid != os.getpid():
+                return
+            if self._known:
+                raise GdsloadError(
+                    f"cuFile's driver cannot be closed: it still knows {self._known} files and"
+                    " buffers"
+                )
+            _driver.clear()
+            if not self.library.close_driver(CLOSE_SECONDS):
+                raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
+
+    def wake(self) -> None:
+        """The next load opens it."""
 
     def roads(self) -> dict[str, int] | None:
         """Reads that cuFile has counted so far, by road; None where it does not count."""
@@ -163,6 +206,25 @@ def _find() -> CuFile:
             {"cufile": "used after fork; start processes that load with 'spawn'"},
         )
     return found
+
+
+def is_open() -> bool:
+    """Whether its driver is open in this process: what that costs has been paid, then."""
+    return bool(_driver)
+
+
+def versions() -> dict[str, str]:
+    """What has a part in how fast cuFile and the GPU's driver are, as text; for comparing."""
+    try:
+        known = str(library().version)
+    except BackendUnavailable:
+        known = ""
+    return {
+        "cuFile": known,
+        "nvidia-fs": _text(ROOT, "proc/driver/nvidia-fs/version"),
+        "driver": _text(ROOT, "sys/module/nvidia/version"),
+        "CUDA": str(gpu.cuda().version),
+    }
 
 
 def native_path(root: str = "") -> tuple[str, str]:
@@ -243,6 +305,7 @@ def opened(device: str, allow_compat: bool) -> Driver:
             if _latched:
                 raise BackendUnavailable(_latched[0], {"cufile": _latched[0]})
             _driver.append(_open(_find(), device, allow_compat))
+            quiet.hold(_driver[0], quiet.DRIVER)
         found = _driver[0]
     answer = _fits(found.mode, allow_compat)
     if not answer.usable:

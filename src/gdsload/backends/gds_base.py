@@ -55,6 +55,7 @@ class CuFileBackend(Backend):
         self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
         self._slots = 0
         self._counted: dict[str, int] = {}
+        self._under_way: set[int] = set()
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -98,10 +99,10 @@ class CuFileBackend(Backend):
             if what.kind != VRAM:
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
-        library = self._open(self._device).library
+        driver = self._open(self._device)
         fd = own_descriptor(what)
         try:
-            handle = library.register_file(fd)
+            handle = driver.register_file(fd)
         except CuFileFailure as error:
             os.close(fd)
             raise CuFileError(
@@ -183,6 +184,9 @@ class CuFileBackend(Backend):
         return self._road(device).prepare(transfers, files, memory)
 
     def post(self, request: StagedRequest) -> None:
+        if not self._under_way and self._driver is not None:
+            self._counted = self._driver.roads() or {}  # what others read meanwhile is theirs
+        self._under_way.add(id(request))
         request.start()
 
     def check(self, request: StagedRequest) -> Progress:
@@ -192,6 +196,7 @@ class CuFileBackend(Backend):
         request.wait(seconds, first, last)
 
     def release(self, request: StagedRequest) -> None:
+        self._under_way.discard(id(request))
         request.end()
 
     def follow(self, device: str, stream: int) -> bool:
@@ -224,7 +229,7 @@ class CuFileBackend(Backend):
         self._handles.clear()
         if self._driver is not None and all(quiet) and self._driver.pid == os.getpid():
             for handle, fd in known:
-                self._driver.library.deregister_file(handle)
+                self._driver.deregister_file(handle)
                 os.close(fd)
         self._driver = None
 
@@ -234,12 +239,12 @@ def _registrar(
 ) -> Callable[[int, int], Callable[[], None]]:
     def register(address: int, nbytes: int) -> Callable[[], None]:
         try:
-            driver.library.register_buffer(address, nbytes)
+            driver.register_buffer(address, nbytes)
         except CuFileFailure as error:
             # cuFile then goes through bounce buffers of its own: slower, and still right.
             refusals[f"{name}/registered ring"] = cufile.explain(error.code) or str(error)
             return lambda: None
-        return lambda: driver.library.deregister_buffer(address)
+        return lambda: driver.deregister_buffer(address)
 
     return register
 

@@ -1,17 +1,12 @@
 """The ``posix`` backend: files to DRAM through the kernel, by one of four engines.
 
-Each engine is tried before it is used, with one real read: a kernel that blocks io_uring, a
-machine out of AIO contexts and a build without liburing all end in the next engine, and in a
-reason that the report shows. What the engines do is in `_native`; here their numbers become
-answers and errors.
+An engine that does not work (see `engines`) ends in the next one, and in a reason that the report
+shows.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -19,11 +14,11 @@ from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
+from gdsload.backends import engines
 from gdsload.backends.base import (
     DRAM,
     VRAM,
     Backend,
-    Failure,
     Memory,
     OpenFile,
     Option,
@@ -31,12 +26,10 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
+from gdsload.backends.engines import ENGINES, try_engine, unopened
+from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
-
-# The order in which `auto` tries them (benchmarks/engines.py).
-ENGINES = ("uring", "linuxaio", "threads", "aio")
-_MODULES = {"uring": "uring", "linuxaio": "linuxaio", "aio": "posixaio", "threads": "threads"}
 
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
@@ -164,11 +157,11 @@ class PosixBackend(Backend):
     def _open_pump(self) -> Pump:
         """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
         while True:
-            module = _engine_module(self.engine)
+            module = engines.engine_module(self.engine)
             try:
                 return Pump(module.engine(), self.settings["depth"], self._buffers)
             except OSError as error:
-                refusal = _unopened(self.engine, error)
+                refusal = unopened(self.engine, error)
             self.refusals[f"posix/{self.engine}"] = str(refusal)
             left = ENGINES[ENGINES.index(self.engine) + 1 :]
             if self.settings["engine"] != "auto" or not left:
@@ -196,7 +189,7 @@ class PosixBackend(Backend):
         from gdsload.backends import posix_vram
 
         if device not in self._device_roads:
-            capsule = _engine_module(self.engine).engine()
+            capsule = engines.engine_module(self.engine).engine()
             self._device_roads[device] = posix_vram.open_road(
                 device, self.engine, capsule, self.settings, self.refusals
             )
@@ -234,7 +227,7 @@ class PosixBackend(Backend):
             self._buffers.clear()
 
 
-class PosixRequest:
+class PosixRequest(PumpedRequest):
     """Transfers bound to a pump, and the threads that make their memory ready."""
 
     def __init__(
@@ -246,18 +239,7 @@ class PosixRequest:
         memory: Sequence[Registration],
     ) -> None:
         self.populator: Populator | None = None
-        table: list[tuple[int, int, int, int, int]] = []
-        direct: dict[int, int] = {}  # index in `files` -> in `table`
-        buffered: dict[int, int] = {}
-        for place, registration in enumerate(files):
-            file = registration.what
-            if not isinstance(file, OpenFile):
-                raise TypeError(f"file {place} of the request is {file!r}")
-            direct_slot, buffered_slot = registration.handle
-            direct[place] = len(table)
-            table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
-            buffered[place] = len(table)
-            table.append((file.fd, -1, file.block, direct_slot, buffered_slot))
+        table, direct, buffered = file_table(files)
         handles = [getattr(entry.what, "region", None) for entry in memory]
         regions = [None if region is None else region.handle() for region in handles]
         bases = [entry.what.address for entry in memory if isinstance(entry.what, Memory)]
@@ -280,50 +262,14 @@ class PosixRequest:
             self.populator = populator_for(
                 transfers, handles, settings["populate_threads"], settings["huge_pages"] != "never"
             )
-        self.native = Request(pump, table, ops, self.populator)
-
-    def start(self) -> None:
-        self._own()
-        try:
-            self.native.post()
-        except OSError as error:
-            raise BackendUnavailable(
-                f"backend 'posix' can read no more: {error.strerror}", {"posix": str(error)}
-            ) from error
-
-    def _own(self) -> None:
-        if self.native.pump.pid != os.getpid():
-            raise BackendUnavailable(
-                "this request was made before a fork: its reads stayed in the parent",
-                {"posix": "used after fork; open a new one in the child"},
-            )
-
-    def progress(self) -> Progress:
-        self._own()
-        native = self.native
-        # Asked before the news: what settles in between is then told the next time, not lost.
-        finished = native.settled == native.count or not native.posted
-        settled = native.news()
-        failures = []
-        if native.failed:
-            failures = [failure(native, place) for place in settled if native.result(place)[2]]
-        return Progress(settled, failures, finished, native.idle_seconds)
-
-    def wait(self, seconds: float, first: int, last: int) -> None:
-        self._own()
-        self.native.wait(seconds, first, last)
+        super().__init__("posix", Request(pump, table, ops, self.populator))
 
     def end(self) -> None:
+        """After this nothing is written to its memory any more, or it is kept."""
         self.native.cancel()
         self.native.quiet(DRAIN_SECONDS)
         if self.populator is not None:
             self.populator.stop()
-
-
-def failure(native: Request, place: int) -> Failure:
-    """What the pump noted of a failed transfer."""
-    _, got, code = native.result(place)
-    return Failure(place, got, max(code, 0))
 
 
 def populator_for(
@@ -347,84 +293,3 @@ def populator_for(
     if total < 4 * REQUEST_BYTES:
         return None
     return Populator(parts, threads, AHEAD_BYTES, huge)
-
-
-def _engine_module(engine: str) -> Any:
-    return importlib.import_module(f"gdsload._native.{_MODULES[engine]}")
-
-
-_tried: dict[tuple[str, int], Support] = {}
-_USED_UP = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
-def try_engine(engine: str) -> Support:
-    """Whether an engine works in this process: opened, and one byte read.
-
-    Remembered, except where something is used up that may be there again the next time.
-    """
-    key = (engine, os.getpid())
-    if key not in _tried:
-        try:
-            _tried[key] = _try_engine(engine)
-        except OSError as error:
-            return _unopened(engine, error)
-    return _tried[key]
-
-
-def _try_engine(engine: str) -> Support:
-    if engine not in _MODULES:
-        return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",))
-    try:
-        module = _engine_module(engine)
-    except ImportError:
-        return Support(
-            False,
-            ("this build has no io_uring: liburing's headers were missing",),
-            "install liburing-dev and build again" if engine == "uring" else "build again",
-        )
-    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        pump = Pump(module.engine(), 2)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in _USED_UP:
-            raise
-        return _unopened(engine, error)
-    try:
-        region = Region.anonymous(4096)
-        request = Request(
-            pump, [(fd, -1, 4096, 0, 1)], [(0, 0, 1, 1, region.address, region.handle(), -1)]
-        )
-        request.post()
-        if not request.wait(2.0):
-            return Support(False, (f"{engine} opens, but a read of one byte does not come back",))
-        code = request.result(0)[2]
-        if code:
-            return Support(False, (f"{engine} opens, but cannot read: {os.strerror(abs(code))}",))
-        return Support(True)
-    finally:
-        pump.close(DRAIN_SECONDS)
-        os.close(fd)
-
-
-def _unopened(engine: str, error: OSError) -> Support:
-    return Support(False, (f"{engine} cannot be opened: {error.strerror}",), _mend(error))
-
-
-def _readable_file() -> str:
-    """A small regular file that is surely there and warm: this module, or the interpreter."""
-    return __file__ if os.path.isfile(__file__) else sys.executable
-
-
-def _mend(error: OSError) -> str:
-    if error.errno == errno.EPERM:
-        return "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup, or set it to 0"
-    if error.errno == errno.ENOSYS:
-        return "this kernel, or its sandbox, does not have it"
-    if error.errno == errno.EAGAIN:
-        return "raise fs.aio-max-nr"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "raise the limit on open files (ulimit -n)"
-    if error.errno == errno.ENOMEM:
-        return "raise the limit on locked memory (ulimit -l)"
-    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -171,6 +171,13 @@ def choose(
         if choice is not None:
             return choice
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
+
+
+def usable(names: Sequence[str], device: str) -> tuple[list[type[Backend]], dict[str, str]]:
+    """Those among these of the library's own that can work, and why the others cannot."""
+    refusals: dict[str, str] = {}
+    tried = [_try(built_in(name), device, refusals) for name in names]
+    return [choice.backend for choice in tried if choice is not None], refusals
 
 
 def _house_order(device: str) -> list[str]:

@@ -19,10 +19,9 @@ from gdsload.backends.base import (
     VRAM,
     Failure,
     Memory,
-    OpenFile,
-    Progress,
     Registration,
 )
+from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
 from gdsload.ring import StagingRing
@@ -62,6 +61,7 @@ class StagedRoad:
         device = gpu.device(ring.ordinal)
         self.stage = Stage(ring.native, device, engine, int(register), files)
         self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
+        ring.users.add(self)
 
     def require_own_process(self) -> None:
         """Raises BackendUnavailable after a fork."""
@@ -105,10 +105,11 @@ class StagedRoad:
 
     def close(self) -> bool:
         """Ends the thread; False where reads are stuck, and it goes when they come back."""
+        self.ring.users.discard(self)
         return self.pump.close(DRAIN_SECONDS)
 
 
-class StagedRequest:
+class StagedRequest(PumpedRequest):
     """Transfers bound to a road, and the landings of the memory that they are for."""
 
     def __init__(
@@ -141,7 +142,7 @@ class StagedRequest:
         base = self._landing.base
         # A ring's table of files would keep those of loads that have ended; cuFile needs its own.
         by_slot = road.kind is None or road.files is not None
-        table, direct, buffered = lanes(files, by_slot=by_slot)
+        table, direct, buffered = file_table(files, by_slot=by_slot)
         ops: list[tuple[int, int, int, int, int, object | None, int]] = []
         for transfer in transfers:
             what = memory[transfer.target].what
@@ -159,26 +160,9 @@ class StagedRequest:
                     -1,
                 )
             )
-        self.native = Request(road.pump, table, ops)
+        super().__init__(road.name, Request(road.pump, table, ops))
 
-    def start(self) -> None:
-        """Posts it. Raises BackendUnavailable after a fork."""
-        self.road.require_own_process()
-        self.native.post()
-
-    def progress(self) -> Progress:
-        """What has settled since it was last asked."""
-        self.road.require_own_process()
-        native = self.native
-        # Asked before the news: what settles in between is then told the next time, not lost.
-        finished = native.settled == native.count or not native.posted
-        settled = native.news()
-        failures = []
-        if native.failed:
-            failures = [self._failure(place) for place in settled if native.result(place)[2]]
-        return Progress(settled, failures, finished, native.idle_seconds)
-
-    def _failure(self, place: int) -> Failure:
+    def failure(self, place: int) -> Failure:
         _, got, code = self.native.result(place)
         if self.road.explain is not None and code > 0:
             text = self.road.explain(code)
@@ -186,13 +170,9 @@ class StagedRequest:
                 return Failure(place, got, 0, text, code)
         cuda_error = self.road.stage.cuda_error
         if cuda_error and code > 0:
-            return Failure(place, got, code, f"the device refused a copy: CUDA error {cuda_error}")
-        return Failure(place, got, max(code, 0))
-
-    def wait(self, seconds: float, first: int, last: int) -> None:
-        """Returns when these transfers have settled, after `seconds` at the latest."""
-        self.road.require_own_process()
-        self.native.wait(seconds, first, last)
+            text = f"the device refused a copy: CUDA error {cuda_error}"
+            return Failure(place, got, code, text, final=True)
+        return super().failure(place)
 
     def end(self) -> None:
         """After this nothing is copied into its memory any more."""
@@ -212,22 +192,3 @@ class StagedRequest:
 
 # Requests whose copies never ended.
 _kept: list[StagedRequest] = []
-
-
-def lanes(
-    files: Sequence[Registration], *, by_slot: bool = True
-) -> tuple[list[tuple[int, int, int, int, int]], dict[int, int], dict[int, int]]:
-    """The pump's table of files: each once with its direct descriptor, and once without."""
-    table: list[tuple[int, int, int, int, int]] = []
-    direct: dict[int, int] = {}
-    buffered: dict[int, int] = {}
-    for place, registration in enumerate(files):
-        file = registration.what
-        if not isinstance(file, OpenFile):
-            raise TypeError(f"file {place} of the request is {file!r}")
-        direct_slot, buffered_slot = registration.handle if by_slot else (-1, -1)
-        direct[place] = len(table)
-        table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
-        buffered[place] = len(table)
-        table.append((file.fd, -1, file.block, direct_slot, buffered_slot))
-    return table, direct, buffered

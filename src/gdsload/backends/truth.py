@@ -25,7 +25,7 @@ class Fact(NamedTuple):
 
 def facts(device: str = "cuda:0") -> list[Fact]:
     """All of them, in the order in which they matter."""
-    return [_cuda(device), _libcufile(), _opening(), _native(), _configuration(), *_rings()]
+    return [_cuda(device), _libcufile(), _opening(), native(), _configuration(), *_rings()]
 
 
 def _cuda(device: str) -> Fact:
@@ -33,7 +33,7 @@ def _cuda(device: str) -> Fact:
         return Fact(device, NO, why, "install NVIDIA's driver, or give the container its devices")
     found = gpu.facts(gpu.ordinal_of(device))
     where = f"NUMA node {found.node}" if found.node >= 0 else "NUMA node unknown"
-    kind = ", its memory is the host's" if found.unified else ""
+    kind = ", its memory is the host's: bytes are staged all the same" if found.unified else ""
     return Fact(device, YES, f"{found.name} at {found.bus}, {where}{kind}")
 
 
@@ -60,13 +60,15 @@ def _opening() -> Fact:
     return Fact("opening cuFile", NO, why, mend)
 
 
-def _native() -> Fact:
+def native() -> Fact:
+    """Whether cuFile has a way of its own from storage to a GPU here."""
     way, why = cufile.native_path()
     if way == cufile.NVFS:
         return Fact("native path", YES, "nvidia-fs")
     if way == cufile.P2P:
         return Fact("native path", PARTLY, "the driver is set up for PCI P2PDMA",
                     "a load's report tells whether it worked")  # fmt: skip
+    why = f"only cuFile's compatibility mode, which is never taken unasked: {why}"
     return Fact("native path", NO, why, "scripts/install_gds.sh --check says what is missing")
 
 

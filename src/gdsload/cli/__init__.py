@@ -13,6 +13,7 @@ import click
 
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.loading import load
+from gdsload.cli.measuring import bench
 from gdsload.cli.terminal import DEBUG, Commands, common, json_of, moved_bar, plain, show_json, size
 from gdsload.cli.warming import warmup
 from gdsload.layouts import MODELS
@@ -104,5 +105,5 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     run_script(arguments)
 
 
-for _command in (inspect, plan, load, warmup):
+for _command in (inspect, plan, load, warmup, bench):
     main.add_command(_command)

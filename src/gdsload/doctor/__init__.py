@@ -1,16 +1,16 @@
 """What this machine can do for a load, each road with yes or no, the reason and the mend.
 
 Every check is a function that looks and answers with a `Finding`; nothing is changed, loaded or
-printed, and cuFile is looked for but never opened. `root` stands for the machine's own root
-directory, so that a check can be shown another machine.
+printed. CUDA is asked what its devices are; cuFile is looked for but never opened. `root` stands
+for the machine's own root directory, so that a check can be shown another machine.
 """
 
 from __future__ import annotations
 
 import os
 
-from gdsload.backends.posix import ENGINES
-from gdsload.doctor import gpu, limits, software, storage
+from gdsload.backends.engines import ENGINES
+from gdsload.doctor import gpu, limits, software, storage, vram
 from gdsload.doctor.finding import Diagnosis, Finding
 
 __all__ = ["Diagnosis", "Finding", "examine"]
@@ -37,4 +37,5 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
     findings += software.backends()
     findings += [gpu.gpu(root), gpu.nvidia_fs(root), gpu.udev(root)]
     findings += [gpu.library(name, root) for name in ("libcuda", "libcudart", "libcufile")]
+    findings += [*vram.roads(), *vram.measured()]
     return Diagnosis(tuple(findings))

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gdsload.backends.posix import ENGINES
+from gdsload.backends.engines import ENGINES
 
 YES, PARTLY, NO = "yes", "partly", "no"
 VERDICTS = (YES, PARTLY, NO)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 
 from gdsload._native import system
-from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError
 from gdsload.files import open_regular
+from gdsload.mounts import mount_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "virtiofs")
 
@@ -21,20 +21,11 @@ def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
     name = f"filesystem of {os.fspath(path)}"
     if not os.path.exists(real):
         return Finding(name, NO, "there is no such file or directory")
-    found: tuple[str, str, str] | None = None
-    for line in (read_text(root, "proc/self/mountinfo") or "").splitlines():
-        # id parent major:minor root MOUNT options [tags] - KIND DEVICE options
-        mount, _, rest = line.partition(" - ")
-        where = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
-        kind, device = rest.split()[:2]
-        inside = real == where or real.startswith(where.rstrip("/") + "/")
-        # A later mount on the same point hides the earlier one.
-        if inside and (found is None or len(where) >= len(found[0])):
-            found = where, kind, device
+    found = mount_of(real, root)
     if found is None:
         return Finding(name, PARTLY, "the system does not say")
-    where, kind, device = found
-    detail = f"{kind} on {device}, mounted at {where}"
+    kind = found.kind
+    detail = f"{kind} on {found.source}, mounted at {found.point}"
     if kind in ("tmpfs", "ramfs"):
         return Finding(name, PARTLY, f"{detail}: it lives in memory, there is nothing to read from")
     if kind in _NETWORK or kind.startswith("fuse"):

@@ -1,0 +1,149 @@
+"""The comparison of the mini-gds study: the Hugging Face loader, gdsload, and a tensor's cost.
+
+    gdsload bench compare --model qwen3-0.6b --dir /data
+    gdsload bench compare MODEL_DIR --device cuda:0
+
+Both build the same model in fresh processes, in turn, cold, under the rules of `bench cold`. What a
+tensor costs is split as the study did: registration (files opened and parsed, memory and requests
+made), waiting (for bytes), clean-up (handing over, and giving back). The published tables stand
+beside: theirs are of another machine, and only ratios compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import cold, records, tables
+from .loaded import CPU
+from .published import MINI_GDS, MINI_GDS_TENSOR_MS
+from .records import Refused
+
+STOCK, OURS = "transformers", "gdsload-model"
+TENSORS = "gdsload:cache=direct"
+SPLIT = {
+    "registration": ("open", "plan", "prepare"),
+    "waiting": ("read", "wait for the prefetch"),
+    "clean-up": ("hand over",),
+}
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gdsload bench compare", description=(__doc__ or "").partition("\n")[0]
+    )
+    records.add_source(parser)
+    parser.add_argument("--device", default=CPU, help="where the model shall be: cpu, cuda:0")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed")
+    parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
+    parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
+    return parser.parse_args(words)
+
+
+def compare(source: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of a cold benchmark of the three arms. Raises Refused."""
+    if not (source / "config.json").is_file():
+        raise Refused(f"{source}: without a config.json there is no model to build")
+    words = [str(source), "--name", records.name_of(options, source), "--device", options.device,
+             "--repeats", str(options.repeats), "--state", options.state,
+             *(["--warm"] if options.warm else []),
+             *(["--neighbours"] if options.neighbours else []),
+             "--arms", STOCK, OURS, TENSORS]  # fmt: skip
+    result = cold.bench_source(source, cold.arguments(words))
+    ran = tables.grouped(result)
+    missing = [f"{arm}: {result['left_out'].get(arm)}" for arm in (STOCK, OURS) if arm not in ran]
+    if missing:
+        raise Refused("; ".join(missing))
+    return {**result, "kind": "compare"}
+
+
+def split(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of a tensor, by what they were spent on; medians over the runs."""
+    found: dict[str, list[float]] = {name: [] for name in SPLIT}
+    for run in runs:
+        report = run["notes"]["report"]
+        phases = report["phases"]
+        rest = report["seconds"] - sum(phases.values())
+        for name, parts in SPLIT.items():
+            took = sum(phases.get(part, 0.0) for part in parts)
+            # What no phase has is the end of the request, the backend and its descriptors.
+            took += rest if name == "clean-up" else 0.0
+            found[name].append(took / report["tensors"] * 1e3)
+    return {name: tables.spread(values).median for name, values in found.items()}
+
+
+def loads(result: dict[str, Any]) -> str:
+    """Time and memory, with the study's lines below ours."""
+    runs = tables.grouped(result)
+    stock = tables.seconds_of(runs[STOCK])
+    rows = []
+    for label in (STOCK, OURS):
+        took = tables.seconds_of(runs[label])
+        held = tables.middle(runs[label], "touched_bytes") or 0.0
+        peak = tables.middle(runs[label], "peak_rss_bytes")
+        vram = tables.middle(runs[label], "peak_vram_bytes")
+        beside = None if peak is None else peak - (held if vram is None else 0)
+        rows.append([
+            f"{label}, here", f"{took.median:.3f}", f"{took.low:.3f} to {took.high:.3f}",
+            f"{stock.median / took.median:.2f}",
+            tables.shown(beside, lambda value: f"{max(value, 0) / 1e6:.0f}"),
+            tables.shown(vram, lambda value: f"{value / 1e6:.0f}"),
+        ])  # fmt: skip
+    known = MINI_GDS.get(result["checkpoint"]["name"], ())
+    for load in known:
+        rows.append([
+            f"{load.loader}, as published", f"{load.seconds:.2f}", "",
+            f"{known[0].seconds / load.seconds:.2f}", f"{load.cpu_mb}", f"{load.gpu_mb}",
+        ])  # fmt: skip
+    head = ["loader", "s", "min to max", "times as fast", "CPU memory beside the model MB",
+            "GPU memory MB"]  # fmt: skip
+    return tables.markdown(head, rows)
+
+
+def costs(result: dict[str, Any]) -> str:
+    """What one tensor costs, with the study's figures in the last line."""
+    rows = []
+    if TENSORS in (runs := tables.grouped(result)):
+        ours = split(runs[TENSORS])
+        rows.append(["gdsload, here", *(f"{ours[name]:.4f}" for name in SPLIT)])
+    rows.append(
+        ["NIXL GDS loader, as published", *(f"{MINI_GDS_TENSOR_MS[name]:.4f}" for name in SPLIT)]
+    )
+    return tables.markdown(["ms a tensor", *SPLIT], rows)
+
+
+def table(result: dict[str, Any]) -> str:
+    return f"{loads(result)}\n\n{costs(result)}"
+
+
+def notes(result: dict[str, Any]) -> str:
+    lines = [
+        tables.notes(result),
+        "- the model in CPU memory counts once: memory beside it is the peak less its tensors",
+        "- waiting is for all bytes of the checkpoint at the rate of this disk, shared out over its"
+        " tensors; registration and clean-up are what a tensor itself costs",
+        "- published: another machine, a GPU, cuFile in compatibility mode; only ratios compare",
+    ]
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    options = arguments(words)
+    try:
+        with records.source_of(options) as source:
+            result = compare(source, options)
+    except Refused as error:
+        print(f"bench compare: no table: {error}", file=sys.stderr)
+        return 1
+    where = options.device.partition(":")[0]
+    output = records.keep(result, options.output, f"compare-{result['checkpoint']['name']}-{where}")
+    print(f"\n{tables.title(result)}\n\n{table(result)}\n\n{notes(result)}")
+    print(f"\nraw runs: {output}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

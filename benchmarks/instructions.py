@@ -1,0 +1,218 @@
+"""What the steps of a load cost in instructions, held against what they cost before.
+
+    make bench-compare                           exit 1 where a step costs more than it did
+    python -m benchmarks.instructions --keep     this is the baseline from now on
+
+Seconds change with the neighbours, instructions hardly: callgrind counts those of a process that
+takes a step a few times and of one that takes it once; the difference is the step's. Where the
+baseline is of another Python or processor there is nothing to compare, and where valgrind is
+missing nothing to count: both are said, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import places, tables
+from .records import Refused
+
+TENSORS, SHARDS = 2_000, 4
+FEW, MANY = 1, 4
+# Hashing, threads and the allocator leave some play; a step that became dearer leaves more.
+PLAY = 0.05
+BASELINE = places.PACKAGE / "instructions.json"
+
+
+def step_open(source: Path) -> Callable[[], object]:
+    from gdsload.checkpoint import Checkpoint
+
+    def opened() -> None:
+        Checkpoint.open(source).close()
+
+    return opened
+
+
+def _opened(source: Path) -> tuple[Any, list[Any], list[int]]:
+    from gdsload.checkpoint import Checkpoint
+    from gdsload.plan import pieces_of
+
+    checkpoint = Checkpoint.open(source)
+    return checkpoint, pieces_of(checkpoint), [shard.size for shard in checkpoint.shards]
+
+
+def step_plan(source: Path) -> Callable[[], object]:
+    from gdsload.plan import Limits, plan_reads
+
+    _, pieces, sizes = _opened(source)
+    return lambda: plan_reads(pieces, sizes, Limits())
+
+
+def step_windows(source: Path) -> Callable[[], object]:
+    from gdsload.plan import Limits, plan_reads
+
+    _, pieces, sizes = _opened(source)
+    return lambda: plan_reads(pieces, sizes, Limits(), window_bytes=1 << 20)
+
+
+def step_scatter(source: Path) -> Callable[[], object]:
+    from gdsload.arena import Arena
+    from gdsload.plan import Limits, plan_reads
+
+    _, pieces, sizes = _opened(source)
+    plan = plan_reads(pieces, sizes, Limits())
+    return lambda: Arena(plan).spots(plan)
+
+
+def step_engine(source: Path) -> Callable[[], object]:
+    from gdsload.checkpoint import Checkpoint
+    from gdsload.load import Session
+    from gdsload.plan import pieces_of
+    from gdsload.report import LoadReport
+
+    def read() -> None:
+        options = {"engine": "threads", "depth": 1, "populate_threads": 0}
+        with (
+            Checkpoint.open(source) as checkpoint,
+            Session(
+                checkpoint, LoadReport(""), cache="buffered", backend="posix", options=options
+            ) as session,
+        ):
+            batch = session.start(pieces_of(checkpoint))
+            try:
+                batch.wait()
+            finally:
+                batch.release()
+
+    return read
+
+
+STEPS: dict[str, Callable[[Path], Callable[[], object]]] = {
+    "open": step_open,
+    "plan": step_plan,
+    "plan in windows": step_windows,
+    "scatter": step_scatter,
+    "open, read by threads": step_engine,
+}
+
+
+def counted(step: str, times: int, source: Path) -> int:
+    """Instructions of a process that takes a step so many times. Raises Refused."""
+    ran = subprocess.run(
+        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null",
+         *places.command(sys.executable, "instructions"), "--take", step, str(times), str(source)],
+        env={**places.own_environment(), "PYTHONHASHSEED": "0"},
+        cwd="/", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = re.search(r"Collected\s*:\s*(\d+)", ran.stderr)
+    if ran.returncode or found is None:
+        words = ran.stderr.strip().splitlines() or ["without a word"]
+        raise Refused(f"{step}: valgrind ended with {ran.returncode}: {words[-1]}")
+    return int(found[1])
+
+
+def valgrind() -> str:
+    """Its version. Raises Refused where there is none."""
+    if shutil.which("valgrind") is None:
+        raise Refused("valgrind is not installed (Debian, Ubuntu: apt-get install valgrind)")
+    ran = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
+    return ran.stdout.strip()
+
+
+def conditions() -> dict[str, Any]:
+    """What a count belongs to: another of these gives other counts."""
+    return {"python": platform.python_version(), "processor": platform.machine(),
+            "valgrind": valgrind(), "tensors": TENSORS, "shards": SHARDS}  # fmt: skip
+
+
+def measure(steps: list[str]) -> dict[str, int]:
+    """Instructions of each step, once."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="gdsload-bench-") as room:
+        source = checkpoint(Path(room) / "many")
+        for step in steps:
+            few, many = (counted(step, times, source) for times in (FEW, MANY))
+            found[step] = (many - few) // (MANY - FEW)
+            print(f"  {step}: {found[step]:,}", file=sys.stderr, flush=True)
+    return found
+
+
+def checkpoint(target: Path) -> Path:
+    from .parse import write
+
+    return write(target, TENSORS, SHARDS)
+
+
+def verdict(found: dict[str, int], known: dict[str, int]) -> list[str]:
+    """The steps that cost more than they did, in words."""
+    return [
+        f"{step}: {now:,} instructions, {now / known[step] - 1:+.1%} against the baseline"
+        for step, now in found.items()
+        if step in known and now > known[step] * (1 + PLAY)
+    ]
+
+
+def table(found: dict[str, int], known: dict[str, int]) -> str:
+    rows = [
+        [step, f"{now:,}", f"{now / TENSORS:,.0f}",
+         f"{now / known[step] - 1:+.1%}" if step in known else "new"]
+        for step, now in found.items()
+    ]  # fmt: skip
+    return tables.markdown(["step", "instructions", "a tensor", "against the baseline"], rows)
+
+
+def compared(words: argparse.Namespace) -> int:
+    here = conditions()
+    found = measure(words.steps or list(STEPS))
+    if words.keep:
+        words.baseline.write_text(json.dumps({**here, "steps": found}, indent=1) + "\n")
+        print(f"{table(found, {})}\n\nkept: {words.baseline}")
+        return 0
+    if not words.baseline.exists():
+        raise Refused(f"there is no baseline {words.baseline}: make one with --keep")
+    known = json.loads(words.baseline.read_text())
+    print(table(found, known["steps"]))
+    other = [f"{name} {known.get(name)}, here {value}" for name, value in here.items()
+             if known.get(name) != value]  # fmt: skip
+    if other:
+        raise Refused(f"the baseline is of {'; '.join(other)}: make one here with --keep")
+    worse = verdict(found, known["steps"])
+    for line in worse:
+        print(f"worse: {line}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.instructions", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--take", nargs=3, metavar=("STEP", "TIMES", "SOURCE"),
+                        help=argparse.SUPPRESS)  # fmt: skip
+    parser.add_argument("--steps", nargs="+", choices=list(STEPS))
+    parser.add_argument("--keep", action="store_true", help="make this the baseline")
+    parser.add_argument("--baseline", type=Path, default=BASELINE)
+    options = parser.parse_args(words)
+    if options.take:
+        step, times, source = options.take
+        action = STEPS[step](Path(source))
+        for _ in range(int(times)):
+            action()
+        return 0
+    try:
+        return compared(options)
+    except Refused as error:
+        print(f"bench-compare: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""How each loader is called: safetensors, fastsafetensors, runai-model-streamer, transformers, the
+bare reader and gdsload. others.py has those that need a GPU or a format of their own.
+
+An arm is opened before the clock starts (imports, dlopen), called inside it, and returns where
+every tensor lies. Its settings come from the command line, `fastsafetensors:max_threads=8`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .loaded import CPU, Loaded, Opened, Wanted, files_of, ranges, tensors
+
+
+def open_gdsload(wanted: Wanted) -> Opened:
+    import torch  # noqa: F401 - its import is not what is measured
+
+    import gdsload
+
+    options = dict(wanted.settings)
+    cache = options.pop("cache", "auto")
+    backend = options.pop("backend", "posix" if options else "auto")
+
+    def load(source: Path) -> Loaded:
+        state = gdsload.load_file(
+            source, wanted.device, backend=backend, cache=cache, options=options or None
+        )
+        report = gdsload.last_report().to_dict()
+        return tensors(state, report={k: v for k, v in report.items() if k != "source"})
+
+    return Opened(load)
+
+
+def open_safetensors_mmap(wanted: Wanted) -> Opened:
+    from safetensors.torch import load_file
+
+    def load(source: Path) -> Loaded:
+        state: dict[str, Any] = {}
+        for file in files_of(source):
+            state.update(load_file(file, device=wanted.device))
+        return tensors(state)
+
+    return Opened(load)
+
+
+def open_safetensors_pread(wanted: Wanted) -> Opened:
+    from safetensors import safe_open
+
+    def load(source: Path) -> Loaded:
+        state = {}
+        for file in files_of(source):
+            with safe_open(file, framework="pt", device=wanted.device, backend="pread") as opened:
+                for name in opened.offset_keys():
+                    state[name] = opened.get_tensor(name)
+        return tensors(state)
+
+    return Opened(load)
+
+
+def open_fastsafetensors(wanted: Wanted) -> Opened:
+    import torch
+    from fastsafetensors import SafeTensorsFileLoader
+
+    torch.set_grad_enabled(False)
+
+    def load(source: Path) -> Loaded:
+        settings = {"nogds": wanted.device == CPU, **wanted.settings}
+        loader = SafeTensorsFileLoader(None, device=wanted.device, **settings)
+        loader.add_filenames({0: [str(file) for file in files_of(source)]})
+        buffers = loader.copy_files_to_device()
+        state = {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
+        return tensors(state, (buffers, loader))
+
+    return Opened(load)
+
+
+def open_fastsafetensors_parallel(wanted: Wanted) -> Opened:
+    import contextlib
+
+    from fastsafetensors import ParallelLoader
+
+    def load(source: Path) -> Loaded:
+        files = [str(file) for file in files_of(source)]
+        settings = {"nogds": wanted.device == CPU, **wanted.settings}
+        loader = ParallelLoader(
+            None, files, device=wanted.device, use_tqdm_on_load=False, **settings
+        )
+        with contextlib.closing(loader.iterate_weights()) as weights:
+            state = dict(weights)
+        loader.close()
+        return tensors(state)
+
+    return Opened(load)
+
+
+def open_runai(wanted: Wanted) -> Opened:
+    from runai_model_streamer import SafetensorsStreamer
+
+    def load(source: Path) -> Loaded:
+        with SafetensorsStreamer() as streamer:
+            files = [str(file) for file in files_of(source)]
+            streamer.stream_files(files, device=wanted.device)
+            return tensors(dict(streamer.get_tensors()))
+
+    return Opened(load)
+
+
+def open_bare(wanted: Wanted) -> Opened:
+    library = ctypes.CDLL(os.environ["BENCH_BARE"])
+    library.bare_memory.restype = ctypes.c_void_p
+    library.bare_memory.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    library.bare_read.argtypes = [
+        ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_size_t),
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_size_t, ctypes.c_int,
+    ]  # fmt: skip
+    settings = wanted.settings
+    huge = int(settings["pages"] == "huge")
+    # It parses no header: where the tensors lie, to be summed, was looked up before.
+    tables = {file: ranges(file) for file in files_of(wanted.source)}
+    early: dict[Path, int] = {}
+
+    def load(source: Path) -> Loaded:
+        files = files_of(source)
+        sizes = [file.stat().st_size for file in files]
+        bases = [early.get(file) or library.bare_memory(size, huge, 0)
+                 for file, size in zip(files, sizes, strict=True)]  # fmt: skip
+        error = library.bare_read(
+            (ctypes.c_char_p * len(files))(*(os.fsencode(file) for file in files)),
+            (ctypes.c_size_t * len(files))(*sizes),
+            (ctypes.c_void_p * len(files))(*bases),
+            len(files), int(settings["request_kib"]) << 10, int(settings["depth"]),
+        )  # fmt: skip
+        if error:
+            raise OSError(-error, os.strerror(-error))
+        return Loaded(
+            {
+                name: (base + offset, nbytes)
+                for file, base in zip(files, bases, strict=True)
+                for name, (offset, nbytes) in (tables.get(file) or ranges(file)).items()
+            },
+            None,
+            {},
+        )
+
+    def prepare() -> None:
+        if settings["memory"] == "backed":
+            for file in tables:
+                early[file] = library.bare_memory(file.stat().st_size, huge, 1)
+
+    return Opened(load, prepare)
+
+
+def open_transformers(wanted: Wanted) -> Opened:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return _model_load(AutoModelForCausalLM.from_pretrained, wanted)
+
+
+def open_gdsload_model(wanted: Wanted) -> Opened:
+    from transformers import AutoModelForCausalLM  # noqa: F401 - imported outside the clock
+
+    import gdsload
+
+    return _model_load(gdsload.from_pretrained, wanted)
+
+
+def _model_load(from_pretrained: Callable[..., Any], wanted: Wanted) -> Opened:
+    settings = dict(wanted.settings)
+    if wanted.device != CPU:
+        settings["device_map"] = {"": wanted.device}
+
+    def load(source: Path) -> Loaded:
+        model = from_pretrained(str(source), dtype="auto", **settings)
+        # A tied weight is one tensor under two names: it is touched once.
+        unique = {tensor.data_ptr(): name for name, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        return tensors({name: state[name] for name in unique.values()}, model)
+
+    return Opened(load)

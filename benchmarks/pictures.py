@@ -1,0 +1,157 @@
+"""Pictures of kept results: bars with their spread, disk throughput over time, rates by block size,
+costs by number. matplotlib draws them; where it is missing there are tables and no pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from . import costs, sweep, tables
+from .records import Refused
+from .scale import PLANS
+
+OURS, OTHERS, LIMITS = "tab:blue", "0.65", "tab:green"
+MOST_LINES = 6
+
+
+def axes(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    """A figure and its axes. Raises Refused where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Refused(f"no pictures: {error}; install gdsload[bench]") from error
+    matplotlib.use("svg")
+    # The same picture from the same result: it is kept under version control.
+    matplotlib.rcParams["svg.hashsalt"] = "gdsload"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters, not outlines: a third of the size
+    from matplotlib import pyplot
+
+    return pyplot.subplots(1, columns, figsize=(width, height), squeeze=False)
+
+
+def save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+def colour(label: str) -> str:
+    if label.startswith("gdsload"):
+        return OURS
+    return LIMITS if label.partition(":")[0] in ("bare", "fio", "pinned") else OTHERS
+
+
+def bars(result: dict[str, Any], path: Path) -> Path:
+    """Seconds of each arm, the fastest on top; whiskers from the fastest run to the slowest."""
+    runs = tables.grouped(result)
+    order = sorted(runs, key=lambda label: tables.seconds_of(runs[label]).median, reverse=True)
+    found = [tables.seconds_of(runs[label]) for label in order]
+    figure, ((plot,),) = axes(9, 0.6 + 0.3 * len(order))
+    plot.barh(order, [one.median for one in found], color=[colour(label) for label in order],
+              xerr=[[one.median - one.low for one in found],
+                    [one.high - one.median for one in found]], capsize=3)  # fmt: skip
+    plot.set_xlabel("seconds until every byte was touched: median, fastest and slowest run")
+    plot.set_title(tables.title(result), fontsize=9)
+    return save(figure, path)
+
+
+def throughput(result: dict[str, Any], path: Path) -> Path:
+    """What the disk read while the median run of each of the fastest arms went on."""
+    runs = tables.grouped(result)
+    order = sorted(runs, key=lambda label: tables.seconds_of(runs[label]).median)
+    figure, ((plot,),) = axes(9, 3.5)
+    drawn = 0
+    for label in order:
+        samples: list[Any] = next(
+            (run["disk_samples"] for run in runs[label] if run.get("disk_samples")), []
+        )
+        if len(samples) < 3 or drawn == MOST_LINES:
+            continue
+        drawn += 1
+        times = [(one[0] + other[0]) / 2 for one, other in pairwise(samples)]
+        rates = [(other[1] - one[1]) / (other[0] - one[0]) / 1e9
+                 for one, other in pairwise(samples)]  # fmt: skip
+        plot.plot(times, rates, label=label)
+    if not drawn:
+        raise Refused("no run of this result has samples of the disk's counter")
+    plot.set_xlabel("seconds since the load began")
+    plot.set_ylabel("GB/s read from the disk")
+    plot.set_title(tables.title(result), fontsize=9)
+    plot.legend(fontsize=7)
+    return save(figure, path)
+
+
+def rates(result: dict[str, Any], path: Path) -> Path:
+    """GB/s against block size: a line for each road, a plot for each batch size."""
+    groups = sweep.grouped(result)
+    batches = sorted({line["batch"] for line in result["lines"]})
+    figure, (plots,) = axes(4.5 * len(batches), 3.5, len(batches))
+    for plot, batch in zip(plots, batches, strict=True):
+        for (road, threads), lines in groups.items():
+            points = [line for line in lines if line["batch"] == batch]
+            blocks = [line["block"] for line in points]
+            found = [line["bytes_per_second"] / 1e9 for line in points]
+            name = f"{road}, {threads} threads" if threads > 1 else road
+            plot.plot(blocks, found, marker=".", label=name)
+        plot.axhline(max(result["limits"]) / 1e9, color="0.5", linestyle=":", label="plain reader")
+        plot.set_xscale("log", base=2)
+        plot.set_ylim(bottom=0)
+        plot.set_xlabel("block size, bytes")
+        plot.set_title(f"batch size {batch}", fontsize=9)
+    plots[0].set_ylabel("GB/s")
+    plots[0].legend(fontsize=7)
+    return save(figure, path)
+
+
+def curves(result: dict[str, Any], path: Path) -> Path:
+    """Seconds against what varied, both on logarithmic scales."""
+    sections = {name: entries for name, entries in result["sections"].items() if name != PLANS}
+    if not sections:
+        raise Refused("plans alone make no curve")
+    figure, (plots,) = axes(3.2 * len(sections), 3.2, len(sections))
+    for plot, (name, entries) in zip(plots, sections.items(), strict=True):
+        found = [tables.seconds_of(entry["runs"]) for entry in entries]
+        where = [entry[name] for entry in entries]
+        plot.errorbar(where, [one.median for one in found], capsize=3, marker=".", label="whole",
+                      yerr=[[one.median - one.low for one in found],
+                            [one.high - one.median for one in found]])  # fmt: skip
+        if name != "loads":
+            beside = [costs.beside(entry) for entry in entries]
+            plot.plot(where, beside, marker=".", linestyle="--", label="beside reading")
+        plot.set_xscale("log")
+        plot.set_yscale("log")
+        plot.set_xlabel(name)
+    plots[0].set_ylabel("seconds")
+    plots[0].legend(fontsize=7)
+    return save(figure, path)
+
+
+# What is drawn of each kind of result, by the ending of its file.
+KINDS: dict[str, dict[str, Callable[[dict[str, Any], Path], Path]]] = {
+    "loads": {"": bars, "-throughput": throughput},
+    "compare": {"": bars},
+    "io": {"": rates},
+    "scale": {"": curves},
+}
+
+
+def draw(result: dict[str, Any], stem: Path) -> list[Path]:
+    """All pictures of a result, as `stem`.svg and so on. Raises Refused without matplotlib."""
+    drawn = []
+    kind = result.get("kind") or ("loads" if "checkpoint" in result else "")
+    for ending, picture in KINDS.get(kind, {}).items():
+        path = stem.with_name(f"{stem.name}{ending}.svg")
+        if ending:
+            try:
+                drawn.append(picture(result, path))
+            except Refused:
+                continue  # older results have no samples
+        else:
+            drawn.append(picture(result, path))
+    return drawn

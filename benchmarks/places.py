@@ -1,0 +1,60 @@
+"""Where the benchmarks are, and where they keep what they make.
+
+in a checkout    results in benchmarks/results, what is built in .cache/bench
+in a wheel       results in ./gdsload-bench, what is built in the user's cache directory
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+# Where there is a checkout around them, and not only where some other setup.py is.
+ROOT = PACKAGE.parent
+CHECKOUT = (ROOT / "benchmarks/places.py").exists() and (ROOT / "pyproject.toml").exists()
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdsload/bench"
+
+
+RESULTS = PACKAGE / "results" if CHECKOUT else Path("gdsload-bench").absolute()
+CACHE = ROOT / ".cache/bench" if CHECKOUT else _user_cache()
+BARE = CACHE / "bare.so"
+
+# Runs a module of this package by itself: in a peer's environment there is no gdsload to find it
+# in, and its directory on the path would hide modules of others behind ours.
+_BOOT = """
+import importlib.util, runpy, sys
+where, name = sys.argv[1:3]
+sys.argv[1:3] = []
+spec = importlib.util.spec_from_file_location(
+    "benchmarks", where + "/__init__.py", submodule_search_locations=[where])
+sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
+runpy.run_module("benchmarks." + name, run_name="__main__")
+"""
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of an environment that deps.sh makes, there or not."""
+    return CACHE / environment / "bin/python"
+
+
+def command(python: Path | str, module: str) -> list[str]:
+    """What runs a module of this package in a fresh process of any interpreter."""
+    return [str(python), "-c", _BOOT, str(PACKAGE), module]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A process's environment without what would lead its Python elsewhere."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**kept, "HF_HUB_OFFLINE": "1", **more}
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    """The same for a process that shall find the very gdsload that is running here."""
+    import gdsload
+
+    home = str(Path(gdsload.__file__).resolve().parents[1])
+    return environment(PYTHONPATH=home, PYTHONDONTWRITEBYTECODE="1", **more)

@@ -1,0 +1,101 @@
+"""What the arms of a table need before the first of them runs: the yardstick compiled, a small
+checkpoint to rehearse on, and the checkpoint in the formats of those that read no safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from . import places
+from .arms import KINDS, Arm
+from .judge import ArmFailed, Conditions, python_of
+
+SPARE_BYTES = 1 << 30  # of the disk, for others
+
+
+def build_bare() -> None:
+    """Compiles the yardstick. Raises ArmFailed with what the compiler says."""
+    source = places.PACKAGE / "bare.c"
+    if places.BARE.exists() and places.BARE.stat().st_mtime > source.stat().st_mtime:
+        return
+    places.BARE.parent.mkdir(parents=True, exist_ok=True)
+    command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC"]
+    ran = subprocess.run(
+        [*command, "-o", str(places.BARE), str(source), "-luring"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if ran.returncode:
+        raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
+
+
+@contextmanager
+def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
+    """A small checkpoint on the same filesystem, for what a library does only once."""
+    directory = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
+    try:
+        if model:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.for_model(
+                "qwen3", hidden_size=64, intermediate_size=128, num_hidden_layers=1, head_dim=32,
+                num_attention_heads=2, num_key_value_heads=1, vocab_size=256,
+            )  # fmt: skip
+            AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+        else:
+            sizes = {f"rehearsal.{number}": 1 << 16 for number in range(4)}
+            header, end = {}, 0
+            for name, size in sizes.items():
+                header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+                end += size
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)
+            body = len(text).to_bytes(8, "little") + text + bytes(end)
+            (directory / "model.safetensors").write_bytes(body)
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
+    """The same conditions over copies in the arm's own format, removed afterwards.
+
+    Raises ArmFailed with what its library says.
+    """
+    beside = conditions.source if conditions.source.is_dir() else conditions.source.parent
+    free = shutil.disk_usage(beside.parent).free
+    if free < conditions.file_bytes + SPARE_BYTES:
+        raise ArmFailed(f"its own copy takes {conditions.file_bytes / 1e9:.1f} GB of disk, and"
+                        f" {free / 1e9:.1f} are free")  # fmt: skip
+    room = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside.parent))
+    try:
+        targets: dict[Path, Path] = {}
+        for source in filter(None, (conditions.source, conditions.rehearsal)):
+            targets[source] = room / f"{len(targets)}"
+            targets[source].mkdir()
+            ran = subprocess.run(
+                [*places.command(python_of(arm), "convert"), arm.kind, source, targets[source]],
+                env=places.environment(), cwd="/", capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if ran.returncode:
+                words = ran.stderr.strip().splitlines() or ["without a word"]
+                raise ArmFailed(f"the checkpoint was not converted: {words[-1]}")
+        yield replace(
+            conditions,
+            source=targets[conditions.source],
+            rehearsal=targets.get(conditions.rehearsal) if conditions.rehearsal else None,
+        )
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def converts(arm: Arm) -> bool:
+    return arm.kind in KINDS and KINDS[arm.kind].convert is not None

@@ -1,0 +1,211 @@
+"""The storage sweep, in the shape of NIXL's benchmark: blocks, batches, threads, engines; reads.
+
+    gdsload bench io FILE
+    gdsload bench io FILE --block 4K 1M 64M --batch 1 16 --threads 1 2 --engine uring linuxaio
+    gdsload bench io --model qwen3-0.6b --dir /data
+
+A block is one read, a batch so many of them in one request. Prepare, post and transfer are timed
+for each request; every byte is held against the file afterwards, outside the clock, and a rate
+that the device did not read, or could not, is an error and not a record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gdsload.backends import find
+from gdsload.errors import BackendUnavailable
+
+from . import records, tables
+from .cells import Cell, run_cell
+from .loaded import CPU, files_of
+from .published import BLOCKS, NIXL_BENCH
+from .records import Refused
+from .truth import TOLERANCE, Device, Truth
+
+ENGINES = ("uring", "linuxaio", "aio", "threads")
+MOST_MEMORY = 1 << 30
+HEAD = (
+    "block size B", "batch size", "GB/s", "avg lat us", "avg prep us", "p99 prep us",
+    "avg post us", "p99 post us", "avg tx us", "p99 tx us",
+)  # fmt: skip
+
+
+def size_of(text: str) -> int:
+    """4096, 4K, 1M or 1G: bytes, in powers of 1024. Raises ValueError."""
+    factor = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
+    return int(text[:-1] if factor else text) << factor
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gdsload bench io", description=(__doc__ or "").partition("\n")[0]
+    )
+    records.add_source(parser)
+    parser.add_argument("--block", nargs="+", type=size_of, default=BLOCKS, metavar="BYTES")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1])
+    parser.add_argument("--backend", nargs="+", default=["posix"], help="posix, gds, gds_mt")
+    parser.add_argument("--engine", nargs="+", default=list(ENGINES), help="of the posix backend")
+    parser.add_argument("--device", default=CPU, help="where the bytes go: cpu, cuda:0")
+    parser.add_argument("--random", action="store_true", help="blocks in random places")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of reading, for each line")
+    return parser.parse_args(words)
+
+
+def roads(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Each backend with the options it is opened with."""
+    return [
+        (backend, {"engine": engine} if engine else {})
+        for backend in options.backend
+        for engine in (options.engine if backend == "posix" else [""])
+    ]
+
+
+def fits(cell: Cell, size: int) -> str:
+    """Why a line cannot be measured on this file; empty where it can."""
+    taken = cell.block * cell.batch * cell.threads
+    if taken > MOST_MEMORY:
+        return f"{taken >> 20} MiB of memory"
+    if cell.block * cell.batch > size // cell.threads:
+        return "the file is too small"
+    return ""
+
+
+def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All lines that can be measured. Raises Refused."""
+    path = max(files_of(source), key=lambda file: file.stat().st_size)
+    truth, device = Truth(path), Device(path)
+    truth.evict()
+    for _ in range(3):
+        device.measure()
+    lines: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for backend, settings in roads(options):
+        name = "/".join([backend, *settings.values()])
+        support = find(backend).probe_with(options.device, settings)
+        if not support.usable:
+            left_out[name] = str(support)
+            continue
+        for threads in options.threads:
+            for batch in options.batch:
+                for block in options.block:
+                    cell = Cell(backend, settings, options.device, block, batch, threads,
+                                options.random, options.seconds)  # fmt: skip
+                    why = fits(cell, truth.size)
+                    if why:
+                        left_out[f"blocks of {block}, {batch} at once, {threads} threads"] = why
+                        continue
+                    try:
+                        facts = run_cell(cell, truth, device)
+                    except BackendUnavailable as error:
+                        left_out[name] = str(error)
+                        break
+                    lines.append({"road": name, "block": block, "batch": batch,
+                                  "threads": threads, **facts})  # fmt: skip
+                    print(f"  {name} {block} x {batch} x {threads}: "
+                          f"{facts['bytes_per_second'] / 1e9:.2f} GB/s",
+                          file=sys.stderr, flush=True)  # fmt: skip
+    device.measure()
+    return records.record(
+        "io",
+        path,
+        file={"name": records.name_of(options, source), "bytes": path.stat().st_size},
+        conditions={"random": options.random, "seconds": options.seconds,
+                    "device": options.device, "tolerance": TOLERANCE,
+                    "counted": device.key is not None},
+        limits=device.limits,
+        lines=lines,
+        left_out=left_out,
+    )  # fmt: skip
+
+
+def title(result: dict[str, Any]) -> str:
+    how = "random" if result["conditions"]["random"] else "sequential"
+    return (
+        f"{result['file']['name']}, {result['file']['bytes'] / 1e9:.2f} GB; {how} direct reads"
+        f" to {result['conditions']['device']}"
+    )
+
+
+def grouped(result: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The lines of each road and number of threads, in the order in which they were measured."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in result["lines"]:
+        groups.setdefault((line["road"], line["threads"]), []).append(line)
+    return groups
+
+
+def row(line: dict[str, Any]) -> list[str]:
+    us = [line[step][kind] * 1e6 for step in ("prepare", "post", "transfer")
+          for kind in ("mean", "p99")]  # fmt: skip
+    return [
+        str(line["block"]),
+        str(line["batch"]),
+        f"{line['bytes_per_second'] / 1e9:.6f}",
+        f"{line['latency'] * 1e6:.1f}",
+        *(f"{value:.1f}" for value in us),
+    ]
+
+
+def table(result: dict[str, Any]) -> str:
+    """A table for each road and number of threads, with NIXL's columns."""
+    parts = []
+    for (road, threads), lines in grouped(result).items():
+        of = f", {threads} threads" if threads > 1 else ""
+        parts.append(f"{road}{of}\n\n{tables.markdown(HEAD, [row(line) for line in lines])}")
+    return "\n\n".join([*parts, published()])
+
+
+def published() -> str:
+    """What nixlbench was published with, for its shape: another machine, another disk."""
+    rows = [
+        [str(block), *(f"{rates[place]:.6f}" for rates in NIXL_BENCH.values())]
+        for place, block in enumerate(BLOCKS)
+    ]
+    head = ["block size B", *(f"{engine} GB/s" for engine in NIXL_BENCH)]
+    return f"nixlbench as published, batch size 1, another machine\n\n{tables.markdown(head, rows)}"
+
+
+def notes(result: dict[str, Any]) -> str:
+    state = result["conditions"]
+    rates = [rate / 1e9 for rate in result["limits"]]
+    counted = (
+        "the device's counter had to grow by what was claimed"
+        if state["counted"]
+        else "nobody counts this device's reads: the rate and the data alone were checked"
+    )
+    lines = [
+        records.described(result),
+        f"each line {state['seconds']:g} s of reading into memory touched before; latency is from"
+        " the first post of a request to its last byte",
+        f"every byte compared with the file, outside the clock; {counted}; no rate above"
+        f" {state['tolerance']:g} times the device's: its bytes over its busy time, or a plain"
+        f" O_DIRECT reader's best ({', '.join(f'{rate:.2f}' for rate in rates)} GB/s)",
+        *(f"left out: {what}: {why}" for what, why in result["left_out"].items()),
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def main(words: list[str] | None = None) -> int:
+    options = arguments(words)
+    try:
+        with records.source_of(options) as source:
+            result = sweep(source, options)
+    except Refused as error:
+        print(f"bench io: no record: {error}", file=sys.stderr)
+        return 1
+    if not result["lines"]:
+        print(f"bench io: no record: {result['left_out']}", file=sys.stderr)
+        return 1
+    output = records.keep(result, options.output, f"io-{result['file']['name']}")
+    print(f"{title(result)}\n\n{table(result)}\n\n{notes(result)}")
+    print(f"\nraw lines: {output}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The roads into the memory of GPUs: what CUDA says of the devices, whether cuFile has a native way
+there or only its compatibility mode, and what earlier loads have measured. cuFile is not opened.
+"""
+
+from __future__ import annotations
+
+import time
+
+from gdsload import gpu, verdicts
+from gdsload.backends import contest, truth
+from gdsload.doctor.finding import PARTLY, YES, Finding
+from gdsload.errors import BackendUnavailable
+
+
+def roads() -> list[Finding]:
+    """What stands between this machine and each road into VRAM. Without a device the reason."""
+    try:
+        count = gpu.cuda().device_count
+    except BackendUnavailable as error:
+        return [_finding(truth.native()), Finding("CUDA", "no", str(error))]
+    found: dict[str, Finding] = {}
+    for ordinal in range(count):
+        for fact in truth.facts(f"cuda:{ordinal}"):
+            found.setdefault(fact.name, _finding(fact))
+    found.pop("libcufile", None)  # it is looked for with the other libraries
+    return list(found.values())
+
+
+def _finding(fact: truth.Fact) -> Finding:
+    return Finding(fact.name, fact.verdict, fact.detail, fact.mend)
+
+
+def measured() -> list[Finding]:
+    """What earlier loads measured and chose, the newest first."""
+    versions, now = contest.versions(), time.time()
+    found = {}
+    for each in verdicts.kept():
+        rates = ", ".join(
+            f"{road} {rate / 1e9:.2f} GB/s" if rate else f"{road} failed"
+            for road, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
+        )
+        day = time.strftime("%Y-%m-%d", time.localtime(each.at))
+        name = f"measured from {each.mount} to {each.device}"
+        detail = f"{each.road} is taken: {rates}, on {day}"
+        stale = each.stale(versions, now)
+        if stale:
+            detail += f"; {stale}"
+        mend = "the next large load there measures again"
+        found[name] = Finding(name, PARTLY if stale else YES, detail, mend)
+    return list(found.values())

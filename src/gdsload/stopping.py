@@ -1,0 +1,78 @@
+"""A load that somebody else may end: from another thread, or from an event loop.
+
+Whoever starts the load runs it in a context with a `Stop`; what waits inside it registers how it
+is ended. Native reads go on until then, and no thread is ever killed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from gdsload.errors import GdsloadError
+
+Result = TypeVar("Result")
+
+
+class LoadStopped(GdsloadError, RuntimeError):
+    """The load was told to end before it had. Whoever told it gets no model and no other error."""
+
+
+class Stop:
+    """The wish that a load ends. May be asked from any thread, once or more often."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._lock = threading.Lock()
+        self._ends: list[Callable[[], object]] = []
+
+    def ask(self) -> None:
+        """Returns at once: what is ended waits a little for reads that cannot be called back."""
+        with self._lock:
+            self.asked = True
+            ends = list(self._ends)
+        for end in ends:
+            threading.Thread(target=end, name="gdsload-stop", daemon=True).start()
+
+    def run(self, call: Callable[..., Result], *args: Any, **named: Any) -> Result:
+        """Calls with this stop in place. Raises LoadStopped where it was asked meanwhile, also if
+        the call did not look."""
+        token = _current.set(self)
+        try:
+            check()
+            result = call(*args, **named)
+            check()
+            return result
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[Stop | None] = ContextVar("gdsload.stop", default=None)
+
+
+def check() -> None:
+    """Raises LoadStopped where this load was told to end."""
+    stop = _current.get()
+    if stop is not None and stop.asked:
+        raise LoadStopped("the load was cancelled")
+
+
+@contextmanager
+def ended_by(end: Callable[[], object]) -> Iterator[None]:
+    """Within it, `end` is called, from another thread, when this load is told to end. Raises
+    LoadStopped where it has been."""
+    stop = _current.get()
+    if stop is None:
+        yield
+        return
+    with stop._lock:
+        stop._ends.append(end)
+    try:
+        check()
+        yield
+    finally:
+        with stop._lock:
+            stop._ends.remove(end)

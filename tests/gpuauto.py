@@ -1,0 +1,34 @@
+"""Whole loads in "auto" over the doubles: what the tests of its choice and of its retries share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload.backends.lanes import Part
+from gdsload.report import LoadReport
+from test_vram import raw
+
+MIB = 1 << 20
+SMALL: dict[str, Any] = {"ring_bytes": MIB, "request_bytes": 64 << 10}
+
+
+def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
+    """One load in "auto", byte for byte."""
+    got = gdsload.load_file(checkpoint, "cuda:0", cache=cache, options={**SMALL, **changed})
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(shard).items():
+            assert torch.equal(raw(got[name]), raw(tensor)), name
+    report = gdsload.last_report()
+    assert sum(report.roads.values()) >= report.read_bytes
+    return report
+
+
+def rates_are(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Scripts how long a leg takes on each lane."""
+    monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.lane.name])

@@ -1,0 +1,207 @@
+"""await from_pretrained: the loop goes on, a cancelled load ends, and nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+import tinymodels
+from gated import gated
+from gdsload import seam, stopping
+from gdsload.early import prefetches
+
+NEW = transformers.__version__[0] > "4"
+FIRST = "seam" if NEW else "safe_open"
+place: ContextVar[str] = ContextVar("place", default="nowhere")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tinymodels.build("llama").save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    return tmp_path / "model"
+
+
+def state_of_process() -> tuple[int, list[str]]:
+    gc.collect()
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith("gdsload"))
+    return len(os.listdir("/proc/self/fd")), names
+
+
+def test_it_is_the_same_model(source: Path) -> None:
+    stock = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
+    ours = asyncio.run(
+        gdsload.afrom_pretrained(source, cls=transformers.AutoModelForCausalLM, dtype=torch.float16)
+    )
+    assert gdsload.last_report().path == FIRST
+    assert tinymodels.differences(stock, ours) == []
+
+
+def test_the_loop_goes_on_while_bytes_are_missing(source: Path) -> None:
+    async def main() -> Any:
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source))
+        await asyncio.to_thread(gate.request)
+        for _ in range(100):  # nothing comes before the gate opens, and the loop turns
+            await asyncio.sleep(0)
+        assert not loading.done()
+        while not loading.done():
+            for number in range(len(gate.requests)):
+                gate.open(number)
+            await asyncio.wait([loading], timeout=0.01)
+        return loading.result()
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        model = asyncio.run(main())
+    assert (
+        tinymodels.differences(transformers.AutoModelForCausalLM.from_pretrained(source), model)
+        == []
+    )
+
+
+@pytest.mark.parametrize("landed", [0, 3])
+def test_cancelled_it_stops_and_frees_everything(source: Path, landed: int) -> None:
+    gdsload.from_pretrained(source)  # what is opened once for a process is open now
+    told: list[weakref.ref[Any]] = []
+
+    async def main() -> tuple[Any, Any]:
+        await asyncio.to_thread(int)  # the executor's thread is there before it is counted
+        before = state_of_process()
+        loading = asyncio.create_task(
+            gdsload.afrom_pretrained(
+                source, on_module_ready=lambda _, module: told.append(weakref.ref(module))
+            )
+        )
+        await asyncio.to_thread(gate.request)
+        gate.open(count=landed)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        del loading
+        assert all(request.released for request in gate.requests)
+        return before, state_of_process()
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        before, after = asyncio.run(main())
+        gate.requests.clear()
+    assert after[1] == before[1], "threads"
+    assert after[0] == before[0], "descriptors"
+    gc.collect()
+    assert [module for module in told if module() is not None] == []
+    assert prefetches() == [] and not seam.swaps.in_place
+    assert gdsload.last_report().failure, "it did not end by itself"
+
+
+def test_cancelled_from_its_own_callback(source: Path) -> None:
+    seen: list[str] = []
+
+    async def main() -> None:
+        loop, loading = asyncio.get_running_loop(), asyncio.current_task()
+        assert loading is not None
+        asked = threading.Event()
+
+        def cancel() -> None:
+            loading.cancel()
+            loop.call_soon(loop.call_soon, asked.set)  # after the task has seen it
+
+        def ready(name: str, module: Any) -> None:
+            seen.append(name)
+            if len(seen) == 3:
+                loop.call_soon_threadsafe(cancel)
+                assert asked.wait(30)
+
+        await gdsload.afrom_pretrained(source, on_module_ready=ready)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert len(seen) == 3, "nobody is told of a module after the load was cancelled"
+    assert not seam.swaps.in_place
+
+
+def test_a_timeout_is_a_cancellation(source: Path) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(gdsload.afrom_pretrained(source), 0.05)
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+            asyncio.run(main())
+        assert all(request.released for request in gate.requests)
+    assert not seam.swaps.in_place
+
+
+def test_the_context_is_that_of_who_awaits(source: Path) -> None:
+    seen: set[str] = set()
+
+    def ready(name: str, module: Any) -> None:
+        seen.add(place.get())
+        place.set("changed by the load")
+
+    async def main() -> str:
+        place.set("here")
+        with gdsload.accelerated(cache="buffered", backend="posix"):
+            loading = asyncio.create_task(gdsload.afrom_pretrained(source, on_module_ready=ready))
+            place.set("later")
+            await loading
+        assert gdsload.last_report().backend == "posix"
+        return place.get()
+
+    assert asyncio.run(main()) == "later"
+    assert "here" in seen and "later" not in seen and "nowhere" not in seen
+
+
+def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
+    tinymodels.build("gpt2").save_pretrained(tmp_path / "other")
+    names: dict[str, set[str]] = {"model": set(), "other": set()}
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(
+            *(
+                gdsload.afrom_pretrained(
+                    tmp_path / kind,
+                    on_module_ready=lambda name, _, kind=kind: names[kind].add(name),
+                )
+                for kind in names
+            )
+        )
+
+    for kind, model in zip(names, asyncio.run(main()), strict=True):
+        assert names[kind] == {name for name, _ in model.named_modules()}
+        stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        assert tinymodels.differences(stock, model) == []
+
+
+def test_an_error_comes_out_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nothing"):
+        asyncio.run(gdsload.afrom_pretrained(str(tmp_path / "nothing")))
+
+
+def test_a_stop_asked_before_or_meanwhile_gives_no_result() -> None:
+    stop = stopping.Stop()
+    ended = threading.Event()
+
+    def load() -> str:
+        with stopping.ended_by(ended.set):
+            stop.ask()
+            assert ended.wait(30)
+        return "a model"
+
+    with pytest.raises(stopping.LoadStopped):
+        stop.run(load)
+    with pytest.raises(stopping.LoadStopped):
+        stop.run(str)
+    stopping.check()  # and nobody else is stopped

@@ -1,0 +1,467 @@
+"""The benchmarks' own honesty: what they keep, and what they refuse. No test looks at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import run
+from gdsload import residency
+from gdsload.cli import measuring
+from gdsload.errors import GdsloadError
+
+cells, cold, compare, costs, instructions, judge, large, machine, pictures = (
+    measuring.program(name)
+    for name in ("cells", "cold", "compare", "costs", "instructions", "judge", "large", "machine",
+                 "pictures")
+)  # fmt: skip
+records, render, scale, sweep, tables, truth = (
+    measuring.program(name) for name in ("records", "render", "scale", "sweep", "tables", "truth")
+)
+KINDS = measuring.program("arms").KINDS
+
+
+@pytest.fixture(autouse=True)
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page cache belongs to everybody on this machine: here it is never dropped."""
+    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "model.safetensors"
+    path.write_bytes(random.Random(0).randbytes((1 << 20) + 100))
+    return path
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_each_command_has_a_help_of_its_own() -> None:
+    listed = run("bench").output
+    for name in measuring.COMMANDS:
+        assert f"  {name} " in listed
+        answer = run("bench", name, "--help")
+        assert answer.exit_code == 0
+        assert name in answer.output
+
+
+def test_each_finds_the_others_under_whatever_name() -> None:
+    """In a wheel the package is gdsload.benchmarks, in a peer's environment it has another name."""
+    sources = sorted(Path(measuring.program("places").PACKAGE).glob("*.py"))
+    pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    absolute = [path.name for path in sources if pattern.search(path.read_text())]
+    assert absolute == [], "import them relatively: from . import machine"
+
+
+def test_a_bad_word_is_bad_usage() -> None:
+    assert run("bench", "io", "--nonsense").exit_code == 2
+
+
+def test_without_benchmarks_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(GdsloadError, match=r"install gdsload\[bench\] from a wheel"):
+        measuring._adopt(tmp_path)
+
+
+def test_a_checkpoint_is_written_taken_and_removed(tmp_path: Path) -> None:
+    options = argparse.Namespace(source=None, model="tiny", dir=tmp_path, keep=False)
+    with records.source_of(options) as source:
+        assert (source / "config.json").is_file()
+    assert not source.exists()
+    options.keep = True
+    with records.source_of(options) as source:
+        pass
+    options.keep = False
+    with records.source_of(options) as source:  # it was there before: it stays
+        pass
+    assert source.exists()
+
+
+def test_a_checkpoint_is_called_what_its_directory_is(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-0.6b").mkdir()
+    (file := tmp_path / "one.safetensors").touch()
+    for name, source, called in (
+        (None, tmp_path / "qwen3-0.6b", "qwen3-0.6b"), (None, file, "one"), ("x", file, "x"),
+    ):  # fmt: skip
+        assert records.name_of(argparse.Namespace(name=name), source) == called
+
+
+@pytest.mark.parametrize("words", [[], ["--model", "tiny", "somewhere"], ["nowhere"]])
+def test_no_checkpoint_no_table(words: list[str], tmp_path: Path) -> None:
+    result = run("bench", "cold", *words, "--output", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert "no table" in result.output
+    assert not (tmp_path / "x.json").exists()
+
+
+# --- loads --------------------------------------------------------------------------------------
+
+
+def test_a_cold_table_of_two_arms(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "cold.json"
+    result = run(
+        "bench", "cold", tiny_checkpoint, "--repeats", "1", "--state", "none", "--neighbours",
+        "--arms", "gdsload", "gdsload:engine=threads", "instanttensor", "--output", output,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    kept = json.loads(output.read_text())
+    assert kept["left_out"] == {"instanttensor": "it loads to cuda devices only"}
+    assert {kept["kind"], kept["checkpoint"]["tensors"]} == {"loads", 47}
+    first, second = kept["runs"]
+    assert {first["arm"], second["arm"]} == {"gdsload", "gdsload:engine=threads"}
+    for ran in (first, second):
+        assert ran["resident_before_bytes"] == 0
+        assert ran["touched_bytes"] == 656768
+        assert ran["load_s"] + ran["touch_s"] <= ran["seconds"] * 1.001
+    for fact in ("kernel", "cpu", "disk", "filesystem", "mount_options", "gpus", "python"):
+        assert fact in kept["machine"]
+    assert "gdsload:engine=threads" in result.stdout
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    return {"resident_before_bytes": 0, "device_read_bytes": 10 << 20, "touched_bytes": 10 << 20,
+            "own_read_bytes": 10 << 20, **changed}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"resident_before_bytes": 4096}, "4,096 bytes were resident before the clock"),
+        ({"device_read_bytes": 5 << 20}, "the disk read 5,242,880 bytes, but 10,485,760"),
+        ({"device_read_bytes": 900 << 20}, "the disk read 943,718,400 bytes for files of"),
+    ],
+)
+def test_a_run_that_does_not_add_up_is_none(
+    changed: dict[str, int], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(10 << 20))
+    one = judge.Judge(judge.Conditions(tmp_path))
+    assert one.objection(facts()) is None
+    monkeypatch.setattr(one, "_run", lambda arm, checked: facts(**changed))
+    with pytest.raises(judge.NotWhatItSays, match=f"3 times in a row: {why}"):
+        one.run(measuring.program("arms").parse("gdsload"))
+    assert len(one.discarded) == 3
+
+
+def test_arms_must_agree_on_every_tensor(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    one = judge.Judge(judge.Conditions(tmp_path))
+    first, second = (measuring.program("arms").parse(name) for name in ("gdsload", "bare"))
+    one._compare(first, {"a": 1, "b": 2}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="b: its sum is 3 by bare and 2 by gdsload"):
+        one._compare(second, {"a": 1, "b": 3}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="bare did not load b"):
+        one._compare(second, {"a": 1}, one.sums, "sum")
+
+
+def test_an_arm_says_which_devices_it_reaches() -> None:
+    why_not = measuring.program("arms").why_not
+    assert why_not(KINDS["instanttensor"], "cpu", 1, 2) == "it loads to cuda devices only"
+    assert why_not(KINDS["instanttensor"], "cuda:1", 1, 2) == ""
+    assert why_not(KINDS["bare"], "cuda:0", 1, 2) == "it loads to cpu devices only"
+    twice = why_not(KINDS["fastsafetensors-parallel"], "cpu", 15 * 10**9, 22 * 10**9)
+    assert twice == "it holds 2 copies, 30.0 GB, and there are 22.0"
+
+
+def test_sums_on_a_device_are_those_of_the_cpu() -> None:
+    import torch
+
+    device, worker = measuring.program("device"), measuring.program("worker")
+    made = {
+        "even": torch.arange(32, dtype=torch.int16),
+        "odd": torch.arange(37, dtype=torch.uint8),
+        "short": torch.tensor([3], dtype=torch.int16),
+        "nothing": torch.empty(0),
+    }
+    where = {name: (one.data_ptr(), one.nbytes) for name, one in made.items()}
+    assert device.touch(made) == worker.touch(where)
+    assert device.checksums(made) == worker.checksums(where)
+
+
+# --- the storage sweep --------------------------------------------------------------------------
+
+
+def test_a_sweep_has_nixls_columns(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A megabyte, once, says nothing of a rate; those have tests of their own.
+    monkeypatch.setattr(truth, "LEAST_BYTES", 1)
+    monkeypatch.setattr(truth, "TOLERANCE", 1e6)
+    output = tmp_path / "io.json"
+    result = run(
+        "bench", "io", file, "--block", "4K", "64K", "4M", "--batch", "1", "4", "--threads", "1",
+        "2", "--engine", "threads", "--seconds", "0.001", "--output", output,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    kept = json.loads(output.read_text())
+    shapes = {(line["block"], line["batch"], line["threads"]) for line in kept["lines"]}
+    assert shapes == {(block, batch, threads) for block in (4096, 65536) for batch in (1, 4)
+                      for threads in (1, 2)}  # fmt: skip
+    for line in kept["lines"]:
+        assert line["bytes"] == line["requests"] * line["block"] * line["batch"]
+        for step in ("prepare", "post", "transfer"):
+            assert line[step]["mean"] > 0
+            assert line[step]["mean"] <= line[step]["p99"] * 1.5
+    assert kept["left_out"]["blocks of 4194304, 1 at once, 1 threads"] == "the file is too small"
+    for column in sweep.HEAD:
+        assert column in result.stdout
+
+
+def one_cell(file: Path, **changed: Any) -> Any:
+    shape = {"backend": "posix", "settings": {"engine": "threads"}, "device": "cpu",
+             "block": 4096, "batch": 2, "threads": 1, "seconds": 0.0}  # fmt: skip
+    return cells.Cell(**{**shape, **changed})
+
+
+class Trusting:
+    """A device whose account is made up."""
+
+    def __init__(self, nbytes: int, busy_seconds: float = 0.0, limit: float = 1e12) -> None:
+        self.after = truth.Counted(nbytes, busy_seconds)
+        self.limit = limit
+        self.asked = False
+
+    def counted(self) -> Any:
+        first, self.asked = not self.asked, True
+        return truth.Counted(0, 0.0) if first else self.after
+
+    require_read = truth.Device.require_read
+    require_possible = truth.Device.require_possible
+
+
+def test_pages_that_did_not_arrive_are_found(file: Path) -> None:
+    known = truth.Truth(file)
+    known.sums[3] += 1
+    with pytest.raises(records.Refused, match="did not arrive as they are in the file"):
+        cells.run_cell(one_cell(file, block=16384), known, Trusting(1 << 40))
+
+
+def test_bytes_that_no_device_read_are_no_record(file: Path) -> None:
+    with pytest.raises(records.Refused, match="but the device counted 4,096"):
+        cells.run_cell(one_cell(file), truth.Truth(file), Trusting(4096))
+
+
+def test_a_rate_above_the_devices_own_is_an_error(file: Path) -> None:
+    # 84 GB/s from a disk that was busy for a second with each 2.6 GB, as NIXL's table has it.
+    device = Trusting(26 << 30, 10.0, limit=2.6e9)
+    device.require_possible(2.7e9, device.after, "linuxaio")
+    with pytest.raises(records.Refused, match=r"84\.70 GB/s, where the device itself gave 2\.79"):
+        device.require_possible(84.7e9, device.after, "linuxaio")
+    with pytest.raises(records.Refused, match="no rate of this device"):
+        cells.run_cell(one_cell(file), truth.Truth(file), Trusting(1 << 40, 1e12, limit=1.0))
+
+
+def test_requests_stay_in_their_share_of_the_file(file: Path) -> None:
+    for shape in ({}, {"random": True}, {"batch": 5}):
+        cell = one_cell(file, **shape)
+        where = cells.places(cell, 8192, 81920)
+        for _ in range(50):
+            offset = next(where)
+            assert offset % cell.block == 0
+            assert 8192 <= offset <= 8192 + 81920 - cell.request_bytes
+
+
+def test_a_file_that_is_too_small_or_gone(tmp_path: Path) -> None:
+    small = tmp_path / "small.safetensors"
+    small.write_bytes(b"x")
+    result = run("bench", "io", small)
+    assert result.exit_code == 1
+    assert "no record: " in result.output
+
+
+# --- compare ------------------------------------------------------------------------------------
+
+
+def compared(**report: Any) -> dict[str, Any]:
+    run_of = {"seconds": 2.0, "touched_bytes": 100, "peak_rss_bytes": 150, "notes": {}}
+    ours = {"tensors": 10, "seconds": 1.0, "phases": {}} | report
+    return {
+        "kind": "compare",
+        "checkpoint": {"name": "qwen3-0.6b"},
+        "arms": [{"label": label} for label in (compare.STOCK, compare.OURS, compare.TENSORS)],
+        "runs": [
+            {**run_of, "arm": compare.STOCK, "seconds": 4.0},
+            {**run_of, "arm": compare.OURS},
+            {**run_of, "arm": compare.TENSORS, "notes": {"report": ours}},
+        ],
+    }
+
+
+def test_the_cost_of_a_tensor_is_split_and_whole() -> None:
+    phases = {"open": 0.1, "plan": 0.1, "prepare": 0.1, "read": 0.5, "hand over": 0.1}
+    result = compared(phases=phases)
+    parts = compare.split(result["runs"][2:])
+    assert parts == pytest.approx({"registration": 30.0, "waiting": 50.0, "clean-up": 20.0})
+    assert sum(parts.values()) == pytest.approx(100.0)  # a second over ten tensors
+    text = compare.table(result)
+    assert re.search(rf"{compare.OURS}, here +\|.*\| +2\.00 \|", text)
+    for published in ("NIXL GDS loader, as published", "1.23", "3.03", "1287", "1.8000"):
+        assert published in text
+
+
+def test_compare_wants_a_model(file: Path) -> None:
+    with pytest.raises(records.Refused, match=r"without a config\.json"):
+        compare.compare(file.parent, compare.arguments([str(file.parent)]))
+
+
+# --- scale --------------------------------------------------------------------------------------
+
+
+def test_scale_keeps_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"tensors": ((10, 8000, 1), (40, 8000, 1)), "bytes": ((10, 8000, 1),),
+             "shards": ((10, 8000, 1), (10, 8000, 5))}  # fmt: skip
+    monkeypatch.setattr(scale, "SECTIONS", steps)
+    monkeypatch.setattr(scale, "LOADS", (1, 2))
+    monkeypatch.setattr(large, "MODELS", {"small": lambda: large.llama(
+        layers=2, hidden=64, inner=128, keys=16, vocabulary=100)})  # fmt: skip
+    output = tmp_path / "scale.json"
+    result = run("bench", "scale", "--repeats", "1", "--dir", tmp_path, "--output", output,
+                 "--most-bytes", "100000")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(output.read_text())["sections"]
+    assert [step["tensors"] for step in found["tensors"]] == [10, 40]
+    assert [step["shards"] for step in found["shards"]] == [1, 5]
+    assert [step["loads"] for step in found["loads"]] == [1, 2]
+    (plan,) = found["plans"]
+    assert plan["tensors"] == 2 * 9 + 3
+    assert "MODEL, not measured" in result.stdout
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_load_that_lacks_something_is_no_figure(tmp_path: Path) -> None:
+    with scale.sparse(tmp_path, 4, 800, 1) as source:
+        scale.loaded(source, 4, 800)
+        for tensors, total in ((5, 800), (4, 802)):
+            with pytest.raises(records.Refused, match="4 tensors of 800 bytes came"):
+                scale.loaded(source, tensors, total)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405.9), ("deepseek-v3-671b", 671.0)],
+)
+def test_large_models_have_their_authors_size(name: str, billions: float) -> None:
+    shapes = list(large.MODELS[name]())
+    assert round(sum(shape.parameters for shape in shapes) / 1e9, 1) == billions
+    groups = large.sharded(shapes)
+    assert [shape for group in groups for shape in group] == shapes
+    assert max(sum(shape.nbytes for shape in group) for group in groups) <= large.SHARD_BYTES
+
+
+# --- instructions -------------------------------------------------------------------------------
+
+
+def test_a_step_that_became_dearer_fails() -> None:
+    known = {"open": 1000, "plan": 1000}
+    assert instructions.verdict({"open": 1049, "plan": 900, "new": 5}, known) == []
+    (worse,) = instructions.verdict({"open": 1100, "plan": 1000}, known)
+    assert worse == "open: 1,100 instructions, +10.0% against the baseline"
+
+
+def test_counts_decide_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {"open": 1000}
+    monkeypatch.setattr(instructions, "valgrind", lambda: "valgrind-0")
+    monkeypatch.setattr(instructions, "measure", lambda steps: dict(counts))
+    words = ["--baseline", str(tmp_path / "baseline.json")]
+    assert instructions.main(words) == 2
+    assert instructions.main([*words, "--keep"]) == 0
+    assert instructions.main(words) == 0
+    counts["open"] = 1200
+    assert instructions.main(words) == 1
+    monkeypatch.setattr(instructions, "valgrind", lambda: "valgrind-1")
+    assert instructions.main(words) == 2
+    assert "baseline is of valgrind valgrind-0" in capsys.readouterr().err
+
+
+def test_without_valgrind_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(instructions.shutil, "which", lambda name: None)
+    assert instructions.main([]) == 2
+    assert "valgrind is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", list(instructions.STEPS))
+def test_each_step_can_be_taken(step: str, tmp_path: Path) -> None:
+    source = instructions.checkpoint(tmp_path / "many")
+    assert instructions.main(["--take", step, "2", str(source)]) == 0
+
+
+# --- pages and pictures -------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_results_as_they_are_kept() -> None:
+    page = render.PAGE.read_text()
+    assert render.filled(page) == page, "run: gdsload bench report"
+    assert "of limit" in page
+
+
+def one_of_each_kind() -> list[Path]:
+    kept = {}
+    for path in sorted(render.RESULTS.glob("*.json")):
+        kept[render.kind_of(path.name, json.loads(path.read_text()))] = path
+    return [path for kind, path in kept.items() if kind in pictures.KINDS]
+
+
+@pytest.mark.parametrize("path", one_of_each_kind(), ids=lambda path: path.name)
+def test_a_result_of_each_kind_can_be_drawn(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
+    for picture in pictures.draw(json.loads(path.read_text()), tmp_path / path.stem):
+        assert b"<svg" in picture.read_bytes()
+
+
+def test_what_is_no_result_is_not_shown(tmp_path: Path) -> None:
+    for name, text in (("gap.json", '{"gaps": []}'), ("broken.json", "{")):
+        path = tmp_path / name
+        path.write_text(text)
+        assert run("bench", "report", path).exit_code == 1
+    assert run("bench", "report", tmp_path / "gone.json").exit_code == 1
+
+
+def test_without_matplotlib_there_are_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (path, *_) = sorted(render.RESULTS.glob("cold-*.json"))
+    render.show([path])
+    said = capsys.readouterr()
+    assert "median s" in said.out
+    assert "install gdsload[bench]" in said.err
+
+
+def test_samples_are_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "disk_reads", lambda: {"8:0": 7})
+    with machine.Samples("8:0", 0.0001) as samples:
+        pass
+    assert samples.relative()[0] == (0.0, 0)
+    with machine.Samples(None, 1.0) as samples:
+        pass
+    assert samples.relative() == []
+
+
+def test_only_the_median_run_keeps_its_samples() -> None:
+    runs = [{"arm": "a", "seconds": second, "disk_samples": [1]} for second in (3, 1, 2)]
+    tables.thin(runs)
+    assert [run["seconds"] for run in runs if "disk_samples" in run] == [2]
+
+
+def test_costs_are_taken_apart() -> None:
+    entry: Callable[..., dict[str, Any]] = lambda tensors, seconds: {  # noqa: E731
+        "tensors": tensors, "bytes": 8, "shards": 1,
+        "runs": [{"seconds": seconds, "read_s": 0.5, "cpu_s": 0.1}],
+    }  # fmt: skip
+    few, many = entry(10, 1.0), entry(110, 2.0)
+    assert costs.per_tensor({"tensors": [few, many]}) == pytest.approx(0.01)
+    assert costs.per_tensor({"tensors": [few]}) is None

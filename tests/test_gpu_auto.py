@@ -1,0 +1,222 @@
+"""What "auto" does on the way into VRAM: it measures, chooses, remembers, falls back, and tells."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+from contract import BLOCK, BackendContract
+from gdsload import ring, verdicts
+from gdsload.backends import VRAM, Memory, OpenFile, contest
+from gdsload.backends.auto import AutoBackend
+from gdsload.errors import BackendUnavailable
+from gdsload.plan import Transfer
+from gpuauto import MIB, SMALL, load, rates_are
+from gpudoubles import CODE, STRANGE, Doubles
+from test_gpu_contract import DeviceMemory, suite
+
+
+@pytest.fixture
+def doubles(measuring: Doubles) -> Doubles:
+    return measuring
+
+
+@pytest.mark.parametrize("fastest", ["gds_mt", "posix", "gds"])
+def test_the_fastest_is_measured_taken_and_kept(
+    fastest: str, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"gds_mt": 0.2, "posix": 0.2, "gds": 0.2, fastest: 0.1}
+    rates_are(monkeypatch, **seconds)
+    report = load(checkpoint)
+    assert report.backend == fastest
+    assert report.choice == f"{fastest}: measured in this load"
+    assert set(report.rates) == {"gds_mt", "posix", "gds"}
+    assert max(report.rates, key=lambda name: report.rates[name]) == fastest
+    by_backend: dict[str, int] = {}
+    for road, size in report.roads.items():
+        name = road.partition("/")[0]
+        by_backend[name] = by_backend.get(name, 0) + size
+    assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
+    assert by_backend.pop(fastest) > 2 * MIB
+    assert set(by_backend.values()) == {contest.LEG_BYTES}
+    (kept,) = verdicts.kept()
+    assert (kept.road, kept.rates) == (fastest, report.rates)
+    assert kept.device == "Double 0 0000:01:00.0"
+
+    again = load(checkpoint)
+    assert again.backend == fastest
+    assert "kept in" in again.choice
+    assert {road.partition("/")[0] for road, size in again.roads.items() if size} == {fastest}
+    assert len(verdicts.kept()) == 1
+
+
+def test_close_rates_keep_the_order_of_the_house(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.099, gds=0.098)
+    assert load(checkpoint).backend == "gds_mt"
+
+
+def test_what_is_in_the_page_cache_is_not_measured(doubles: Doubles, checkpoint: Path) -> None:
+    report = load(checkpoint, cache="buffered")
+    assert {road.partition("/")[0] for road in report.roads} == {"posix"}
+    assert report.rates == {} and verdicts.kept() == []
+    assert doubles.cufile_log["opens"] == 0
+
+
+def test_versions_that_changed_are_measured_again(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    load(checkpoint)
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
+    monkeypatch.setattr(contest, "__version__", "another")
+    report = load(checkpoint)
+    assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
+
+
+def test_a_road_that_was_not_there_before_is_measured(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that failed is not tried again each time."""
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.05)
+    doubles.fault("cuFileBatchIOSetUp", CODE, 5030, times=-1)
+    assert load(checkpoint).choice == "gds_mt: measured in this load"
+    (kept,) = verdicts.kept()
+    assert kept.rates["gds"] == 0.0
+    gdsload.quiesce(1.0)
+    doubles.set()
+    again = load(checkpoint)
+    assert "kept in" in again.choice and "gds" not in again.rates
+    verdicts.keep(dataclasses.replace(kept, rates={"gds_mt": 1.0, "posix": 2.0}))
+    report = load(checkpoint)
+    assert report.choice == "gds: measured in this load"
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    doubles: Doubles, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "root/cache").write_text("")
+    assert ", and not kept: " in load(checkpoint).choice
+
+
+def test_legs_go_on_from_request_to_request(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several smaller than a leg, and posted before the one before it has ended: never are
+    two lanes measured at a time."""
+    monkeypatch.setattr(contest, "LEG_BYTES", MIB)
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
+    source = next(iter(checkpoint.iterdir()))
+    fds = os.open(source, os.O_RDONLY), os.open(source, os.O_RDONLY | os.O_DIRECT)
+    size = os.fstat(fds[0]).st_size // BLOCK * BLOCK
+    memory = DeviceMemory(size)
+    legs: list[str] = []
+    real = contest.Contest.moved
+
+    def moved(self: contest.Contest, lane: str, nbytes: int, seconds: float) -> None:
+        legs.append(lane)
+        real(self, lane, nbytes, seconds)
+
+    monkeypatch.setattr(contest.Contest, "moved", moved)
+    step = 64 << 10
+    with AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        file = backend.register(OpenFile(str(source), fds[0], size, fds[1], BLOCK))
+        space = backend.register(Memory(VRAM, memory.address, size, memory, device="cuda:0"))
+        transfers = [
+            Transfer(0, at, min(step, size - at), min(step, size - at), 0, at, "direct", tag)
+            for tag, at in enumerate(range(0, size, step))
+        ]
+        requests = [
+            backend.prepare(transfers[first : first + 8], [file], [space])
+            for first in range(0, len(transfers), 8)
+        ]
+        for request in requests:
+            backend.post(request)
+        assert len([r for r in requests if r.parts]) == 1, "two legs at a time"
+        for request in reversed(requests):
+            assert BackendContract().finish(backend, request, len(request.transfers)) == {}
+        for request in requests:
+            backend.release(request)
+    assert ctypes.string_at(memory.address, size) == source.read_bytes()[:size]
+    assert legs == ["gds_mt", "gds_mt", "posix", "posix"]  # 2 MB: the third has no turn
+    for fd in fds:
+        os.close(fd)
+
+
+# The truth.
+
+
+def test_compatibility_mode_that_shows_itself_late_is_left(
+    doubles: Doubles, checkpoint: Path
+) -> None:
+    """cuFile says that it is native, and its own counters say otherwise."""
+    doubles.fault("cuFileRead", STRANGE, times=-1)
+    report = load(checkpoint)
+    assert report.backend != "gds_mt"
+    assert "compatibility mode for" in report.refusals["gds_mt"]
+    assert report.roads["gds_mt/posix"] <= contest.LEG_BYTES
+
+
+def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="by name"):
+        load(checkpoint, allow_compat=True)
+
+
+def test_a_device_that_shares_the_hosts_memory(doubles: Doubles, checkpoint: Path) -> None:
+    doubles.set(unified=True)
+    report = load(checkpoint)
+    assert "shares the host's memory" in report.refusals["in place"]
+
+
+def test_options_that_one_road_alone_has(doubles: Doubles, checkpoint: Path) -> None:
+    report = load(checkpoint, engine="threads")
+    assert report.backend == "posix"
+    assert "it has no option engine" in report.refusals["gds_mt"]
+    with pytest.raises(TypeError, match="has no option 'nonsense'"):
+        load(checkpoint, nonsense=1)
+
+
+def test_a_fork_is_refused(doubles: Doubles, checkpoint: Path) -> None:
+    backend = AutoBackend("cuda:0", 1 << 30, **SMALL)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with pytest.raises(BackendUnavailable, match="fork"):
+                backend.prepare([], [], [])
+            backend.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    backend.close()
+
+
+def test_quiesce_leaves_nothing_of_it(doubles: Doubles, checkpoint: Path) -> None:
+    before = doubles.cuda_log
+    for _ in range(2):
+        load(checkpoint)
+        gdsload.quiesce(1.0)
+        assert ring.rings() == []
+        log = doubles.cufile_log
+        assert not any(log[name] for name in ("open", "files", "buffers", "batches"))
+        after = doubles.cuda_log
+        assert all(after[n] == before[n] for n in ("ranges", "pins", "streams", "events", "used"))
+
+
+class Measuring(AutoBackend):
+    """With every request measured: what a contract test sends is a leg, or a few."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__("cuda:0", 1 << 30, **{"ring_bytes": MIB, **options})
+
+
+TestAutoDirect = suite("TestAutoDirect", Measuring, direct=True)
+TestAutoBuffered = suite("TestAutoBuffered", Measuring)

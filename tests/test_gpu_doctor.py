@@ -1,0 +1,80 @@
+"""What the doctor says of the roads into VRAM, over doubles of CUDA and cuFile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpudoubles
+from command import run
+from gdsload import doctor, libraries, verdicts
+from gdsload.backends import contest, truth
+from gdsload.doctor import vram
+from gdsload.doctor.finding import Finding
+from gdsload.verdicts import Verdict
+from gpudoubles import Doubles
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+def found() -> dict[str, Finding]:
+    findings = doctor.examine().findings
+    assert len({each.name for each in findings}) == len(findings)
+    return {each.name: each for each in findings}
+
+
+def test_devices_and_the_native_path(doubles: Doubles) -> None:
+    findings = found()
+    assert findings["cuda:0"].detail.startswith("Double 0 at 0000:01:00.0")
+    assert findings["cuda:1"].verdict == "yes"
+    assert (findings["native path"].verdict, findings["native path"].detail) == ("yes", "nvidia-fs")
+    assert doubles.cufile_log["opens"] == 0
+
+
+def test_only_compatibility_mode_and_why(doubles: Doubles, tmp_path: Path) -> None:
+    (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
+    native = found()["native path"]
+    assert native.verdict == "no" and native.mend
+    assert "only cuFile's compatibility mode" in native.detail
+    assert "nvidia-fs is not loaded" in native.detail
+
+
+def test_a_device_that_shares_the_hosts_memory(doubles: Doubles) -> None:
+    doubles.set(unified=True)
+    assert "its memory is the host's: bytes are staged all the same" in found()["cuda:0"].detail
+
+
+def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpudoubles.forget(monkeypatch)
+    monkeypatch.setattr(libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
+    names = {each.name: each for each in vram.roads()}
+    assert list(names) == ["native path", "CUDA"]
+    assert names["CUDA"].verdict == "no"
+    assert vram.measured() == []
+
+
+def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) -> None:
+    versions = contest.versions()
+    rates = {"posix": 8e9, "gds_mt": 12.1e9}
+    for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
+        verdicts.keep(Verdict(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at))
+    findings = found()
+    good = findings["measured from xfs /dev/md0 9:0 to Double 0 0000:01:00.0"]
+    assert good.verdict == "yes"
+    assert good.detail.startswith("gds_mt is taken: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
+    old = findings["measured from ext4 /dev/sda 8:0 to Double 0 0000:01:00.0"]
+    assert old.verdict == "partly" and "30 days ago" in old.detail and old.mend
+    shown = json.loads(run("doctor", "--json").stdout)
+    assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
+        good.detail
+    ]
+    assert {fact.name for fact in truth.facts()} >= {"native path", "opening cuFile"}

@@ -1,0 +1,177 @@
+"""How cuFile is opened, what stands in its way, and what is known of the devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import gpudoubles
+from contract import SIZE
+from gdsload import gpu
+from gdsload.backends import (
+    OpenFile,
+    cufile,
+    registry,
+    truth,
+)
+from gdsload.backends.gds import GdsBackend
+from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.posix import PosixBackend
+from gdsload.errors import BackendUnavailable, PlacementError
+from gpudoubles import (
+    CODE,
+    Doubles,
+)
+from gpuloads import SMALL, Load
+
+
+def test_a_failed_open_is_final(doubles: Doubles) -> None:
+    doubles.fault("cuFileDriverOpen", CODE, 5011)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="5011"):
+            cufile.opened("cuda:0", False)
+    assert doubles.cufile_log["opens"] == 0
+    assert not cufile.support("cuda:0", True).usable
+
+
+def test_compatibility_mode_is_refused(doubles: Doubles) -> None:
+    doubles.set(native=gpudoubles.COMPAT)
+    with pytest.raises(BackendUnavailable, match="5001"):
+        cufile.opened("cuda:0", False)
+
+
+def test_compatibility_mode_is_refused_where_it_cannot_be_forbidden(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 1.14 only the properties of an open driver tell."""
+    doubles.set(native=gpudoubles.COMPAT, version=1110)
+    doubles.fault("cuFileSetParameterBool", CODE, 5030, times=-1)
+    with pytest.raises(BackendUnavailable, match="compatibility mode only"):
+        cufile.opened("cuda:0", False)
+    assert doubles.cufile_log["open"] == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode"),
+    [({"native": 1}, "nvfs"), ({"native": 2}, "p2p"), ({"native": 0}, "compat")],
+)
+def test_the_mode_is_told(
+    machine: dict[str, int], mode: str, doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.set(**machine)
+    with GdsMtBackend(**SMALL, allow_compat=True) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        assert backend.engine == mode
+        road = "posix" if mode == "compat" else mode
+        assert backend.roads(load.request) == {f"gds_mt/{road}": SIZE}
+        assert ("gds_mt/native" in backend.refusals) == (mode == "compat")
+        backend.release(load.request)
+
+
+@pytest.mark.parametrize(
+    ("gone", "why"),
+    [
+        ("proc/modules", "/proc/modules cannot be read"),
+        ("run/udev", "no /run/udev"),
+        ("dev/nvidia-fs0", "not in this container"),
+        ("proc/driver/nvidia-fs/version", "nvidia-fs is not loaded"),
+    ],
+)
+def test_what_the_machine_lacks(gone: str, why: str, doubles: Doubles, tmp_path: Path) -> None:
+    path = tmp_path / "root" / gone
+    path.rmdir() if path.is_dir() else path.unlink()
+    before = doubles.cufile.double_calls()
+    support = GdsMtBackend.probe("cuda:0")
+    assert not support.usable
+    assert why in str(support)
+    assert doubles.cufile.double_calls() - before <= 1  # its version at most: nothing was opened
+    with pytest.raises(BackendUnavailable, match="cannot load"):
+        registry.choose("cuda:0", "gds_mt")
+    allowed = registry.choose("cuda:0", "gds_mt", {"allow_compat": True}) if "nvidia" in gone else 0
+    assert allowed == 0 or allowed.backend is GdsMtBackend
+
+
+def test_auto_takes_the_native_way_or_our_own(doubles: Doubles, tmp_path: Path) -> None:
+    assert registry.choose("cuda:0").backend is GdsMtBackend
+    (tmp_path / "root/dev/nvidia-fs0").unlink()
+    choice = registry.choose("cuda:0")
+    assert choice.backend is PosixBackend
+    assert "gds_mt" in choice.refusals
+
+
+def test_the_log_is_not_dropped_where_the_process_stands(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cufile, "own_configuration", lambda: "")
+    cufile.opened("cuda:0", False)
+    assert os.path.isabs(doubles.log_dir)
+
+
+def test_a_configuration_of_ones_own_is_respected(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere/cufile.json")
+    cufile.opened("cuda:0", False)
+    assert doubles.log_dir == ""
+
+
+def test_limits_that_stall_batches_are_explained(doubles: Doubles, file: OpenFile) -> None:
+    doubles.size(7, 16384)  # per_buffer_cache_size_kb, with max_device_cache_size_kb at 131072
+    with GdsBackend(ring_bytes=64 << 20) as backend:
+        load = Load(backend, file)
+        assert "max_device_cache_size_kb to 2097152" in backend.refusals["gds/limits"]
+        assert backend.limits("cuda:0").depth == 8
+        assert load.finish() == {}
+        backend.release(load.request)
+
+
+def test_there_is_no_such_device(doubles: Doubles) -> None:
+    with pytest.raises(PlacementError, match="CUDA sees 2"):
+        gpu.device(7)
+    assert not PosixBackend.probe("cuda:7").usable
+    assert not PosixBackend.probe("mps").usable
+
+
+def test_what_is_known_of_a_device(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.set(unified=True)
+    facts = gpu.facts(1)
+    assert (facts.name, facts.bus) == ("Double 1", "0000:02:00.0")
+    assert facts.unified
+    folder = tmp_path / "root/sys/bus/pci/devices/0000:02:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
+    assert gpu.numa_node("00000000:02:00.0", str(tmp_path / "root")) == 1
+    assert gpu.numa_node("0000:99:00.0", str(tmp_path / "root")) == -1
+
+
+def test_room_is_asked_for_first(doubles: Doubles) -> None:
+    doubles.set(nbytes=(1 << 30) + doubles.cuda_log["used"])
+    gpu.require_room(0, 1 << 29)
+    with pytest.raises(PlacementError) as caught:
+        gpu.require_room(0, 1 << 30)
+    assert caught.value.missing_bytes == gpu.SPARE_BYTES
+
+
+def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Path) -> None:
+    opens = doubles.cufile_log["opens"]
+    facts = {each.name: each for each in truth.facts()}
+    assert {each.verdict for each in facts.values()} == {"yes"}
+    assert facts["libcufile"].detail.startswith("1.17 at ")
+    assert "Double 0 at 0000:01:00.0" in facts["cuda:0"].detail
+    assert doubles.cufile_log["opens"] == opens
+    (tmp_path / "root/dev/nvidia-fs0").unlink()
+    (tmp_path / "root/run/udev").rmdir()
+    facts = {each.name: each for each in truth.facts("cuda:9")}
+    assert "not in this container" in facts["native path"].detail
+    assert "/run/udev" in facts["opening cuFile"].mend
+    assert "CUDA sees 2" in facts["cuda:9"].detail
+    assert {facts[name].verdict for name in ("native path", "opening cuFile", "cuda:9")} == {"no"}
+    with PosixBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        load.finish()
+        backend.release(load.request)
+        ringed = truth.facts()[-1]
+    assert (ringed.name, ringed.detail[:13]) == ("ring of cuda:0", "1 MiB of DRAM")

@@ -1,0 +1,109 @@
+"""`quiesce` after loads to a GPU: no ring, pin, registration, handle or open driver is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+import gpudoubles
+from gdsload import quiet, ring, tensors, vram
+from gdsload.backends import VRAM, Memory, Registration, cufile
+from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.errors import GdsloadError, PlacementError
+from gpudoubles import Doubles
+from test_vram import ROADS, device_tensor
+
+NOTHING = {"open": 0, "files": 0, "buffers": 0, "batches": 0, "in_flight": 0}
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+def held(doubles: Doubles) -> dict[str, int]:
+    log = doubles.cufile_log
+    return {name: log[name] for name in NOTHING}
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_nothing_is_left_and_the_next_load_opens_it_again(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    before = doubles.cuda_log
+    for round_ in range(2):
+        got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+        assert ring.rings()
+        if backend != "posix":
+            assert held(doubles)["open"] == 1
+            assert doubles.cufile_log["opens"] == round_ + 1
+        del got
+        gdsload.quiesce(1.0)
+        assert ring.rings() == []
+        assert held(doubles) == NOTHING
+        after = doubles.cuda_log
+        for what in ("ranges", "pins", "streams", "events", "used"):
+            assert after[what] == before[what], what
+
+
+def test_users_rest_before_what_they_use() -> None:
+    class Thing:
+        def busy(self) -> str:
+            return ""
+
+        rest = wake = lambda self: None
+
+    deep, load, middle, other = Thing(), Thing(), Thing(), Thing()
+    quiet.hold(deep, quiet.DRIVER)
+    quiet.hold(load)
+    quiet.hold(middle, quiet.RING)
+    quiet.hold(other)
+    mine = [each for each in quiet.holders() if isinstance(each, Thing)]
+    assert mine == [load, other, middle, deep]
+
+
+def test_a_slot_that_was_never_heard_of_again_is_said(
+    doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    """Its ring stays pinned and registered: such a process cannot be dumped."""
+    doubles.fault("event", gpudoubles.LOST, 0, skip=3)
+    options = {**ROADS[3][1], "event_seconds": 0.05}
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds", options=options)
+    with pytest.raises(GdsloadError, match="1 slots of the staging ring of cuda:0"):
+        gdsload.quiesce(0.05)
+    assert held(doubles)["open"] == 1, "it was closed under a registered ring"
+    doubles.cufile.cufile_double_set(1170, 1, None)  # what it still had is forgotten
+
+
+def test_a_driver_that_does_not_close(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cufile, "CLOSE_SECONDS", 0.05)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    doubles.fault("cuFileDriverClose_v2", gpudoubles.HANG)
+    with pytest.raises(GdsloadError, match="cuFileDriverClose has not come back"):
+        gdsload.quiesce(1.0)
+    with pytest.raises(gdsload.BackendUnavailable, match="has not come back"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+
+
+def test_a_ring_that_is_read_through_stays(doubles: Doubles) -> None:
+    """Also while none of its slots is lent: its reader would wait for slots for ever."""
+    with GdsMtBackend(ring_bytes=1 << 20, request_bytes=64 << 10) as first:
+        first.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
+        (only,) = ring.rings()
+        assert ring.release_rings() == 0
+        with (
+            GdsMtBackend(ring_bytes=1 << 20, request_bytes=128 << 10) as second,
+            pytest.raises(PlacementError, match="is in use"),
+        ):
+            second.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
+        assert ring.rings() == [only]
+    assert ring.release_rings() == 1 << 20

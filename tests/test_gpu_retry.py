@@ -1,0 +1,191 @@
+"""What "auto" into VRAM does when a road fails in the middle of a load, and what no road mends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gdsload
+from gdsload import gpu, ring, verdicts, vram
+from gdsload.backends import retry, staged
+from gdsload.backends.base import Failure
+from gdsload.errors import PlacementError, ReadError, ShortRead
+from gdsload.load import Session
+from gpuauto import MIB, SMALL, load, rates_are
+from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, Doubles
+
+
+@pytest.fixture
+def doubles(measuring: Doubles) -> Doubles:
+    return measuring
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "why"),
+    [(NEGATIVE, 5008, "cuFile error 5008"), (ERRNO, 5011, "5011"), (ERRNO, 5, "Input/output")],
+)
+def test_a_failed_range_goes_by_the_next_road(
+    kind: int, value: int, why: str, doubles: Doubles, checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    doubles.fault(f"cuFileRead at {MIB}", kind, value, times=-1)
+    report = load(checkpoint)
+    assert report.backend == "gds_mt"
+    assert report.rerouted == {"gds_mt -> posix": 2 * (64 << 10)}  # one of each file
+    assert report.refusals["gds_mt/ranges"].startswith("2 failed, first ")
+    assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
+    assert why in report.refusals["gds_mt/ranges"]
+    assert "failed, and read again: gds_mt -> posix, 131,072 bytes" in report.summary()
+    assert sum(report.roads.values()) == report.read_bytes
+
+
+def test_a_road_that_fails_for_good_is_left(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.15, gds=0.2)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=12, times=-1)
+    report = load(checkpoint)
+    assert report.backend == "posix"
+    assert "ranges failed, first" in report.refusals["gds_mt"]
+    assert "cuFile error 5008" in report.refusals["gds_mt"]
+    assert report.rerouted["gds_mt -> posix"] >= 3 * (64 << 10)
+    assert "gds_mt" not in report.rates
+
+
+def test_a_kept_verdict_that_fails_is_forgotten(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    load(checkpoint)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
+    report = load(checkpoint)
+    assert report.backend == "posix"
+    assert verdicts.kept() == []
+
+
+def test_batches_fall_back_on_single_reads(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
+    load(checkpoint)
+    doubles.fault("event", CODE, 5044, skip=10, times=-1)
+    report = load(checkpoint)
+    assert report.rerouted["gds -> gds_mt"] >= 3 * (64 << 10)
+    assert report.backend == "gds_mt"
+
+
+def test_a_read_that_hangs_goes_by_the_next_road(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it brings in the end harms nobody."""
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    monkeypatch.setattr(retry, "SILENT_SECONDS", 0.2)
+    doubles.fault("cuFileRead", HANG, skip=9)
+    report = load(checkpoint)
+    assert "no byte has come for" in report.refusals["gds_mt"]
+    assert report.rerouted["gds_mt -> posix"] > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("cuFileDriverOpen", "5011"),
+        ("cuFileHandleRegister", "does not take it"),
+        ("cuFileBatchIOSetUp", ""),
+    ],
+)
+def test_what_does_not_open_is_refused_and_the_load_goes_on(
+    call: str, why: str, doubles: Doubles, checkpoint: Path
+) -> None:
+    doubles.fault(call, CODE, 5011, times=-1)
+    report = load(checkpoint)
+    if why:
+        assert report.backend == "posix"
+        assert why in report.refusals["gds_mt"]
+        assert verdicts.kept() == []
+    else:
+        assert "gds" not in report.rates and "gds_mt" in report.rates
+
+
+def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
+    taken = doubles.cuda_log["used"]
+    doubles.set(nbytes=taken + 4_000_000 + gpu.SPARE_BYTES)
+    report = load(checkpoint, ring_bytes=128 * MIB, request_bytes=4 * MIB)
+    assert report.backend == "posix"
+    assert "no staging ring" in report.refusals["gds_mt"]
+
+
+# What no other road would mend.
+
+
+def test_a_file_that_was_cut_is_an_error_at_once(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = vram.follow
+
+    def cut(session: Session) -> None:
+        os.truncate(checkpoint / "model-1.safetensors", 1_000_000)
+        real(session)
+
+    monkeypatch.setattr(vram, "follow", cut)
+    with pytest.raises(ShortRead, match="the file ended at byte 1") as caught:
+        gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
+    assert caught.value.path.endswith("model-1.safetensors")
+    assert gdsload.last_report().rerouted == {}
+
+
+def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpoint: Path) -> None:
+    before = doubles.cuda_log
+    doubles.fault("cuMemcpyAsync", CODE, 719, skip=8, times=-1)
+    with pytest.raises(ReadError, match="CUDA error 719"):
+        gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
+    assert gdsload.last_report().rerouted == {}
+    assert staged._kept == []
+    gdsload.quiesce(5.0)
+    after = doubles.cuda_log
+    assert {name: after[name] for name in ("ranges", "pins", "used", "streams", "events")} == {
+        name: before[name] for name in ("ranges", "pins", "used", "streams", "events")
+    }
+
+
+def test_the_last_road_fails_too(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the usual one: file, tensor and reason."""
+    from gdsload.backends.posix import PosixBackend
+
+    real = PosixBackend.check
+
+    def check(self: PosixBackend, request: Any) -> Any:
+        progress = real(self, request)
+        bad = [Failure(place, 0, 5) for place in progress.settled]
+        return progress._replace(failures=bad)
+
+    monkeypatch.setattr(PosixBackend, "check", check)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=6, times=-1)
+    with pytest.raises(ReadError, match=r"model-\d.*Input/output error \(tensor '\d.a'\)"):
+        gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
+
+
+def test_named_backends_do_not_fall_back(doubles: Doubles, checkpoint: Path) -> None:
+    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=6, times=-1)
+    with pytest.raises(ReadError, match="cuFile error 5008"):
+        gdsload.load_file(checkpoint, "cuda:0", backend="gds_mt", cache="direct", options=SMALL)
+    report = gdsload.last_report()
+    assert report.choice == "gds_mt: asked for by name"
+    assert report.rerouted == {}
+
+
+def test_a_device_that_is_too_full_is_known_before_a_byte_is_read(
+    doubles: Doubles, checkpoint: Path
+) -> None:
+    doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
+    reads = doubles.cufile_log["reads"]
+    with pytest.raises(PlacementError) as caught:
+        gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
+    assert caught.value.missing_bytes
+    assert doubles.cufile_log["reads"] == reads and ring.rings() == []

@@ -1,0 +1,142 @@
+"""What loads to a GPU share, where pieces land, and what comes back in the end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from contract import BLOCK, SIZE, bytes_of
+from gdsload import gpu, ring
+from gdsload.backends import (
+    VRAM,
+    Backend,
+    Memory,
+    OpenFile,
+)
+from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.posix import PosixBackend
+from gdsload.errors import BackendUnavailable
+from gdsload.plan import Transfer
+from gpudoubles import (
+    Doubles,
+)
+from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
+from test_gpu_contract import DeviceMemory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_load_registers_nothing(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
+    before = doubles.cuda_log
+    for round_ in range(3):
+        with kind(**SMALL) as backend:
+            load = Load(backend, file)
+            assert load.finish() == {}
+            assert load.bytes() == bytes_of(0)
+            backend.release(load.request)
+        del load
+        log = doubles.cuda_log
+        if round_ == 0:
+            first, registered = log, doubles.cufile_log
+    kept = ("pins", "ranges", "streams", "events")  # the road waits at its ring
+    assert [log[what] for what in kept] == [first[what] for what in kept]
+    for what in ("buffers", "batches"):
+        assert doubles.cufile_log[what] == registered[what]
+    assert doubles.cufile_log["files"] == 0
+    assert ring.release_rings() == 1 << 20
+    after = doubles.cuda_log
+    for what in (*kept, "used"):
+        assert after[what] == before[what]
+    assert doubles.cufile_log["batches"] == 0
+
+
+def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
+    with GdsMtBackend(**SMALL) as backend:
+        loads = [Load(backend, file, f"cuda:{number}") for number in range(2)]
+        for load in loads:
+            assert load.finish() == {}
+            assert load.bytes() == bytes_of(0)
+            backend.release(load.request)
+        assert sorted(each.ordinal for each in ring.rings()) == [0, 1]
+
+
+def test_two_backends_share_a_ring_and_its_bound(doubles: Doubles, file: OpenFile) -> None:
+    doubles.set(patience=20)
+    with GdsMtBackend(**SMALL) as one, GdsMtBackend(**SMALL) as other:
+        loads = [Load(backend, file) for backend in (one, other)]
+        for load in loads:
+            assert load.finish() == {}
+            assert load.bytes() == bytes_of(0)
+        for load in loads:
+            load.backend.release(load.request)
+        assert len(ring.rings()) == 1
+
+
+def test_pieces_land_where_they_belong(doubles: Doubles, file: OpenFile) -> None:
+    """Tensors of a shard, each in memory of its own; what lies between them goes nowhere."""
+    doubles.set(patience=7)
+    places = [(8, 100), (300, 5000), (8192, 1), (8193, 40000), (SIZE - 77, 77)]
+    with PosixBackend(**SMALL) as backend:
+        known = backend.register(file)
+        memory = [DeviceMemory(nbytes) for _, nbytes in places]
+        shares = [
+            (start, nbytes, each.address)
+            for (start, nbytes), each in zip(places, memory, strict=True)
+        ]
+        space = backend.register(
+            Memory(VRAM, 0, SIZE + BLOCK, memory, device="cuda:0", shares=shares)
+        )
+        step = 16 << 10
+        transfers = [
+            Transfer(0, at, step, min(step, SIZE - at), 0, at, "buffered", tag)
+            for tag, at in enumerate(range(0, SIZE, step))
+        ]
+        request = backend.prepare(transfers, [known], [space])
+        backend.post(request)
+        backend.wait(request, PATIENCE_SECONDS)
+        assert not backend.check(request).failures
+        backend.release(request)
+        for (start, nbytes), each in zip(places, memory, strict=True):
+            got = ctypes.string_at(each.address, nbytes)
+            assert got == bytes_of(0)[start : start + nbytes]
+
+
+@pytest.mark.parametrize(
+    "shares", [[(0, 10, 4096), (5, 10, 8192)], [(0, SIZE * 9, 4096)], [(-1, 5, 4096)]]
+)
+def test_shares_that_cannot_be(
+    shares: Sequence[tuple[int, int, int]], doubles: Doubles, file: OpenFile
+) -> None:
+    with PosixBackend(**SMALL) as backend:
+        space = backend.register(Memory(VRAM, 0, SIZE, device="cuda:0", shares=shares))
+        with pytest.raises(ValueError, match="share"):
+            backend.prepare([], [backend.register(file)], [space])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fork_is_refused(kind: type[Backend], doubles: Doubles, file: OpenFile) -> None:
+    with kind(**SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for act in (
+                    lambda: backend.check(load.request),
+                    lambda: backend.post(load.request),
+                    lambda: gpu.device(0),
+                ):
+                    with pytest.raises(BackendUnavailable, match="fork"):
+                        act()
+                backend.release(load.request)
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        backend.release(load.request)

@@ -1,0 +1,164 @@
+"""A load that is broken off anywhere leaves nothing behind, and the next one is as if it had not
+been: in our own code, in transformers', by an error or by Ctrl-C, with files of any kind.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import equal
+import gdsload
+import tinymodels
+from gdsload import seam
+from gdsload.feed import Feed, Stage
+from gdsload.slices import LazySlice
+from gdsload.weights import Weights
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    tinymodels.build("mixtral").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+def mapped(under: Path) -> list[str]:
+    """The mappings of files below a directory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(under) in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
+    before, threads = equal.names_replaced(), threading.active_count()
+    yield
+    gc.collect()
+    assert equal.names_replaced() == before
+    assert not seam.swaps.in_place
+    assert gc.isenabled()
+    assert seam.active() is None
+    assert seam.outer_report.get() is None
+    assert threading.active_count() <= threads
+    for path in (mixture, tmp_path):
+        assert equal.open_files(path) == []
+        assert mapped(path) == []
+
+
+# Ours, and transformers' on the way: before the weights, among them, and after them.
+PLACES: dict[str, tuple[Any, str]] = {
+    "opened": (Weights, "__init__"),
+    "foreseen": (Weights, "foresee"),
+    "posted": (Stage, "of"),
+    "asked": (LazySlice, "__getitem__"),
+    "taken": (Feed, "take"),
+    "finished": (Weights, "finish"),
+    "config": (transformers.MixtralConfig, "__init__"),
+    "model": (transformers.MixtralModel, "__init__"),
+    "cast": (torch.Tensor, "to"),
+    "initialised": (transformers.PreTrainedModel, "_initialize_missing_keys"),
+    "tied": (transformers.PreTrainedModel, "tie_weights"),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+def test_broken_off(
+    place: str, error: type[BaseException], mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = PLACES[place]
+    raw = vars(owner).get(name) or getattr(owner, name)
+    original = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
+    calls = []
+
+    def broken(*args: Any, **named: Any) -> Any:
+        calls.append(name)
+        # In the middle, where there is more than one.
+        if len(calls) == (7 if name in ("__getitem__", "take", "to") else 1):
+            raise error("broken off here")
+        return original(*args, **named)
+
+    kind = type(raw) if isinstance(raw, (classmethod, staticmethod)) else lambda function: function
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, kind(broken))
+        words = {"cache": "buffered", "window_bytes": 4096, "ahead_bytes": 8192}
+        with gdsload.accelerated(**words):
+            try:
+                gdsload.from_pretrained(mixture, dtype=torch.bfloat16)
+            except error as caught:
+                assert "broken off here" in str(caught)
+            else:
+                assert not equal.NEW, f"{name} was called {len(calls)} times"
+    if calls:
+        assert gdsload.last_report() is not None
+    stock, ours = equal.both(mixture)
+    equal.require_same(stock, ours)
+
+
+def _cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "cut short": _cut_short,
+    "empty": lambda path: os.truncate(path, 0),
+    "no header": lambda path: path.write_bytes(struct.pack("<Q", 20) + b"{not json at all!!!!"),
+    "a header larger than the file": lambda path: path.write_bytes(struct.pack("<Q", 2**60)),
+    "a pointer": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"),
+    "a pipe": _fifo,
+    "gone": _dangling,
+}
+
+
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 opens each file itself first")
+@pytest.mark.parametrize("cache", ["auto", "buffered"])
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_shard(how: str, cache: str, mixture: Path, tmp_path: Path) -> None:
+    """Found before the first byte of a tensor is read, in whichever shard it is."""
+    shutil.copytree(mixture, tmp_path / "model")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
+    BROKEN[how](shard)
+    with pytest.raises(gdsload.CheckpointError, match=shard.name), gdsload.accelerated(cache=cache):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert gdsload.last_report().read_bytes == 0
+
+
+def test_entered_and_left_in_any_order(mixture: Path) -> None:
+    outer = gdsload.accelerated(cache="buffered")
+    with outer:
+        with gdsload.accelerated(cache="direct"):
+            assert seam.active().cache == "direct"
+        assert seam.active().cache == "buffered"
+        gdsload.install(cache="auto")
+    assert seam.active().cache == "auto"
+    assert seam.swaps.in_place
+    with gdsload.accelerated(cache="buffered"):
+        gdsload.uninstall()
+        gdsload.uninstall()
+        transformers.AutoModelForCausalLM.from_pretrained(mixture)
+        assert gdsload.last_report().path == equal.FIRST

@@ -1,0 +1,197 @@
+"""Weights that transformers reads by itself: the report says so and why; the model is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import equal
+import gdsload
+import tinymodels
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def test_bin(tmp_path: Path) -> None:
+    """Beside safetensors files they count only when they are asked for."""
+    model = tinymodels.build("qwen2")
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    equal.require_same(*equal.both(tmp_path))
+    equal.require_same(*equal.both(tmp_path, use_safetensors=True))
+    for words in ({"use_safetensors": False}, {"use_safetensors": False, "weights_only": False}):
+        equal.require_same(*equal.both(tmp_path, **words), "stock")
+        assert "pytorch_model.bin is not a .safetensors" in gdsload.last_report().path_reason
+    (tmp_path / "model.safetensors").unlink()
+    equal.require_same(*equal.both(tmp_path, dtype="bfloat16"), "stock")
+
+
+LLAMA_IN_GGUF = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        owner, _, kind = name.rpartition(".")
+        if owner not in LLAMA_IN_GGUF:
+            _, _, layer, part = owner.split(".", 3)
+            renamed = f"blk.{layer}.{LLAMA_IN_GGUF[part]}"
+        else:
+            renamed = LLAMA_IN_GGUF[owner]
+        writer.add_tensor(f"{renamed}.{kind}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf(tmp_path: Path) -> None:
+    write_gguf(tinymodels.build("llama"), tmp_path / "model.gguf")
+    with equal.by_transformers_alone():
+        stock, ours = equal.both(tmp_path, gguf_file="model.gguf")
+    equal.require_same(stock, ours, "stock")
+    assert "gguf" in gdsload.last_report().path_reason
+    by_config = gdsload.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert tinymodels.differences(stock, by_config) == []
+
+
+def test_state_dict() -> None:
+    model = tinymodels.build("qwen2")
+    words = {"config": model.config, "state_dict": model.state_dict(), "auto": type(model)}
+    equal.require_same(*equal.both(None, **words), "stock")
+    assert "state_dict=" in gdsload.last_report().path_reason
+
+
+def ranks(count: int, program: str, *arguments: str) -> list[dict[str, Any]]:
+    """What each process of a program of this directory printed last."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / program), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=240) for rank in running]
+    finally:
+        for rank in running:
+            rank.kill()
+    for out, errors in told:
+        assert out, errors[-2000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+ZERO3 = """
+import json, sys
+import deepspeed, torch, transformers
+from transformers.integrations import HfDeepSpeedConfig
+import gdsload
+
+deepspeed.init_distributed(dist_backend="gloo")
+held = HfDeepSpeedConfig({
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": False},
+})
+auto = transformers.AutoModelForCausalLM
+stock, ours = auto.from_pretrained(sys.argv[1]), gdsload.from_pretrained(sys.argv[1])
+report = gdsload.last_report()
+pairs = list(zip(stock.parameters(), ours.parameters(), strict=True))
+with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair]):
+    same = all(torch.equal(one, other) for one, other in pairs)
+print(json.dumps({
+    "path": report.path, "reason": report.path_reason, "same": same, "count": len(pairs),
+    "spread": all(hasattr(p, "ds_id") for p in ours.parameters()),
+}))
+"""
+
+
+def test_zero3(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    (tmp_path / "zero3.py").write_text(ZERO3)
+    tinymodels.build("qwen2").save_pretrained(tmp_path / "model")
+    (told,) = ranks(1, str(tmp_path / "zero3.py"), str(tmp_path / "model"))
+    assert told["path"] == "stock"
+    assert "ZeRO-3" in told["reason"]
+    assert told["same"]
+    assert told["spread"]
+    assert told["count"] > 20
+
+
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 imports deepspeed for this")
+def test_zero3_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own question is asked, each time; its answer decides."""
+    model = tinymodels.build("qwen2")
+    model.save_pretrained(tmp_path)
+    seen = []
+
+    def spread(*_: Any, **__: Any) -> Any:
+        seen.append(True)
+        raise RuntimeError("handed to deepspeed")
+
+    from transformers import modeling_utils
+
+    monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(type(model), "get_init_context", classmethod(lambda *_, **__: []))
+    loader = "_load_state_dict_into_zero3_model"
+    if not hasattr(modeling_utils, loader):
+        pytest.skip(f"this transformers has no {loader}")
+    monkeypatch.setattr(modeling_utils, loader, spread)
+    with pytest.raises(RuntimeError, match="handed to deepspeed"):
+        gdsload.from_pretrained(tmp_path)
+    assert seen
+    assert gdsload.last_report().path == "stock"
+    assert "ZeRO-3" in gdsload.last_report().path_reason
+
+
+def test_dcp(tmp_path: Path) -> None:
+    """Two ranks write it, each its part; then both load it."""
+    if equal.VERSION < (5, 15):
+        pytest.skip("transformers before 5.15 does not write distributed checkpoints")
+    tinymodels.build("qwen3").save_pretrained(tmp_path / "model")
+    for told in ranks(2, "tensor_parallel.py", str(tmp_path / "model"), str(tmp_path / "dcp")):
+        assert told["wrong"] == []
+        assert told["same_keys"]
+        assert told["same_logits"]
+        assert told["path"] == "stock"
+        assert "torch.distributed.checkpoint" in told["reason"]
+    assert not (tmp_path / "dcp" / "model.safetensors").exists()

@@ -1,0 +1,236 @@
+"""Modules are told of when their bytes are final: not before, once, and in a known order."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import gdsload
+import tinymodels
+from gated import Gate, gated
+from gdsload.readiness import AS_THEY_CAME
+
+NEW = transformers.__version__[0] > "4"
+needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 tells of all modules at the end")
+# Tied, merged and chunked weights, buffers that are stored and that are not, shared layers.
+KINDS = ("llama", "qwen2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "hrm_text", "bert", "albert",
+         "t5", "bart", "resnet", "llava", "qwen3_vl_moe", "wav2vec2")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def saved(kind: str, tmp_path: Path) -> Path:
+    tinymodels.build(kind).save_pretrained(tmp_path / kind, max_shard_size="30KB")
+    return tmp_path / kind
+
+
+def bytes_of(module: Any) -> dict[str, torch.Tensor]:
+    """Copies of all tensors in a module, buffers that are not stored as well."""
+    own = (*module.named_parameters(remove_duplicate=False),
+           *module.named_buffers(remove_duplicate=False))  # fmt: skip
+    return {name: tensor.detach().clone() for name, tensor in own}
+
+
+class Told:
+    """What a callback was told, with the bytes at that time."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.modules: list[Any] = []
+        self.bytes: list[dict[str, torch.Tensor]] = []
+
+    def __call__(self, name: str, module: Any) -> None:
+        self.names.append(name)
+        self.modules.append(module)
+        self.bytes.append(bytes_of(module))
+
+    def require_true(self, model: Any) -> None:
+        """Each module of the model once, inner ones first, with the bytes that it has now."""
+        assert sorted(self.names) == sorted(name for name, _ in model.named_modules())
+        for name, module, then in zip(self.names, self.modules, self.bytes, strict=True):
+            assert model.get_submodule(name) is module
+            now = bytes_of(module)
+            assert now.keys() == then.keys()
+            wrong = [word for word in now if not tinymodels.same_bytes(now[word], then[word])]
+            assert wrong == [], name
+        place = {name: number for number, name in enumerate(self.names)}
+        for name in self.names:
+            outer = name.rpartition(".")[0]
+            assert not name or outer not in place or place[outer] > place[name], name
+        assert self.names[-1] == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_told_is_final(kind: str, tmp_path: Path) -> None:
+    source = saved(kind, tmp_path)
+    told = Told()
+    with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
+        model = gdsload.from_pretrained(source, on_module_ready=told)
+    told.require_true(model)
+    report = gdsload.last_report()
+    assert (report.modules_ready == AS_THEY_CAME) == (report.path == "seam"), report.modules_ready
+
+
+def test_casts_are_told_when_they_are_made(tmp_path: Path) -> None:
+    told = Told()
+    source = saved("mixtral", tmp_path)
+    model = gdsload.from_pretrained(source, dtype=torch.float16, on_module_ready=told)
+    told.require_true(model)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float16}
+
+
+@needs_new
+def test_layers_come_before_the_end_in_the_order_of_the_load(tmp_path: Path) -> None:
+    told = Told()
+    gdsload.from_pretrained(saved("qwen2", tmp_path), on_module_ready=told)
+    layers = [name for name in told.names if name.startswith("model.layers.")]
+    tops = [name for name in layers if name.count(".") == 2]
+    assert tops == ["model.layers.0", "model.layers.1"]
+    end = told.names.index("model.layers.1")
+    assert told.names.index("model.embed_tokens") < told.names.index("model.layers.0") < end
+    # The head is tied, and the frequencies are in no checkpoint: both are final at the end alone.
+    assert end < min(told.names.index("model.rotary_emb"), told.names.index("lm_head"))
+
+
+@needs_new
+def test_a_layer_is_told_while_the_rest_is_not_there(tmp_path: Path) -> None:
+    source = saved("qwen2", tmp_path)
+    told = Told()
+    first = threading.Event()
+
+    def heard(name: str, module: Any) -> None:
+        told(name, module)
+        if name == "model.layers.0":
+            first.set()
+
+    found: list[Any] = []
+
+    def load(gate: Gate) -> None:
+        with gdsload.accelerated(cache="direct", backend="gated"):
+            found.append(gdsload.from_pretrained(source, on_module_ready=heard))
+
+    with gated() as gate:
+        thread = threading.Thread(target=load, args=(gate,))
+        thread.start()
+        held = len(gate.request().transfers)
+        assert held > 2
+        opened = 0
+        while not first.is_set():
+            assert opened < held - 1, "it was told only when everything had been read"
+            gate.open(count=1)
+            opened += 1
+            first.wait(0.2)
+        assert "model.layers.1" not in told.names and found == []
+        gate.open()
+        thread.join()
+    told.require_true(found[0])
+
+
+def state_of_process() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", ["model.layers.0", "lm_head", ""])
+def test_an_error_in_it_ends_the_load(at: str, tmp_path: Path) -> None:
+    source = saved("llama", tmp_path)
+    gdsload.from_pretrained(source)  # what is opened once for a process is open now
+    before = state_of_process()
+    seen: list[Any] = []
+
+    def refuse(name: str, module: Any) -> None:
+        seen.append(name)
+        if name == at:
+            raise Refused(name)
+
+    with pytest.raises(Refused, match=f"^{at}$"):
+        gdsload.from_pretrained(source, on_module_ready=refuse)
+    assert seen[-1] == at, "nobody is told of anything afterwards"
+    assert "Refused" in gdsload.last_report().failure
+    assert state_of_process() == before
+    expected = {}
+    for file in source.glob("*.safetensors"):
+        expected.update(load_file(file))
+    again = gdsload.from_pretrained(source).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+
+
+def test_it_is_called_by_the_thread_that_loads(tmp_path: Path) -> None:
+    threads = set()
+    gdsload.from_pretrained(
+        saved("llama", tmp_path), on_module_ready=lambda *_: threads.add(threading.get_ident())
+    )
+    assert threads == {threading.get_ident()}
+
+
+def test_it_may_load_another_model(tmp_path: Path) -> None:
+    outer, inner = saved("llama", tmp_path), saved("gpt2", tmp_path)
+    made: list[Any] = []
+
+    def load(name: str, module: Any) -> None:
+        if name.endswith("layers.0"):
+            made.append(gdsload.from_pretrained(inner))
+            assert gdsload.last_report().path == ("seam" if NEW else "safe_open")
+
+    gdsload.from_pretrained(outer, on_module_ready=load)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(inner)
+    assert tinymodels.differences(stock, made[0]) == []
+
+
+def test_on_the_stock_road_all_are_told_at_the_end(tmp_path: Path) -> None:
+    model = tinymodels.build("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    told = Told()
+    model = gdsload.from_pretrained(
+        tmp_path, cls=transformers.LlamaForCausalLM, on_module_ready=told
+    )
+    report = gdsload.last_report()
+    assert report.path == "stock" and report.modules_ready.startswith("at the end")
+    told.require_true(model)
+
+
+@needs_new
+@pytest.mark.parametrize("place", ["disk"])
+def test_where_weights_are_offloaded_all_are_told_at_the_end(place: str, tmp_path: Path) -> None:
+    told = Told()
+    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": place,
+             "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = gdsload.from_pretrained(
+        saved("llama", tmp_path), device_map=parts, offload_folder=tmp_path / "off",
+        on_module_ready=told,
+    )  # fmt: skip
+    assert "moved between devices" in gdsload.last_report().modules_ready
+    told.require_true(model)
+
+
+@needs_new
+def test_what_the_checkpoint_lacks_is_told_at_the_end(tmp_path: Path) -> None:
+    source = saved("llama", tmp_path)
+    told = Told()
+    model = gdsload.from_pretrained(
+        source, cls=transformers.LlamaForSequenceClassification, num_labels=3, on_module_ready=told
+    )
+    told.require_true(model)
+    assert told.names.index("score") > told.names.index("model.layers.1")
+
+
+def test_what_cannot_be_called_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="on_module_ready"):
+        gdsload.from_pretrained(tmp_path / "nothing", on_module_ready="print")

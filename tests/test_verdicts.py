@@ -1,0 +1,132 @@
+"""What is kept of measurements, and what is made of a file that others have been at."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import mounts, verdicts
+from gdsload.verdicts import Verdict
+
+VERSIONS = {"gdsload": "1", "cuFile": "1170"}
+NOW = time.time()
+
+
+def verdict(**changed: Any) -> Verdict:
+    facts: dict[str, Any] = {
+        "mount": "xfs /dev/md0 9:0", "device": "H200 0000:01:00.0", "road": "gds_mt",
+        "rates": {"gds_mt": 2e10, "posix": 1e10}, "versions": VERSIONS, "at": NOW,
+    }  # fmt: skip
+    return Verdict(**{**facts, **changed})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "gdsload" / verdicts.FILE
+
+
+def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> Verdict | None:
+    return verdicts.verdict_on("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
+
+
+def test_what_was_kept_is_found_again(cache: Path) -> None:
+    assert asked() is None
+    for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(road="posix")):
+        assert verdicts.keep(each) == ""
+    assert len(verdicts.kept()) == 2
+    found = asked()
+    assert found is not None and found.road == "posix"
+    assert [each.name for each in cache.parent.iterdir()] == [cache.name]
+    assert verdicts.drop(found.mount, found.device) == ""
+    assert asked() is None and len(verdicts.kept()) == 1
+
+
+@pytest.mark.parametrize(
+    ("versions", "later", "why"),
+    [
+        ({**VERSIONS, "cuFile": "1180"}, 0, "cuFile changed"),
+        ({**VERSIONS, "driver": "580"}, 0, "driver changed"),
+        (VERSIONS, verdicts.KEPT_SECONDS + 1, "30 days"),
+        (VERSIONS, -3600, "30 days"),  # measured in the future: some clock was wrong
+    ],
+)
+def test_what_is_old_or_of_other_versions_says_nothing(
+    versions: dict[str, str], later: float, why: str
+) -> None:
+    verdicts.keep(verdict())
+    assert asked() is not None
+    assert asked(versions, NOW + later) is None
+    assert why in verdict().stale(versions, NOW + later)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "[]", "{}", '{"format": 2, "verdicts": []}', "[" * 100_000, "\udcff",
+        '{"format": 1, "verdicts": {}}', '{"format": 1, "verdicts": [1, null, {}, []]}',
+        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "road": "x", "rates": {},'
+        ' "versions": {}, "at": 1}]}',
+        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "road": "x",'
+        ' "rates": {"x": "fast"}, "versions": {}, "at": 1}]}',
+    ],
+)  # fmt: skip
+def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_bytes(text.encode(errors="surrogateescape"))
+    assert verdicts.kept() == []
+    assert verdicts.keep(verdict()) == ""
+    assert asked() == verdict()
+    json.loads(cache.read_text())
+
+
+def test_one_bad_row_spoils_no_other(cache: Path) -> None:
+    verdicts.keep(verdict())
+    found = json.loads(cache.read_text())
+    found["verdicts"].insert(0, {"mount": 1})
+    cache.write_text(json.dumps(found))
+    assert verdicts.kept() == [verdict()]
+
+
+def test_a_directory_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.write_text("a file in its place")
+    assert "File exists" in verdicts.keep(verdict())
+    assert verdicts.kept() == []
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(cache.parent.parent / "home"))
+    assert verdicts.directory() == f"{cache.parent.parent}/home/.cache/gdsload"
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert verdicts.directory() == ""
+    assert "no home" in verdicts.keep(verdict())
+
+
+def test_a_write_that_fails_leaves_what_there_was(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts.keep(verdict())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verdicts.os, "replace", full)
+        assert "No space left" in verdicts.keep(verdict(road="posix"))
+    assert asked() == verdict()
+    assert [each.name for each in cache.parent.iterdir()] == [cache.name]
+
+
+def test_the_mount_of_a_path(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\nnonsense\n"
+        f"2 1 9:0 / {tmp_path.resolve()} rw shared:1 - xfs /dev/md0 rw\n"
+    )
+    found = mounts.mount_of(tmp_path / "x", str(tmp_path))
+    assert found is not None and found.key == "xfs /dev/md0 9:0"
+    assert mounts.mount_of(tmp_path, str(tmp_path / "nowhere")) is None
