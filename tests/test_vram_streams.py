@@ -55,12 +55,10 @@ def test_a_stream(
     before = doubles.cuda_log["used"]  # by other tests' tensors, that nothing has collected yet
     list(gdsload.stream(tiny_checkpoint, "cuda:0", backend=backend, options=options, names=[]))
     window = max(tensor.nbytes for tensor in expected.values())
-    idle: int | None = None
     for name, tensor in gdsload.stream(
         tiny_checkpoint, "cuda:0", backend=backend, options=options, window_bytes=window,
         order="layers",
     ):  # fmt: skip
-        idle = doubles.cuda_log["used"] - tensor.nbytes if idle is None else idle
         assert on_device(doubles, tensor)
         assert torch.equal(raw(tensor), raw(expected[name]))
         assert doubles.cuda_log["used"] - before <= (2 << 20) + 2 * window
