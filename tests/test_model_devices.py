@@ -284,6 +284,22 @@ def test_what_was_prefetched_is_not_read_again(
     assert gdsload.last_report().device == "cuda:0"
 
 
+def test_what_a_pool_has_is_not_read_again(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    with gdsload.warmup.HostPool(1 << 30):
+        assert gdsload.prefetch(qwen, tier="pool", cache="direct").wait()
+        for _ in range(2):
+            with gdsload.accelerated(cache="direct"):
+                ours = gdsload.from_pretrained(qwen)
+            report = gdsload.last_report()
+            assert report.roads["pool"] == report.wanted_bytes
+            assert report.read_bytes == 0
+            assert tinymodels.differences(stock, ours) == []
+
+
 def test_where_there_is_no_cuda_torch_moves_what_was_read(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, live: Callable[[Places], None]
 ) -> None:

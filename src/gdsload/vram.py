@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdsload import gpu
+from gdsload import gpu, hostpool
 from gdsload.arena import packed_shape, torch_dtype_of
 from gdsload.backends import DRAM, VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
@@ -48,9 +48,9 @@ def reached(target: str, backend: str) -> str:
 
 
 def prefetched(checkpoint: Checkpoint, backend: str, seconds: float) -> bool:
-    """Whether a prefetch has some of it in host memory, from where torch moves it on: what is there
-    is not read once more."""
-    return reaches(backend, DRAM) and held(checkpoint, seconds)
+    """Whether a prefetch or a pool has some of it in host memory, from where torch moves it on:
+    what is there is not read once more."""
+    return reaches(backend, DRAM) and (hostpool.holds(checkpoint) or held(checkpoint, seconds))
 
 
 def session_for(
