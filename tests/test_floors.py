@@ -21,7 +21,7 @@ FLOORS = (
     "plan",
     "arena progress gpu ring residency report claims order cuts verdicts",
     "segments hostpool backends outcome roads",
-    "load doctor vram tensors early ahead",
+    "load doctor vram tensors early ahead opening",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
     " destinations readiness stopping asynchronous",
     "cli integrations bench __main__",
