@@ -127,9 +127,8 @@ def measured(repeats: int) -> list[dict[str, Any]]:
             gpu.device(0)
         cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0, 0)
         cuda.cuda_double_weightless(1)
-        road = StagedRoad(
-            "instant", ring_for(DRAM, 0, REQUEST_BYTES, RING_BYTES), capsule(instant), DEPTH
-        )
+        with ring_for(DRAM, 0, REQUEST_BYTES, RING_BYTES) as ring:
+            road = StagedRoad("instant", ring, capsule(instant), DEPTH)
         pump = Pump(capsule(instant), DEPTH)
         found: list[dict[str, Any]] = []
         plans = {tensors: planned(tensors) for tensors in TENSORS}

@@ -54,6 +54,14 @@ def test_a_second_load_registers_nothing(
     assert doubles.cufile_log["batches"] == 0
 
 
+def test_a_ring_stays_while_a_road_through_it_is_opened(doubles: Doubles) -> None:
+    """Another thread may give back what nobody reads through, at any time."""
+    with ring.ring_for(ring.DRAM, 0, 64 << 10, 1 << 20) as made:
+        assert ring.release_rings() == 0
+        assert ring.rings() == [made]
+    assert ring.release_rings() == 1 << 20
+
+
 def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
     with GdsMtBackend(**SMALL) as backend:
         loads = [Load(backend, file, f"cuda:{number}") for number in range(2)]

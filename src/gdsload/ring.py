@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from gdsload import gpu, quiet
@@ -126,47 +127,69 @@ _lock = threading.Lock()
 _rings: dict[tuple[str, int], StagingRing] = {}
 
 
+class _Visit:
+    """Stands among the users of a ring for a road that is about to be."""
+
+
+@contextmanager
 def ring_for(
     kind: str,
     ordinal: int,
     slot_bytes: int,
     ring_bytes: int = RING_BYTES,
     register: Callable[[int, int], Callable[[], None]] | None = None,
-) -> StagingRing:
+) -> Iterator[StagingRing]:
     """The ring of that kind for that device: the one that is there, where its slots are as large
-    and it is as large as was asked, else a new one in its place.
+    and it is as large as was asked, else a new one in its place. Nobody gives it back inside this
+    context, in which a road through it is opened.
 
     Raises PlacementError where it cannot be made, or while loads still use one that does not fit.
     """
+    visit = _Visit()
+    with _lock:
+        ring = _fitting(kind, ordinal, slot_bytes, ring_bytes, register)
+        ring.users.add(visit)
+    try:
+        yield ring
+    finally:
+        ring.users.discard(visit)
+
+
+def _fitting(
+    kind: str,
+    ordinal: int,
+    slot_bytes: int,
+    ring_bytes: int,
+    register: Callable[[int, int], Callable[[], None]] | None,
+) -> StagingRing:
     count = ring_bytes // slot_bytes
     if count < 2:
         raise PlacementError(
             f"ring_bytes={ring_bytes}: a ring holds at least two slots of {slot_bytes} bytes"
         )
-    with _lock:
-        known = _rings.get((kind, ordinal))
-        if known is not None:
-            fits = (known.native.slot_bytes, known.native.count) == (slot_bytes, count)
-            if fits and known.native.lost <= count // 2:
-                return known
-            if not known.close():
-                if known.native.slot_bytes >= slot_bytes and known.native.lost <= count // 2:
-                    return known  # of another shape, but busy and good enough
-                if known.native.lost == 0:
-                    raise PlacementError(
-                        f"the staging ring of cuda:{ordinal} has slots of"
-                        f" {known.native.slot_bytes} bytes and is in use; slots of {slot_bytes}"
-                        " were asked for"
-                    )
-                # Reads were lost in it: it is never freed, and never used again.
-                _given_up.append(known)
-            del _rings[kind, ordinal]
-        ring = StagingRing(kind, ordinal, slot_bytes, count, register)
-        if not _rings:
-            quiet.let_go(_still)
-            quiet.hold(_still, quiet.RING)
-        _rings[kind, ordinal] = ring
-        return ring
+    known = _rings.get((kind, ordinal))
+    if known is not None:
+        fits = (known.native.slot_bytes, known.native.count) == (slot_bytes, count)
+        if fits and known.native.lost <= count // 2:
+            return known
+        if not known.close():
+            if known.native.slot_bytes >= slot_bytes and known.native.lost <= count // 2:
+                return known  # of another shape, but busy and good enough
+            if known.native.lost == 0:
+                raise PlacementError(
+                    f"the staging ring of cuda:{ordinal} has slots of"
+                    f" {known.native.slot_bytes} bytes and is in use; slots of {slot_bytes}"
+                    " were asked for"
+                )
+            # Reads were lost in it: it is never freed, and never used again.
+            _given_up.append(known)
+        del _rings[kind, ordinal]
+    ring = StagingRing(kind, ordinal, slot_bytes, count, register)
+    if not _rings:
+        quiet.let_go(_still)
+        quiet.hold(_still, quiet.RING)
+    _rings[kind, ordinal] = ring
+    return ring
 
 
 # Rings with slots that something may still write to: their memory must stay.

@@ -139,18 +139,18 @@ class CuFileBackend(Backend):
             return known
         driver = self._open(device)
         ordinal = gpu.ordinal_of(device)
-        ring = ring_for(
+        event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
+        kind = (self.name, self._depth(), event_seconds)
+        with ring_for(
             VRAM,
             ordinal,
             self.limits(device).max_request,
             self.settings["ring_bytes"],
             _registrar(driver, self.refusals, self.name),
-        )
-        event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
-        kind = (self.name, self._depth(), event_seconds)
-        road = ring.unpark(kind)
-        if not isinstance(road, StagedRoad):
-            road = self._open_road(driver, ring, kind, event_seconds)
+        ) as ring:
+            road = ring.unpark(kind)
+            if not isinstance(road, StagedRoad):
+                road = self._open_road(driver, ring, kind, event_seconds)
         if road.files is not None:
             for slot, handle in self._handles.items():
                 road.files.put(slot, handle)
