@@ -19,11 +19,11 @@ FLOORS = (
     "_native collector errors dtypes quiet version",
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
-    "arena progress gpu ring residency report claims order verdicts",
+    "arena progress gpu ring residency report claims order cuts verdicts",
     "segments hostpool backends outcome roads",
-    "load doctor vram tensors early ahead",
-    "model headstart warmup run seam loading weights labels slices feed cuts swaps destinations"
-    " filling readiness stopping asynchronous",
+    "load doctor vram tensors early ahead opening",
+    "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
+    " destinations filling readiness stopping asynchronous",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

@@ -6,15 +6,17 @@ import ctypes
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import gdsload
 from contract import BLOCK, BackendContract
-from gdsload import ring, verdicts
+from gdsload import ring, verdicts, vram
 from gdsload.backends import VRAM, Memory, OpenFile, contest
 from gdsload.backends.auto import AutoBackend
+from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
@@ -209,6 +211,66 @@ def test_quiesce_leaves_nothing_of_it(doubles: Doubles, checkpoint: Path) -> Non
         assert not any(log[name] for name in ("open", "files", "buffers", "batches"))
         after = doubles.cuda_log
         assert all(after[n] == before[n] for n in ("ranges", "pins", "streams", "events", "used"))
+
+
+class Stream:
+    """One of torch's, for which somebody may wait."""
+
+    cuda_stream = 7
+    waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    found = Stream()
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_stream=lambda device: found,
+        memory_reserved=lambda ordinal: 0,
+        memory_allocated=lambda ordinal: 0,
+    )
+    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    return found
+
+
+def test_every_road_copies_after_the_stream_of_its_caller(
+    stream: Stream, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is opened in the middle; while roads are measured, the caller waits."""
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
+    told: set[tuple[str, int]] = set()
+    answers: list[bool] = []
+    real_road, real_auto = StagedRoad.follow, AutoBackend.follow
+
+    def road_follows(self: StagedRoad, handle: int) -> bool:
+        told.add((self.name, handle))
+        return real_road(self, 0)
+
+    def auto_follows(self: AutoBackend, device: str, handle: int) -> bool:
+        answers.append(real_auto(self, device, handle))
+        return answers[-1]
+
+    monkeypatch.setattr(StagedRoad, "follow", road_follows)
+    monkeypatch.setattr(AutoBackend, "follow", auto_follows)
+    for _ in gdsload.stream(checkpoint, "cuda:0", cache="direct", options=SMALL, window_bytes=MIB):
+        pass
+    assert told == {("gds_mt", 7), ("posix", 7), ("gds", 7)}
+    assert answers[0] and stream.waited == answers.count(False)
+    told.clear()
+    load(checkpoint, cache="buffered")
+    assert told == {("posix", 7)} and answers[-1]
+
+
+def test_a_road_whose_device_takes_no_order_is_left(
+    stream: Stream, doubles: Doubles, checkpoint: Path
+) -> None:
+    doubles.fault("cuStreamWaitEvent", CODE, 1)
+    report = load(checkpoint)
+    assert "takes no order between its streams" in report.refusals["gds_mt"]
+    assert "gds_mt" not in {road.partition("/")[0] for road, size in report.roads.items() if size}
 
 
 class Measuring(AutoBackend):

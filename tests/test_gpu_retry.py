@@ -13,6 +13,7 @@ from gdsload import gpu, ring, verdicts, vram
 from gdsload.backends import retry, staged
 from gdsload.backends.base import Failure
 from gdsload.errors import PlacementError, ReadError, ShortRead
+from gdsload.load import Session
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, Doubles
 
@@ -124,13 +125,13 @@ def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
 def test_a_file_that_was_cut_is_an_error_at_once(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vram.settle
+    real = vram.follow
 
-    def cut(device: str) -> None:
+    def cut(session: Session) -> None:
         os.truncate(checkpoint / "model-1.safetensors", 1_000_000)
-        real(device)
+        real(session)
 
-    monkeypatch.setattr(vram, "settle", cut)
+    monkeypatch.setattr(vram, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte 1") as caught:
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.path.endswith("model-1.safetensors")

@@ -41,16 +41,25 @@ def test_a_second_load_registers_nothing(
         del load
         log = doubles.cuda_log
         if round_ == 0:
-            first, buffers = log, doubles.cufile_log["buffers"]
-    assert (log["pins"], log["ranges"]) == (first["pins"], first["ranges"])
-    assert doubles.cufile_log["buffers"] == buffers
-    assert (log["streams"], log["events"]) == (before["streams"], before["events"])
-    assert doubles.cufile_log["files"] == doubles.cufile_log["batches"] == 0
+            first, registered = log, doubles.cufile_log
+    kept = ("pins", "ranges", "streams", "events")  # the road waits at its ring
+    assert [log[what] for what in kept] == [first[what] for what in kept]
+    for what in ("buffers", "batches"):
+        assert doubles.cufile_log[what] == registered[what]
+    assert doubles.cufile_log["files"] == 0
     assert ring.release_rings() == 1 << 20
     after = doubles.cuda_log
-    assert (after["pins"], after["ranges"], after["used"]) == (
-        before["pins"], before["ranges"], before["used"],
-    )  # fmt: skip
+    for what in (*kept, "used"):
+        assert after[what] == before[what]
+    assert doubles.cufile_log["batches"] == 0
+
+
+def test_a_ring_stays_while_a_road_through_it_is_opened(doubles: Doubles) -> None:
+    """Another thread may give back what nobody reads through, at any time."""
+    with ring.ring_for(ring.DRAM, 0, 64 << 10, 1 << 20) as made:
+        assert ring.release_rings() == 0
+        assert ring.rings() == [made]
+    assert ring.release_rings() == 1 << 20
 
 
 def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo

@@ -18,6 +18,7 @@ import gpudoubles
 from gdsload import gpu, ring, tensors, vram
 from gdsload.backends import auto
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
+from gdsload.load import Session
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 
 ROADS: list[tuple[str, dict[str, Any]]] = [
@@ -142,13 +143,13 @@ def test_a_file_that_was_cut(
 ) -> None:  # fmt: skip
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
-    real = vram.settle
+    real = vram.follow
 
-    def cut(device: str) -> None:
+    def cut(session: Session) -> None:
         os.truncate(path, 300_000)
-        real(device)
+        real(session)
 
-    monkeypatch.setattr(vram, "settle", cut)
+    monkeypatch.setattr(vram, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte"):
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 

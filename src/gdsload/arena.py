@@ -125,15 +125,20 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
 
 def _recipe(info: TensorInfo) -> _Recipe:
     dtype = DTYPES[info.dtype]
-    try:
-        target = torch_dtype(info.dtype)
-    except CheckpointError as error:
-        raise CheckpointError(f"tensor {info.name!r}: {error}", tensor=info.name) from None
+    target = torch_dtype_of(info)
     if info.dtype in _CODES:
         return _Recipe(*_CODES[info.dtype], dtype.align, None)
     # BOOL, the unsigned and the 8-bit floats: torch's versions disagree on their DLPack codes.
     bits = max(dtype.bits, 8)
     return _Recipe(0 if bits > 8 else 1, bits, dtype.align, target)
+
+
+def torch_dtype_of(info: TensorInfo) -> torch.dtype:
+    """The torch dtype of a tensor. Raises CheckpointError, naming it, where this torch has none."""
+    try:
+        return torch_dtype(info.dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"tensor {info.name!r}: {error}", tensor=info.name) from None
 
 
 def packed_shape(info: TensorInfo) -> tuple[int, ...]:

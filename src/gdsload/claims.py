@@ -155,6 +155,11 @@ class Landing:
             spot = Spot(region, offset + piece.offset - found.start)
             return Claim(piece, spot, self._flight, found.first, found.last)
 
+    def holds(self, file: Identity) -> bool:
+        """Whether bytes of a file are in its memory, or on their way there."""
+        with self._lock:
+            return any(row.spot is not None for row in self._free.get(file, ()))
+
     def has(self, file: Identity, piece: Piece) -> bool:
         """Whether `claim` would give it."""
         with self._lock:
@@ -218,6 +223,20 @@ def claim_pieces(
     for flight in {id(claim.flight): claim.flight for claim in claims.values()}.values():
         flight.hurry()
     return claims, givers
+
+
+def held(checkpoint: Checkpoint, seconds: float) -> bool:
+    """Whether others have bytes of these files in the memory of the host, or bring them there.
+
+    Waits up to `seconds` for a prefetch that is still opening what may be the same files.
+    """
+    shards = checkpoint.shards
+    for landing in offered():
+        if any(landing.may_hold(shard.path) for shard in shards):
+            landing.await_opening(seconds)
+        if any(landing.holds(shard.identity) for shard in shards):
+            return True
+    return False
 
 
 def _forget() -> None:

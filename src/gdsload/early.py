@@ -39,6 +39,8 @@ from gdsload.report import LoadReport
 if TYPE_CHECKING:
     import torch
 
+    from gdsload.opening import Opening
+
 TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
 # that must share the interpreter with `import torch` takes ten times as long.
@@ -86,8 +88,9 @@ class Prefetch:
         self._posted.wait(HEAD_START_SECONDS)
 
     def _run(self) -> None:
+        session, names, where = self._arguments
+        opening = self._open_device(session)
         try:
-            session, names, where = self._arguments
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
@@ -107,7 +110,21 @@ class Prefetch:
             self._fail(GdsloadError(f"{self.source}: the prefetch failed: {error!r}"))
             raise
         finally:
+            if opening is not None:
+                opening.wait()
+                if opening.refusal:
+                    self.report.refusals[self.report.device] = opening.refusal
             self._end(LANDED)
+
+    def _open_device(self, session: Mapping[str, Any]) -> Opening | None:
+        """Makes a GPU ready meanwhile: its context, and the ring for what a load reads by it. What
+        waits in host memory needs none."""
+        if self.report.device.partition(":")[0] != "cuda":
+            return None
+        from gdsload.opening import Opening  # not before a device is asked for
+
+        ring = self.tier == "pagecache" and session["backend"] in ("auto", "posix")
+        return Opening(self.report.device, session["options"] or {}, ring=ring)
 
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
@@ -291,6 +308,9 @@ def prefetch(
     it for every later load, and fails where it cannot. `tier` "pagecache" only fills the page
     cache, with at most `limit_bytes` (None: the memory that is available), for this process and for
     others.
+
+    Meanwhile the context of a GPU is opened; with "pagecache" the ring that its load will pass
+    through is pinned, too. As after every use of CUDA, such a process must not be forked any more.
 
     The files are told apart by device, inode, size and times: a load that finds another version
     takes nothing from this one. Errors do not leave the thread that reads: `wait` raises them, and

@@ -184,6 +184,16 @@ class Stage(Batch):
         for info in batch:
             self.spots.pop(info.name, None)
 
+    def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The cut's tensor, of the tensors of its parts."""
+        tensor = parts[0]
+        if cut.shape is not None:
+            import torch
+
+            tensor = torch.stack(parts).view(cut.shape)
+        # A copy, where something was cut away: a view would keep the rest alive.
+        return tensor if cut.index is None else tensor[cut.index].clone()
+
     def end(self) -> None:
         """Releases what nobody took, and the request."""
         self._made.clear()
@@ -202,6 +212,7 @@ class Feed:
         kept: Container[str] = (),
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
+        stages: type[Stage] = Stage,
     ) -> None:
         """`cuts` in the order in which they will be asked for; nothing is read before `start`.
 
@@ -213,6 +224,7 @@ class Feed:
         self.unexpected: list[str] = []
         self._tensors = self._nbytes = 0  # handed out
         self._ahead_bytes = ahead_bytes
+        self._stages_are = stages
         self._lock = threading.Lock()
         self._closed = False
         known = {cut.key: cut for cut in cuts}
@@ -257,7 +269,7 @@ class Feed:
 
     def _post(self, number: int) -> Stage:
         kept, cuts = self._windows[number]
-        stage = Stage.of(self.session, cuts)
+        stage = self._stages_are.of(self.session, cuts)
         self._posted[number] = True
         self._stages[number] = stage
         self._windows[number] = Window(kept, [])  # its stage holds what is still needed
@@ -273,7 +285,7 @@ class Feed:
             self._require_open()
             number = self._window_of.pop(cut.key, None)
             if number is None:
-                stage = Stage.of(self.session, [cut])
+                stage = self._stages_are.of(self.session, [cut])
                 self._loose.add(stage)
                 self.unexpected.append(cut.key)
             elif self._posted[number]:
@@ -287,7 +299,7 @@ class Feed:
         if stage.left == 0:
             with self._lock:
                 self._retire(stage, number)
-        return _joined(cut, parts)
+        return stage.joined(cut, parts)
 
     def _await(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor]:
         start = time.monotonic()
@@ -368,13 +380,3 @@ def _grouped(cuts: Iterable[Cut], kept: Container[str], window_bytes: int) -> li
         window.cuts.append(cut)
         filling[keeps] = window, held + cut.nbytes
     return windows
-
-
-def _joined(cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
-    tensor = parts[0]
-    if cut.shape is not None:
-        import torch
-
-        tensor = torch.stack(parts).view(cut.shape)
-    # A copy, where something was cut away: a view would keep the rest alive.
-    return tensor if cut.index is None else tensor[cut.index].clone()

@@ -1,7 +1,7 @@
 """What transformers is going to do with each tensor of a checkpoint, said before it does.
 
     skip       it will not be asked for, or only a view of it is wanted: nothing is read
-    keep       it becomes the parameter as it is: its memory is the model's
+    keep       it becomes the parameter as it is, where that shall live: its memory is the model's
     transient  it is cast, converted, cut or moved: its memory goes back at once
 
 The rules are transformers' own (`rename_source_key`, `DtensorShardOperation`, the device map);
@@ -22,6 +22,7 @@ from gdsload.cuts import Cut, cut, whole
 from gdsload.destinations import Kind, Target, kinds_of, target_of
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
+from gdsload.vram import device_name
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 
@@ -29,7 +30,8 @@ SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 @dataclass(slots=True)
 class Forecast:
     """What will be asked for, in order. `lazy` tensors are wanted as views that nobody reads;
-    `targets` are parameters that will be made from transient ones."""
+    `targets` are parameters that will be made from transient ones; `devices` are where tensors are
+    read to, for those that are not read to the CPU."""
 
     cuts: list[Cut] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
@@ -40,6 +42,12 @@ class Forecast:
     placed: set[str] = field(default_factory=set)  # the keys of what they are made of
     kept: set[str] = field(default_factory=set)  # the keys of cuts
     deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
+    devices: dict[str, str] = field(default_factory=dict)
+    device_of: dict[str, str] = field(default_factory=dict)  # the same for cuts, by their keys
+
+    def cuts_of(self, device: str) -> list[Cut]:
+        """Those that are read to a device, in order."""
+        return [cut for cut in self.cuts if self.device_of.get(cut.key, "cpu") == device]
 
     def count(self) -> dict[str, int]:
         """How many tensors have each label."""
@@ -56,6 +64,12 @@ class _Naming:
         mapping = load_config.weight_mapping or []
         self._renamings = [e for e in mapping if isinstance(e, loading.WeightRenaming)]
         self._converters = [e for e in mapping if isinstance(e, loading.WeightConverter)]
+        self._on_cpu = {
+            pattern
+            for converter in self._converters
+            if getattr(converter, "force_cpu", False)
+            for pattern in converter.source_patterns
+        }
         self._rename = loading.rename_source_key
         self._prefix = model.base_model_prefix
         self._noted = forecast.names
@@ -74,14 +88,25 @@ class _Naming:
         self._noted[key, len(renamings), len(converters)] = found
         return found
 
+    def stays_on_cpu(self, pattern: str) -> bool:
+        """Whether what is converted by this pattern is too large to be converted elsewhere."""
+        return pattern in self._on_cpu
+
     def marks(self) -> list[tuple[Any, bool]]:
         """The marks that renaming leaves on the transforms, to be put back."""
         return [(e, e._was_used) for e in (*self._renamings, *self._converters)
                 if hasattr(e, "_was_used")]  # fmt: skip
 
 
-def forecast(model: Any, load_config: Any, infos: Mapping[str, TensorInfo]) -> Forecast:
+def forecast(
+    model: Any,
+    load_config: Any,
+    infos: Mapping[str, TensorInfo],
+    reach: Callable[[str], str] = lambda device: "cpu",
+) -> Forecast:
     """What `convert_and_load_state_dict_in_model` will ask for, given these tensors.
+
+    `reach` says where reads can go for a device that a tensor shall live on: there, or "cpu".
 
     Leaves the transforms of `load_config` marked as used, as the load itself will. When it raises
     (AttributeError, TypeError: these are transformers' inner parts) the marks are put back.
@@ -90,7 +115,7 @@ def forecast(model: Any, load_config: Any, infos: Mapping[str, TensorInfo]) -> F
     naming = _Naming(model, load_config, found)
     marks = naming.marks()
     try:
-        _label(found, naming, load_config, infos)
+        _label(found, naming, load_config, infos, reach)
     except BaseException:
         for transform, mark in marks:
             transform._was_used = mark
@@ -99,7 +124,11 @@ def forecast(model: Any, load_config: Any, infos: Mapping[str, TensorInfo]) -> F
 
 
 def _label(
-    found: Forecast, naming: _Naming, load_config: Any, infos: Mapping[str, TensorInfo]
+    found: Forecast,
+    naming: _Naming,
+    load_config: Any,
+    infos: Mapping[str, TensorInfo],
+    reach: Callable[[str], str],
 ) -> None:
     from transformers import core_model_loading as loading
 
@@ -135,9 +164,15 @@ def _label(
                 members[name, pattern] += 1
             share = shares_of(param, info, number)
             simple = all(c.shape is None and c.index is None for c in share)
-        kept = pattern is None and place == "cpu" and simple and dtype == _dtype_called(info.dtype)
+        elif pattern is not None and naming.stays_on_cpu(pattern):
+            place = "cpu"
+        device = reach(place)
+        kept = pattern is None and place == device and simple and dtype == _dtype_called(info.dtype)
         found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
-        found.deferred = found.deferred and place in ("cpu", "disk", "meta")
+        found.deferred = found.deferred and (place == device or place in ("disk", "meta"))
+        if device != "cpu":
+            found.devices[key] = device
+            found.device_of.update((c.key, device) for c in share)
         wishes[key] = share
     if unforeseen:
         # Which parts of which tensors a rank needs is not known here before it asks.
@@ -231,10 +266,10 @@ def _natural_keys(natural: Callable[[str], Any], names: Iterable[str]) -> dict[s
 
 
 def _places(load_config: Any) -> Callable[[str], str]:
-    """The kind of device of a parameter: "cpu", "cuda", "disk", "meta"."""
+    """Where a parameter shall live: "cpu", "cuda:1", "disk", "meta"."""
     device_map = load_config.device_map or {"": "cpu"}
     if len(set(map(str, device_map.values()))) == 1 and "" in device_map:
-        only = _kind(device_map[""])
+        only = device_name(device_map[""])
         return lambda name: only
     from transformers.integrations.accelerate import expand_device_map
 
@@ -242,14 +277,10 @@ def _places(load_config: Any) -> Callable[[str], str]:
 
     def place_of(name: str) -> str:
         if name not in known:
-            known[name] = _kind(expand_device_map(device_map, [name])[name])
+            known[name] = device_name(expand_device_map(device_map, [name])[name])
         return known[name]
 
     return place_of
-
-
-def _kind(device: Any) -> str:
-    return "cuda" if isinstance(device, int) else str(device).partition(":")[0]
 
 
 def _dtypes(loading: Any, load_config: Any) -> Callable[[str, Any], Any]:

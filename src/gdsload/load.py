@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload import hostpool, quiet
 from gdsload._native.memory import Region
-from gdsload.arena import Arena, Spot, map_shard
+from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError, ReadError, StallError
@@ -33,6 +33,9 @@ from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
 from gdsload.segments import Filling
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CACHES", "STALL_SECONDS", "Batch", "Session", "require_device"]
 
@@ -89,6 +92,10 @@ class Session:
     @property
     def backend(self) -> Backend:
         return self._backend or self._open_backend()
+
+    def open(self) -> None:
+        """Opens the backend now, where it is not. Raises BackendUnavailable."""
+        self._backend = self._backend or self._open_backend()
 
     def _open_backend(self) -> Backend:
         expected = self._expected_bytes or self.report.wanted_bytes
@@ -348,6 +355,12 @@ class Batch:
                 path=session.checkpoint.source,
             )
 
+    def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+        """Their tensors, once all of it is there: each owns its memory, and is given once."""
+        tensors = hand_over(infos, self.spots)
+        self.spots.clear()
+        return tensors
+
     def _error(self, failure: Failure) -> ReadError:
         return read_error(self.session.checkpoint, self.plan, failure)
 
@@ -388,8 +401,8 @@ def require_device(device: object) -> str:
     if not isinstance(device, (str, torch.device)):
         raise PlacementError(f"{device!r} is not a device")
     try:
-        torch.empty(0, device=text)
+        found = torch.empty(0, device=text).device
     except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
         why = str(error).partition("\n")[0] or repr(error)
         raise PlacementError(f"device {text!r} cannot be used: {why}") from error
-    return text
+    return str(found)  # with its number: "cuda" is the current one

@@ -80,8 +80,10 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
     @functools.wraps(is_true)
     def env_is_true(name: str) -> Any:
         weights = running.get()
-        if weights is not None and name == "HF_DEACTIVATE_ASYNC_LOAD" and weights.forecast.deferred:
-            return True
+        if weights is not None and name == "HF_DEACTIVATE_ASYNC_LOAD":
+            weights.begin()  # this is asked first, when the allocator has been warmed up
+            if weights.forecast.deferred:
+                return True
         return is_true(name)
 
     set_param: Any = getattr(module, "set_param_for_module", None)

@@ -1,6 +1,7 @@
 """The staging rings: memory that is registered once per process and device, and that every load
 passes through. A ring of DRAM is pinned and lies near its device; one of VRAM is registered with
-cuFile. Slots are lent to reads by native code and come back when their copies are done.
+cuFile. Slots are lent to reads by native code and come back when their copies are done. Roads that
+nobody uses wait at their ring for the next load, with all that they have registered.
 """
 
 from __future__ import annotations
@@ -8,19 +9,27 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from gdsload import gpu, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
-from gdsload._native.stage import Ring
+from gdsload._native.slots import Ring
 from gdsload.errors import PlacementError
 
 DRAM, VRAM = "dram", "vram"
 # What all rings of one device take at most, unless somebody says otherwise.
 RING_BYTES = 512 << 20
 _SLAB_ALIGN = 64 << 10  # cuFile wants 4 KiB; this is what GPUs map at a time
+
+
+class Road(Protocol):
+    """A way through a ring, with what was opened and registered for it."""
+
+    def close(self) -> bool:
+        """Gives all of that back."""
 
 
 class StagingRing:
@@ -45,6 +54,8 @@ class StagingRing:
         # Who reads through it, also while none of its slots is lent: it stays as long as they do.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
+        self._parked: list[tuple[object, Road]] = []
+        self._lock = threading.Lock()
         device = gpu.device(ordinal)
         try:
             if kind == DRAM:
@@ -77,10 +88,32 @@ class StagingRing:
         device.pin(region.address, self.nbytes)
         self._undo.append(lambda: device.unpin(region.address))
 
+    def park(self, kind: object, road: Road) -> None:
+        """Keeps a road that is still and sound for whoever needs one of its kind next."""
+        with self._lock:
+            self.users.discard(road)
+            self._parked.append((kind, road))
+
+    def unpark(self, kind: object) -> Road | None:
+        """A road of that kind that nobody uses, if there is one. It is the caller's now."""
+        with self._lock:
+            for place, (known, road) in enumerate(self._parked):
+                if known == kind:
+                    del self._parked[place]
+                    self.users.add(road)
+                    return road
+        return None
+
     def close(self) -> bool:
-        """Gives the memory back; False where somebody reads through it or a slot is still lent,
-        and nothing was done."""
-        if self.pid != os.getpid() or self.users or not self.native.retire():
+        """Gives the memory back, and the roads that wait here; False where somebody reads through
+        it, and nothing was done, or where a slot is still lent, and the memory was kept."""
+        with self._lock:
+            if self.pid != os.getpid() or self.users:
+                return False
+            parked, self._parked = self._parked, []
+        for _, road in parked:
+            road.close()
+        if not self.native.retire():
             return False
         self._free()
         return True
@@ -94,47 +127,69 @@ _lock = threading.Lock()
 _rings: dict[tuple[str, int], StagingRing] = {}
 
 
+class _Visit:
+    """Stands among the users of a ring for a road that is about to be."""
+
+
+@contextmanager
 def ring_for(
     kind: str,
     ordinal: int,
     slot_bytes: int,
     ring_bytes: int = RING_BYTES,
     register: Callable[[int, int], Callable[[], None]] | None = None,
-) -> StagingRing:
+) -> Iterator[StagingRing]:
     """The ring of that kind for that device: the one that is there, where its slots are as large
-    and it is as large as was asked, else a new one in its place.
+    and it is as large as was asked, else a new one in its place. Nobody gives it back inside this
+    context, in which a road through it is opened.
 
     Raises PlacementError where it cannot be made, or while loads still use one that does not fit.
     """
+    visit = _Visit()
+    with _lock:
+        ring = _fitting(kind, ordinal, slot_bytes, ring_bytes, register)
+        ring.users.add(visit)
+    try:
+        yield ring
+    finally:
+        ring.users.discard(visit)
+
+
+def _fitting(
+    kind: str,
+    ordinal: int,
+    slot_bytes: int,
+    ring_bytes: int,
+    register: Callable[[int, int], Callable[[], None]] | None,
+) -> StagingRing:
     count = ring_bytes // slot_bytes
     if count < 2:
         raise PlacementError(
             f"ring_bytes={ring_bytes}: a ring holds at least two slots of {slot_bytes} bytes"
         )
-    with _lock:
-        known = _rings.get((kind, ordinal))
-        if known is not None:
-            fits = (known.native.slot_bytes, known.native.count) == (slot_bytes, count)
-            if fits and known.native.lost <= count // 2:
-                return known
-            if not known.close():
-                if known.native.slot_bytes >= slot_bytes and known.native.lost <= count // 2:
-                    return known  # of another shape, but busy and good enough
-                if known.native.lost == 0:
-                    raise PlacementError(
-                        f"the staging ring of cuda:{ordinal} has slots of"
-                        f" {known.native.slot_bytes} bytes and is in use; slots of {slot_bytes}"
-                        " were asked for"
-                    )
-                # Reads were lost in it: it is never freed, and never used again.
-                _given_up.append(known)
-            del _rings[kind, ordinal]
-        ring = StagingRing(kind, ordinal, slot_bytes, count, register)
-        if not _rings:
-            quiet.let_go(_still)
-            quiet.hold(_still, quiet.RING)
-        _rings[kind, ordinal] = ring
-        return ring
+    known = _rings.get((kind, ordinal))
+    if known is not None:
+        fits = (known.native.slot_bytes, known.native.count) == (slot_bytes, count)
+        if fits and known.native.lost <= count // 2:
+            return known
+        if not known.close():
+            if known.native.slot_bytes >= slot_bytes and known.native.lost <= count // 2:
+                return known  # of another shape, but busy and good enough
+            if known.native.lost == 0:
+                raise PlacementError(
+                    f"the staging ring of cuda:{ordinal} has slots of"
+                    f" {known.native.slot_bytes} bytes and is in use; slots of {slot_bytes}"
+                    " were asked for"
+                )
+            # Reads were lost in it: it is never freed, and never used again.
+            _given_up.append(known)
+        del _rings[kind, ordinal]
+    ring = StagingRing(kind, ordinal, slot_bytes, count, register)
+    if not _rings:
+        quiet.let_go(_still)
+        quiet.hold(_still, quiet.RING)
+    _rings[kind, ordinal] = ring
+    return ring
 
 
 # Rings with slots that something may still write to: their memory must stay.

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from gdsload import vram
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.collector import collector_paused
+from gdsload.cuts import rows_of, whole
 from gdsload.errors import CheckpointError
 from gdsload.load import STALL_SECONDS, Batch, Session, require_device
 from gdsload.order import in_layers
-from gdsload.plan import Piece, wanted_info, wanted_infos
+from gdsload.plan import wanted_info, wanted_infos
 from gdsload.report import LoadReport
 
 if TYPE_CHECKING:
@@ -69,18 +69,20 @@ def load_file(
             infos = wanted_infos(checkpoint, names)
         _count(report, infos)
         session = stack.enter_context(
-            Session(
+            vram.session_for(
                 checkpoint,
                 report,
-                device=vram.reached(target, backend),
-                backend=backend,
+                target,
+                backend,
+                report.wanted_bytes,
                 cache=cache,
                 options=options,
                 stall_seconds=stall_seconds,
             )
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
-        if target != "cpu" and (kept := session.pinned(_pieces(infos))) is not None:
+        pieces = vram.pieces_of(map(whole, infos))
+        if target != "cpu" and (kept := session.pinned(pieces)) is not None:
             with report.phase("copy"):
                 checkpoint.verify_unchanged()
                 return {name: t.to(target) for name, t in hand_over(infos, kept).items()}
@@ -88,14 +90,14 @@ def load_file(
             return vram.load(session, infos, bar.moved)
         if target != "cpu":
             return dict(_windows(session, infos, WINDOW_BYTES, target, bar))
-        batch = session.start(_pieces(infos))
+        batch = vram.start(session, infos)
         stack.callback(batch.release)
         with report.phase("import torch"):  # while the reads are on their way
             import torch  # noqa: F401
         batch.wait(bar.moved)
         with report.phase("hand over"):
             checkpoint.verify_unchanged()
-            return hand_over(infos, batch.spots)
+            return batch.tensors_of(infos)
 
 
 def stream(
@@ -133,10 +135,12 @@ def stream(
                 infos = in_layers(infos)
         _count(report, infos)
         session = stack.enter_context(
-            Session(
+            vram.session_for(
                 checkpoint,
                 report,
-                backend=backend,
+                target,
+                backend,
+                report.wanted_bytes,
                 cache=cache,
                 options=options,
                 stall_seconds=stall_seconds,
@@ -157,20 +161,19 @@ def _windows(
     try:
         for number in range(len(groups) + 1):
             if number < len(groups):
-                ahead.append((groups[number], session.start(_pieces(groups[number]))))
+                ahead.append((groups[number], vram.start(session, groups[number])))
                 if number == 0:
                     continue
             members, batch = ahead[0]
             batch.wait(bar.moved)
             with session.report.phase("hand over"):
                 session.checkpoint.verify_unchanged()
-                tensors = hand_over(members, batch.spots)
-                batch.spots.clear()
+                tensors = batch.tensors_of(members)
                 batch.release()
             del ahead[0], batch
             for info in members:
                 tensor = tensors.pop(info.name)
-                yield info.name, tensor if device == "cpu" else tensor.to(device)
+                yield info.name, tensor if device == session.device else tensor.to(device)
                 del tensor
     finally:
         for _, batch in ahead:
@@ -188,11 +191,6 @@ def _grouped(infos: list[TensorInfo], window_bytes: int) -> Iterator[list[Tensor
         held += info.nbytes
     if group:
         yield group
-
-
-@collector_paused()
-def _pieces(infos: Iterable[TensorInfo]) -> list[Piece]:
-    return [Piece(info.name, info.shard, info.offset, info.nbytes) for info in infos]
 
 
 def _count(report: LoadReport, infos: list[TensorInfo]) -> None:
@@ -257,10 +255,12 @@ class safe_open:
             raise ValueError(f"numpy has no tensors on {self._device}")
         self._checkpoint = Checkpoint.open(source, **where)
         try:
-            self._session = Session(
+            self._session = vram.session_for(
                 self._checkpoint,
                 LoadReport(self._checkpoint.source, device=self._device),
-                backend=backend,
+                self._device,
+                backend,
+                self._checkpoint.total_bytes,
                 cache=cache,
                 options=options,
                 stall_seconds=stall_seconds,
@@ -304,18 +304,12 @@ class safe_open:
         report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
         _count(report, infos)
         with report.whole():
-            batch = self._session.start(_pieces(infos))
-            try:
-                batch.wait()
-                self._checkpoint.verify_unchanged()
-                return hand_over(infos, batch.spots)
-            finally:
-                batch.release()
+            return vram.load(self._session, infos)
 
     def _give(self, tensor: torch.Tensor) -> Any:
         if self._numpy:
             return tensor.numpy()
-        return tensor if self._device == "cpu" else tensor.to(self._device)
+        return tensor if self._device == self._session.device else tensor.to(self._device)
 
     def __enter__(self) -> safe_open:
         return self
@@ -366,13 +360,3 @@ class Slice:
                 rest = (slice(None), *index[1:]) if isinstance(index, tuple) else slice(None)
         tensor = self._opened._read([info])[info.name]
         return self._opened._give(tensor[rest])
-
-
-def rows_of(info: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """The tensor that rows `start` to `stop` (excluded) of `info` are; no row is split."""
-    row = info.nbytes // info.shape[0] if info.shape[0] else 0
-    return info._replace(
-        shape=(stop - start, *info.shape[1:]),
-        offset=info.offset + start * row,
-        nbytes=(stop - start) * row,
-    )

@@ -1,7 +1,8 @@
 """The weights of one model on their way into it: files opened, forecast made, reads under way.
 
 `Weights` is what transformers' loading is given in place of a state dict. It owns the files, the
-reads and their memory, and gives all of it back when it is closed.
+reads and their memory, and gives all of it back when it is closed. Each device that reads can go to
+has a session and a feed of its own, so that all of them are filled at once.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from gdsload import stopping
+from gdsload import stopping, vram
+from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
 from gdsload.cuts import whole
 from gdsload.destinations import Destinations
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed
 from gdsload.filling import Filling
-from gdsload.labels import Forecast, forecast
+from gdsload.labels import SKIP, Forecast, forecast
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
 from gdsload.slices import LazySlice, MappedSlice, OpenedFile, PlacedSlice
@@ -58,19 +60,23 @@ class Weights:
             with report.phase("open"):
                 # As transformers: of two files that hold a tensor the last one's counts.
                 self.checkpoint = stack.enter_context(Checkpoint.of(files, strict=False))
+            # What leads to devices alone is not asked to bring anything here.
+            lands = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
                 Session(
                     self.checkpoint,
                     report,
-                    backend=options.backend,
+                    backend=options.backend if lands else "auto",
                     cache=options.cache,
-                    options=options.options,
+                    options=options.options if lands else {},
                     stall_seconds=options.stall_seconds,
                 )
             )
             self.feed = Feed(self.session)
             self.filling = Filling(self.session, self.destinations)
             self._stack = stack.pop_all()
+        self._device_feeds: dict[str, Feed] = {}
+        self._reached: dict[str, str] = {}  # where reads go for a device
 
     def foresee(self, model: Any, load_config: Any) -> None:
         """Labels every tensor and puts the first reads on their way.
@@ -80,15 +86,23 @@ class Weights:
         """
         with self.report.phase("label"), collector_paused():
             try:
-                found = forecast(model, load_config, self.checkpoint.tensors)
+                found = forecast(model, load_config, self.checkpoint.tensors, self._reach)
             except (AttributeError, ImportError, KeyError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
         self.forecast = found
         self.report.labels = found.count()
+        devices = sorted(set(found.devices.values()))
+        if not devices and not reaches(self.options.backend, DRAM):
+            choose("cpu", self.options.backend, self.options.options)  # raises, and says why
+        for device in devices:
+            self._device_feeds[device] = self._feed_of(device, found)
+        if devices:
+            here = ["cpu"] if len(found.devices) < len(found.labels) - found.count()[SKIP] else []
+            self.report.device = ",".join(here + devices)
         self._begin(
             Feed(
                 self.session,
-                found.cuts,
+                found.cuts_of("cpu") if devices else found.cuts,
                 kept=found.kept,
                 window_bytes=self.options.window_bytes,
                 ahead_bytes=self.options.ahead_bytes,
@@ -109,6 +123,50 @@ class Weights:
         self._stack.enter_context(stopping.ended_by(self.filling.close))
         self.filling.start()
         self.destinations.start()
+
+    def _reach(self, device: str) -> str:
+        if device not in self._reached:
+            backend, seconds = self.options.backend, self.options.stall_seconds
+            found = vram.reached(device, backend)
+            if found != "cpu" and vram.prefetched(self.checkpoint, backend, seconds):
+                found = "cpu"
+            self._reached[device] = found
+        return self._reached[device]
+
+    def _feed_of(self, device: str, found: Forecast) -> Feed:
+        """A feed that has its backend, and begins when transformers has warmed up the allocator."""
+        from gdsload.devicefeed import DeviceStage
+
+        cuts, options = found.cuts_of(device), self.options
+        session = self._stack.enter_context(
+            Session(
+                self.checkpoint,
+                self.report,
+                device=device,
+                backend=options.backend,
+                expected_bytes=sum(cut.nbytes for cut in cuts),
+                cache=options.cache,
+                options=options.options,
+                stall_seconds=options.stall_seconds,
+            )
+        )
+        session.open()
+        return self._stack.enter_context(
+            Feed(
+                session,
+                cuts,
+                kept=found.kept,
+                window_bytes=options.window_bytes,
+                ahead_bytes=options.ahead_bytes,
+                stages=DeviceStage,
+            )
+        )
+
+    def begin(self) -> None:
+        """Puts the first reads to devices on their way: their tensors are taken from what
+        transformers has made torch's allocator hold. Raises PlacementError and ReadError."""
+        for feed in self._device_feeds.values():
+            feed.start()
 
     def expect(self, names: Sequence[str]) -> None:
         """Puts the first of these tensors on their way, in this order."""
@@ -135,9 +193,11 @@ class Weights:
         """A slice for every tensor, by its name in the checkpoint."""
         feed, filling = self.feed, self.filling
         placed, lazy = self.forecast.placed, self.forecast.lazy
+        feeds = {name: self._device_feeds[to] for name, to in self.forecast.devices.items()}
         return {
             name: PlacedSlice(feed, info, filling) if name in placed
-            else (MappedSlice if name in lazy else LazySlice)(feed, info)
+            else MappedSlice(feed, info) if name in lazy
+            else LazySlice(feeds.get(name, feed), info)
             for name, info in self.checkpoint.tensors.items()
         }  # fmt: skip
 
@@ -153,7 +213,8 @@ class Weights:
         """
         self.checkpoint.verify_unchanged()
         report = self.report
-        for giver in (self.feed, self.filling):
+        givers: list[Feed | Filling] = [self.feed, self.filling, *self._device_feeds.values()]
+        for giver in givers:
             report.tensors += giver.taken.tensors
             report.wanted_bytes += giver.taken.nbytes
             report.phases["wait"] = report.phases.get("wait", 0.0) + giver.waited_seconds

@@ -41,6 +41,7 @@ cdef struct CudaApi:
     int (*event_record)(void *event, void *stream) noexcept nogil
     int (*event_query)(void *event) noexcept nogil
     int (*event_destroy)(void *event) noexcept nogil
+    int (*address_range)(uint64_t *base, size_t *nbytes, uint64_t address) noexcept nogil
     int (*pointer_attribute)(void *value, int attribute, uint64_t address) noexcept nogil
     int (*error_name)(int error, const char **name) noexcept nogil
     int (*error_text)(int error, const char **text) noexcept nogil

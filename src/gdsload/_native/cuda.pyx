@@ -28,7 +28,8 @@ _SYMBOLS = (
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemGetInfo_v2", "cuMemAlloc_v2",
     "cuMemFree_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpy", "cuMemcpyAsync",
     "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
-    "cuEventQuery", "cuEventDestroy_v2", "cuPointerGetAttribute", "cuGetErrorName",
+    "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
+    "cuPointerGetAttribute", "cuGetErrorName",
     "cuGetErrorString",
 )
 
@@ -238,6 +239,20 @@ cdef class Device:
         with nogil:
             code = self.cuda.api.copy(to, source, nbytes)
         self.leave("cuMemcpy", code)
+
+    def range_of(self, uint64_t address):
+        """(first address, bytes) of the allocation that an address lies in; (address, 0) where the
+        driver does not tell."""
+        cdef uint64_t base = 0
+        cdef size_t nbytes = 0
+        cdef void *popped
+        cdef int code
+        self.enter()
+        code = self.cuda.api.address_range(&base, &nbytes, address)
+        self.cuda.api.pop_current(&popped)
+        if code != CUDA_SUCCESS:
+            return address, 0
+        return base, nbytes
 
     def memory_type(self, uint64_t address):
         """1 for host memory that CUDA knows, 2 for device memory, 0 for what it does not know."""

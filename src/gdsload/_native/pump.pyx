@@ -50,11 +50,10 @@ from gdsload._native.traffic cimport CTraffic, traffic_admits
 
 cdef enum:
     BATCH = 64                 # reads handed to the engine, or taken from it, at a time
-
-cdef enum:
     # How long the pump looks away, at most. Completions wake it; only a new post, a cancellation
     # or populated memory has to wait for the end of a look.
     IDLE_WAIT_NS = 20000000
+    PARKED_WAIT_NS = 10000000000   # with no request at all: a post wakes it
     BUSY_WAIT_NS = 500000
     # A read that waits this long for its memory goes ahead and faults the pages in itself.
     STARVED_NS = 20000000
@@ -198,7 +197,7 @@ cdef void *serve(void *arg) noexcept nogil:
             if self.closing and self.first == NULL:
                 break
             # Nothing to do, or memory is not ready yet: then it is looked at again very soon.
-            deadline_in(&until, IDLE_WAIT_NS if self.first == NULL else BUSY_WAIT_NS // 5)
+            deadline_in(&until, PARKED_WAIT_NS if self.first == NULL else BUSY_WAIT_NS // 5)
             pthread_cond_timedwait(&self.news, &self.lock, &until)
             continue
         if any_cancelled(self):

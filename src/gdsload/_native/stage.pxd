@@ -1,13 +1,19 @@
 # What the staging road is made of: slots that are registered once, the places their bytes go on to,
-# and the engine that ties the two together. See stage.pyx.
+# and the stage that ties the two together. slots.pyx makes rings, stage.pyx stages and
+# landings, stager.pyx is the engine that runs them.
 
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free
 
 from gdsload._native.atomics cimport gds_add
-from gdsload._native.cuda cimport CudaApi
+from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi
 from gdsload._native.engine cimport Buffer, EngineOps
-from gdsload._native.pthreads cimport pthread_mutex_destroy, pthread_mutex_t
+from gdsload._native.pthreads cimport (
+    pthread_mutex_destroy,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+)
 
 cdef struct CRing:
     int64_t references
@@ -42,6 +48,11 @@ cdef enum:
     MOST_LANDINGS = 262144
 
 cdef enum:
+    # How long to look away while a copy is on its way: a slot of 4 MiB takes some 80 us at
+    # 55 GB/s, and costs nothing while it waits to be noticed.
+    COPY_LOOK_NS = 20000
+
+cdef enum:
     # An engine's answer -LOST - errno: the read failed, and may still write to its slot.
     LOST = 1048576
 
@@ -50,6 +61,7 @@ cdef struct CStage:
     CudaApi *cuda
     void *context
     void *stream
+    void *gate              # an event of other streams that ours waits for
     CRing *ring
     EngineOps *ops          # the engine that reads into the slots
     Buffer buffers[2]       # what it is opened with
@@ -74,3 +86,98 @@ cdef inline void release_landing(CLanding *landing) noexcept nogil:
     pthread_mutex_destroy(&landing.lock)
     free(landing.shares)
     free(landing)
+
+cdef inline int borrow(CRing *ring) noexcept nogil:
+    """The number of a slot that nobody has, or -1."""
+    cdef int number = -1
+    pthread_mutex_lock(&ring.lock)
+    if ring.idle_count > 0:
+        ring.idle_count -= 1
+        number = ring.idle[ring.idle_count]
+    pthread_mutex_unlock(&ring.lock)
+    return number
+
+cdef inline void give_back(CRing *ring, int number) noexcept nogil:
+    pthread_mutex_lock(&ring.lock)
+    ring.idle[ring.idle_count] = number
+    ring.idle_count += 1
+    pthread_mutex_unlock(&ring.lock)
+
+cdef inline void lose(CRing *ring) noexcept nogil:
+    pthread_mutex_lock(&ring.lock)
+    ring.lost += 1
+    pthread_mutex_unlock(&ring.lock)
+
+cdef inline CLanding *landing_of(CStage *stage, char *address) noexcept nogil:
+    """The landing that an address is of, retained; NULL where there is none any more."""
+    cdef uint64_t word = <uint64_t>address
+    cdef uint64_t number
+    cdef CLanding *found = NULL
+    if not word >> LANDING_BIT & 1:
+        return NULL
+    number = (word ^ (<uint64_t>1 << LANDING_BIT)) >> LANDING_SHIFT
+    pthread_mutex_lock(&stage.lock)
+    if number < <uint64_t>stage.room:
+        found = stage.landings[number]
+        if found != NULL:
+            gds_add(&found.references, 1)
+    pthread_mutex_unlock(&stage.lock)
+    return found
+
+cdef inline int first_share(CLanding *landing, uint64_t place) noexcept nogil:
+    """The first share that ends after ``place``."""
+    cdef int low = 0, high = landing.count, middle
+    while low < high:
+        middle = (low + high) // 2
+        if landing.shares[middle].start + landing.shares[middle].length > place:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+cdef inline int copy_on(
+    CStage *stage, CLanding *landing, char *source, uint64_t place, uint64_t length
+) noexcept nogil:
+    """Starts the copies of ``length`` bytes that arrived for ``place``: how many, or a negative
+    CUresult.
+
+    One copy for each share: whoever makes the landing joins what lies side by side on the device.
+    """
+    cdef Share *share
+    cdef uint64_t end = place + length
+    cdef uint64_t start, stop
+    cdef int i = first_share(landing, place)
+    cdef int made = 0, code
+    while i < landing.count:
+        share = &landing.shares[i]
+        if share.start >= end:
+            break
+        start = share.start if share.start > place else place
+        stop = share.start + share.length
+        if stop > end:
+            stop = end
+        code = stage.cuda.copy_async(
+            share.to + (start - share.start), <uint64_t>(source + (start - place)),
+            stop - start, stage.stream,
+        )
+        if code != CUDA_SUCCESS:
+            return -code
+        gds_add(&stage.copies, 1)
+        gds_add(&stage.copied_bytes, <int64_t>(stop - start))
+        made += 1
+        i += 1
+    return made
+
+cdef inline void release_stage(CStage *stage) noexcept nogil:
+    cdef void *popped
+    if gds_add(&stage.references, -1) > 0:
+        return
+    if stage.stream != NULL and stage.cuda.push_current(stage.context) == CUDA_SUCCESS:
+        if stage.gate != NULL:
+            stage.cuda.event_destroy(stage.gate)
+        stage.cuda.stream_destroy(stage.stream)
+        stage.cuda.pop_current(&popped)
+    release_ring(stage.ring)
+    pthread_mutex_destroy(&stage.lock)
+    free(stage.landings)
+    free(stage)

@@ -13,7 +13,7 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
-from gdsload.backends.registry import choose, find, names, probe_all, register_backend
+from gdsload.backends.registry import choose, find, names, probe_all, reaches, register_backend
 
 __all__ = [
     "API_VERSION",
@@ -31,5 +31,6 @@ __all__ = [
     "find",
     "names",
     "probe_all",
+    "reaches",
     "register_backend",
 ]

@@ -130,6 +130,16 @@ class AutoBackend(Backend):
         self._own()
         return AutoRequest(transfers, files, memory)
 
+    def follow(self, device: str, stream: int) -> bool:
+        """Lanes are told when they start a part, also those that are opened later. While they are
+        measured the caller waits: a lane is not to be blamed for what the device had to do first.
+        """
+        with self._lock:
+            if device != self._device or (self._contest is not None and self._contest.next):
+                return False
+            self._dispatch.stream = stream
+            return True
+
     def post(self, request: AutoRequest) -> None:
         """Warm ranges at once; cold ones too, but while lanes are measured one leg at a time."""
         self._own()

@@ -188,6 +188,12 @@ class Backend(ABC):
         """Says whether a request is read ahead of its asking, and shall yield to loads that
         somebody waits for; before it is posted or after. What knows no classes may ignore it."""
 
+    def follow(self, device: str, stream: int) -> bool:
+        """Has the device copy whatever is prepared from now on only when it has done what it was
+        given on `stream` (a CUstream) so far; returns at once. False where a backend cannot tell it
+        so, and its caller has to wait for the stream."""
+        return False
+
     def serving(self) -> Backend:
         """The road that bytes take now: itself, unless it stands for several."""
         return self

@@ -28,7 +28,7 @@ from gdsload.backends.base import (
 from gdsload.backends.staged import StagedRequest, StagedRoad
 from gdsload.errors import BackendUnavailable, CuFileError
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Transfer
-from gdsload.ring import RING_BYTES, ring_for
+from gdsload.ring import RING_BYTES, StagingRing, ring_for
 
 # An event that has not come for so long never will.
 EVENT_SECONDS = 30.0
@@ -51,7 +51,6 @@ class CuFileBackend(Backend):
         self._device = "cuda:0"
         self._driver: cufile.Driver | None = None
         self._roads: dict[str, StagedRoad] = {}
-        self._tables: list[Files] = []
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
         self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
         self._slots = 0
@@ -115,12 +114,16 @@ class CuFileBackend(Backend):
         self._slots += 2
         for slot in (self._slots - 2, self._slots - 1):
             self._handles[slot] = handle
-            for table in self._tables:
+            for table in self._tables():
                 table.put(slot, handle)
         return Registration(what, (self._slots - 2, self._slots - 1))
 
     def deregister(self, registration: Registration) -> None:
         """Handles go with the backend: a read that was given up may still be using one."""
+
+    def _tables(self) -> list[Files]:
+        """What its roads know of files."""
+        return [road.files for road in self._roads.values() if road.files is not None]
 
     @abstractmethod
     def _new_engine(self) -> object:
@@ -136,31 +139,38 @@ class CuFileBackend(Backend):
             return known
         driver = self._open(device)
         ordinal = gpu.ordinal_of(device)
-        ring = ring_for(
+        event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
+        kind = (self.name, self._depth(), event_seconds)
+        with ring_for(
             VRAM,
             ordinal,
             self.limits(device).max_request,
             self.settings["ring_bytes"],
             _registrar(driver, self.refusals, self.name),
-        )
-        table = driver.library.files(
-            gpu.device(ordinal), float(self.settings.get("event_seconds", EVENT_SECONDS))
-        )
-        for slot, handle in self._handles.items():
-            table.put(slot, handle)
+        ) as ring:
+            road = ring.unpark(kind)
+            if not isinstance(road, StagedRoad):
+                road = self._open_road(driver, ring, kind, event_seconds)
+        if road.files is not None:
+            for slot, handle in self._handles.items():
+                road.files.put(slot, handle)
+        self._roads[device] = road
+        return road
+
+    def _open_road(
+        self, driver: cufile.Driver, ring: StagingRing, kind: object, event_seconds: float
+    ) -> StagedRoad:
+        table = driver.library.files(gpu.device(ring.ordinal), event_seconds)
         try:
-            road = StagedRoad(
+            return StagedRoad(
                 self.name, ring, self._new_engine(), self._depth(), files=table,
-                explain=cufile.explain,
+                explain=cufile.explain, kind=kind,
             )  # fmt: skip
         except OSError as error:
             why = cufile.explain(error.errno or 0) or str(error.strerror)
             raise BackendUnavailable(
                 f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
             ) from error
-        self._tables.append(table)
-        self._roads[device] = road
-        return road
 
     def prepare(
         self,
@@ -189,6 +199,9 @@ class CuFileBackend(Backend):
         self._under_way.discard(id(request))
         request.end()
 
+    def follow(self, device: str, stream: int) -> bool:
+        return self._road(device).follow(stream)
+
     def roads(self, request: StagedRequest) -> dict[str, int]:
         """Bytes by the road that cuFile's own counters tell of since they were last asked."""
         direct, buffered, _, _ = request.native.counts()
@@ -207,9 +220,11 @@ class CuFileBackend(Backend):
 
     def close(self) -> None:
         """Ends the threads and gives cuFile its files back. A read that hangs keeps both."""
-        quiet = [road.close() for road in self._roads.values()]
+        for table in self._tables():
+            for slot in self._handles:
+                table.put(slot, 0)
+        quiet = [road.leave() for road in self._roads.values()]
         self._roads.clear()
-        self._tables.clear()
         known, self._known = self._known, []
         self._handles.clear()
         if self._driver is not None and all(quiet) and self._driver.pid == os.getpid():

@@ -99,8 +99,10 @@ class Lane:
         files: Sequence[Registration],
         memory: Sequence[Registration],
         device: str,
+        stream: int | None = None,
     ) -> tuple[Part | None, list[Share]]:
-        """Posts shares: the part that they make up, and those of files that it does not take.
+        """Posts shares: the part that they make up, and those of files that it does not take. They
+        are copied when the device has done what it was given on `stream`, where there is one.
 
         Raises what a backend raises that cannot be opened, or finds no room for its ring.
         """
@@ -120,6 +122,9 @@ class Lane:
             return None, refused
         limit = backend.limits(device).max_request
         cuts = [cut for share in taken for cut in cut_to(share, limit)]
+        if stream is not None and not backend.follow(device, stream):
+            why = f"{device} takes no order between its streams"
+            raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
         registered = [backend.register(entry.what) for entry in memory]
         request = backend.prepare([cut.transfer for cut in cuts], known, registered)
         part = Part(self, cuts, request)

@@ -211,13 +211,16 @@ class PosixBackend(Backend):
     def yield_to_loads(self, request: Any, ahead: bool) -> None:
         request.native.ahead = ahead
 
+    def follow(self, device: str, stream: int) -> bool:
+        return bool(self._device_road(device).follow(stream))
+
     def roads(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}
 
     def close(self) -> None:
         while self._device_roads:
-            self._device_roads.popitem()[1].close()
+            self._device_roads.popitem()[1].leave()
         if self._pump is not None:
             self._pump.close(DRAIN_SECONDS)
             self._pump = None

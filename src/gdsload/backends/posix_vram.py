@@ -13,6 +13,9 @@ from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import DRAM, ring_for
 
+# Engines that know a file by its descriptor alone, so that they can be used again for others.
+_LASTING = frozenset({"uring", "linuxaio", "threads"})
+
 
 def why_not(device: str) -> str:
     """Why this road does not lead to a device; empty where it does."""
@@ -30,20 +33,23 @@ def open_road(
     Raises BackendUnavailable where the engine does not open, PlacementError without room for the
     ring.
     """
-    ring = ring_for(DRAM, gpu.ordinal_of(device), settings["request_bytes"], settings["ring_bytes"])
-    if ring.notes:
-        notes["posix/ring"] = "; ".join(ring.notes)
-    try:
-        # Twice the depth: half of the slots are being copied from while the others are read to.
-        return StagedRoad(
-            "posix",
-            ring,
-            capsule,
-            2 * settings["depth"],
-            register=settings["fixed_buffers"] != "never",
-        )
-    except OSError as error:
-        raise BackendUnavailable(
-            f"engine {engine!r} of backend 'posix' cannot be opened for {device}: {error.strerror}",
-            {f"posix/{engine}": str(error.strerror)},
-        ) from error
+    fixed = settings["fixed_buffers"] != "never"
+    kind = ("posix", engine, settings["depth"], fixed) if engine in _LASTING else None
+    slot_bytes, ring_bytes = settings["request_bytes"], settings["ring_bytes"]
+    with ring_for(DRAM, gpu.ordinal_of(device), slot_bytes, ring_bytes) as ring:
+        if ring.notes:
+            notes["posix/ring"] = "; ".join(ring.notes)
+        waiting = ring.unpark(kind)
+        if isinstance(waiting, StagedRoad):
+            return waiting
+        try:
+            # Twice the depth: half of the slots are being copied from while others are read to.
+            return StagedRoad(
+                "posix", ring, capsule, 2 * settings["depth"], register=fixed, kind=kind
+            )  # fmt: skip
+        except OSError as error:
+            why = str(error.strerror)
+            raise BackendUnavailable(
+                f"engine {engine!r} of backend 'posix' cannot be opened for {device}: {why}",
+                {f"posix/{engine}": why},
+            ) from error

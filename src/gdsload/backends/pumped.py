@@ -61,9 +61,10 @@ class PumpedRequest:
 
 
 def file_table(
-    files: Sequence[Registration],
+    files: Sequence[Registration], *, by_slot: bool = True
 ) -> tuple[list[tuple[int, int, int, int, int]], dict[int, int], dict[int, int]]:
-    """The pump's table of files: each once with its direct descriptor, and once without."""
+    """The pump's table of files: each once with its direct descriptor, and once without. Without
+    `by_slot` they are known by their descriptors alone, and an engine keeps none of them."""
     table: list[tuple[int, int, int, int, int]] = []
     direct: dict[int, int] = {}
     buffered: dict[int, int] = {}
@@ -71,7 +72,7 @@ def file_table(
         file = registration.what
         if not isinstance(file, OpenFile):
             raise TypeError(f"file {place} of the request is {file!r}")
-        direct_slot, buffered_slot = registration.handle
+        direct_slot, buffered_slot = registration.handle if by_slot else (-1, -1)
         direct[place] = len(table)
         table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
         buffered[place] = len(table)

@@ -123,6 +123,17 @@ def find(name: str) -> type[Backend]:
     raise BackendUnavailable(f"backend {name!r}: {reason}", {name: reason})
 
 
+def reaches(name: str, kind: str) -> bool:
+    """Whether a backend brings bytes to that kind of memory; one of those of ``auto`` does.
+
+    Raises BackendUnavailable for a name that there is not.
+    """
+    if name == "auto":
+        return True
+    backend = built_in(name) if name in BUILT_IN else find(name)
+    return kind in backend.memory_kinds
+
+
 def probe_all(device: str = "cpu") -> dict[str, Support]:
     """What each backend says of this machine, plugins that were left out included."""
     found, refusals = discover()

@@ -80,6 +80,7 @@ class Dispatch:
         """`lost` is told of a lane that is left, `ended` of a part and whether it ended well."""
         self.requests: list[AutoRequest] = []
         self.rerouted: dict[str, int] = {}  # "from -> to": bytes
+        self.stream: int | None = None  # what its lanes copy after, whenever they are opened
         self._device, self._roster = device, roster
         self._lost, self._ended = lost, ended
 
@@ -95,7 +96,9 @@ class Dispatch:
         while left:
             lane = self._roster.lane(lane.name)
             try:
-                part, refused = lane.start(left, request.files, request.memory, self._device)
+                part, refused = lane.start(
+                    left, request.files, request.memory, self._device, self.stream
+                )
             except (BackendUnavailable, PlacementError, OSError) as error:
                 if lane.name == LAST:
                     raise

@@ -1,7 +1,8 @@
 """The staged road, which every backend that reaches VRAM takes: a pump over a stage over an engine.
 
-A `StagedRoad` belongs to one device and one backend; the ring that it passes through belongs to
-the process. A `StagedRequest` turns memory of a device into landings, so that the pump, which knows
+A `StagedRoad` belongs to one device and to one backend at a time: it is opened and registered once,
+and used again by the next load. The ring that it passes through belongs to the process. A
+`StagedRequest` turns memory of a device into landings, so that the pump, which knows
 nothing of devices, reads to addresses as it always does.
 """
 
@@ -46,13 +47,17 @@ class StagedRoad:
         register: bool = False,
         files: Files | None = None,
         explain: Explain | None = None,
+        kind: object = None,
     ) -> None:
         """`engine` is the capsule of what reads into the slots; `register` hands it the ring;
-        `explain` says in words what its codes mean. Raises OSError where it does not open."""
+        `explain` says in words what its codes mean. Roads of the same `kind` stand for each other;
+        one of None is not used again. Raises OSError where it does not open."""
         from gdsload import gpu
 
         self.name, self.ring, self.explain = name, ring, explain
-        self._files = files
+        self.files, self.kind = files, kind
+        self._under_way = 0
+        self._sound = True
         device = gpu.device(ring.ordinal)
         self.stage = Stage(ring.native, device, engine, int(register), files)
         self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
@@ -75,7 +80,28 @@ class StagedRoad:
     ) -> StagedRequest:
         """A request for these transfers."""
         self.require_own_process()
-        return StagedRequest(self, transfers, files, memory)
+        request = StagedRequest(self, transfers, files, memory)
+        self._under_way += 1
+        return request
+
+    def ended(self, sound: bool) -> None:
+        """A request has ended; `sound` says that all of it had come."""
+        self._under_way -= 1
+        self._sound = self._sound and sound
+
+    def follow(self, stream: int) -> bool:
+        """Copies that are started from now on come after what `stream` has to do; False where the
+        device does not take that, and it has to be waited for."""
+        self.require_own_process()
+        return self.stage.follow(stream)
+
+    def leave(self) -> bool:
+        """To the next load that needs such a road, where nothing is under way and nothing went
+        wrong; else it is closed, and the answer is that of `close`."""
+        if self.kind is None or self._under_way or not self._sound:
+            return self.close()
+        self.ring.park(self.kind, self)
+        return True
 
     def close(self) -> bool:
         """Ends the thread; False where reads are stuck, and it goes when they come back."""
@@ -112,8 +138,11 @@ class StagedRequest(PumpedRequest):
                     shares.append((place + start, nbytes, address))
             place += -(-what.length // _LAND_ALIGN) * _LAND_ALIGN
         self._landing: Landing = road.stage.land(shares)
+        self._ended = False
         base = self._landing.base
-        table, direct, buffered = file_table(files)
+        # A ring's table of files would keep those of loads that have ended; cuFile needs its own.
+        by_slot = road.kind is None or road.files is not None
+        table, direct, buffered = file_table(files, by_slot=by_slot)
         ops: list[tuple[int, int, int, int, int, object | None, int]] = []
         for transfer in transfers:
             what = memory[transfer.target].what
@@ -147,11 +176,16 @@ class StagedRequest(PumpedRequest):
 
     def end(self) -> None:
         """After this nothing is copied into its memory any more."""
-        if self.road.pump.pid != os.getpid():
+        if self.road.pump.pid != os.getpid() or self._ended:
             return
-        self.native.cancel()
-        self.native.quiet(DRAIN_SECONDS)
-        if not self._landing.end(DRAIN_SECONDS):
+        self._ended = True
+        native = self.native
+        whole = native.settled == native.count and not native.failed
+        native.cancel()
+        native.quiet(DRAIN_SECONDS)
+        landed = self._landing.end(DRAIN_SECONDS)
+        self.road.ended(whole and landed)
+        if not landed:
             # A device that does not end its copies: their memory must never be used again.
             _kept.append(self)
 

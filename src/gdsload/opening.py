@@ -1,0 +1,53 @@
+"""A GPU made ready ahead of its first load: its context is opened, and the ring that the load will
+pass through is pinned, by a thread of its own while the process still imports.
+
+    prefetch ──► Opening: context ─► ring, pinned ─► road, which waits at the ring for the load
+
+Nobody has asked for the device yet. What goes wrong here is noted, goes wrong in the load again,
+and is raised there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from gdsload import gpu
+from gdsload.backends import VRAM, Memory, Registration
+
+# Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.
+OPEN_SECONDS = 30.0
+
+
+class Opening:
+    """One device on its way to being ready."""
+
+    def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:
+        """Begins at once. `options` are the load's; without `ring` it is the context alone."""
+        self.refusal = ""
+        self._device, self._options, self._ring = device, dict(options), ring
+        self._thread = threading.Thread(target=self._run, name="gdsload-device", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            gpu.device(gpu.ordinal_of(self._device))
+            if self._ring:
+                self._open_road()
+        except Exception as error:  # the load meets it again, whatever it is
+            self.refusal = str(error)
+
+    def _open_road(self) -> None:
+        from gdsload.backends.roster import LAST, Roster
+
+        # Warm bytes take this road, whatever cold ones will.
+        with Roster(self._device, self._options).lane(LAST).backend as backend:
+            nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
+            backend.release(backend.prepare([], [], [nothing]))
+
+    def wait(self) -> None:
+        """Returns when it is ready, or cannot be."""
+        self._thread.join(OPEN_SECONDS)
+        if self._thread.is_alive():
+            self.refusal = f"it has not been opened in {OPEN_SECONDS:.0f} s"

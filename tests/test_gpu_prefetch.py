@@ -1,0 +1,122 @@
+"""What a prefetch for a GPU makes ready before its first load: the context, the ring, the road."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+import gpudoubles
+from gdsload import gpu, opening, ring, tensors, vram
+from gdsload._native.cuda import Device
+from gdsload.errors import BackendUnavailable, GdsloadError
+from gpuauto import SMALL
+from gpudoubles import CODE, Doubles
+from test_vram import device_tensor, raw
+
+PATIENCE_SECONDS = 20.0
+KEPT = ("pins", "streams", "events")
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix"])
+def test_the_first_load_finds_its_road(
+    backend: str, doubles: Doubles, tiny_checkpoint: Path
+) -> None:
+    before = doubles.cuda_log
+    how: dict[str, Any] = {"backend": backend, "options": SMALL}
+    with gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", **how) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert ahead.report.refusals.get("cuda:0") is None
+    (made,) = ring.rings()
+    assert (made.kind, made.nbytes) == (ring.DRAM, SMALL["ring_bytes"])
+    ready = doubles.cuda_log
+    assert ready["pins"] == before["pins"] + 1 and ready["streams"] > before["streams"]
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", **how)
+    assert ring.rings() == [made]
+    loaded = doubles.cuda_log
+    assert [loaded[what] for what in KEPT] == [ready[what] for what in KEPT], "it opened another"
+    expected: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
+        expected |= safetensors.torch.load_file(shard)
+    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
+    gdsload.quiesce(1.0)
+    after = doubles.cuda_log
+    assert [after[what] for what in KEPT] == [before[what] for what in KEPT]
+
+
+def test_what_waits_in_host_memory_needs_no_ring(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    with gdsload.prefetch(tiny_checkpoint, "cuda:1", cache="buffered") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert list(gpu._devices) == [1]
+    assert ring.rings() == []
+
+
+def test_nobody_waits_for_it_but_who_asks(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prefetch` and the reads go on while a device is opened; `wait` and `quiesce` see to both."""
+    asked, go, real = threading.Event(), threading.Event(), gpu.device
+
+    def slow(ordinal: int) -> Device:
+        asked.set()
+        assert go.wait(PATIENCE_SECONDS)
+        return real(ordinal)
+
+    monkeypatch.setattr(gpu, "device", slow)
+    ahead = gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered")
+    assert asked.wait(PATIENCE_SECONDS)
+    while ahead.progress().landed_bytes < ahead.progress().wanted_bytes or not ahead._ahead:
+        assert not ahead.wait(0.01)
+    with pytest.raises(GdsloadError, match="being prefetched"):
+        gdsload.quiesce(0.0)
+    go.set()
+    assert ahead.wait(PATIENCE_SECONDS)
+    gdsload.quiesce(1.0)
+    ahead.close()
+
+
+def test_what_is_in_the_way_is_noted_and_left_to_the_load(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubles.fault("cuMemHostRegister_v2", CODE, 2)
+    with gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", options=SMALL) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert "no staging ring" in ahead.report.refusals["cuda:0"]
+
+    def none(ordinal: int) -> Device:
+        raise BackendUnavailable("there is no CUDA here", {"cuda": "none"})
+
+    monkeypatch.setattr(gpu, "device", none)
+    with gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert ahead.report.refusals["cuda:0"] == "there is no CUDA here"
+
+
+def test_a_driver_that_hangs(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def hangs(ordinal: int) -> None:
+        go.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(opening, "OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(gpu, "device", hangs)
+    with gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert "has not been opened" in ahead.report.refusals["cuda:0"]
+    go.set()

@@ -1,0 +1,314 @@
+"""from_pretrained to GPUs that are none: read through the ring, on each road, to the bit.
+
+torch has no CUDA here, and transformers is told of no device. What is replaced is where a parameter
+is said to live and where its memory comes from: a tensor of "cuda:1" is a CPU tensor over the
+double's memory of that device. All between the two is what runs on a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+import gpudoubles
+import tinymodels
+from gdsload import arena, gpu, labels, libraries, ring, tensors, vram
+from gdsload.backends import staged
+from gdsload.errors import BackendUnavailable, PlacementError, ReadError
+from gdsload.weights import Weights
+from gpudoubles import ERRNO, Doubles
+from test_vram import device_tensor
+
+if transformers.__version__[0] < "5":
+    pytest.skip("transformers 4.57 has no seam that knows devices", allow_module_level=True)
+
+ROADS: dict[str, dict[str, Any]] = {
+    "posix": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
+    "gds": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
+    "gds_mt": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
+}
+NAMES = [
+    name
+    for name, (class_name, _) in tinymodels.ARCHITECTURES.items()
+    if hasattr(transformers, class_name)
+]
+Places = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    # torch knows nothing of the double.
+    monkeypatch.setattr(tensors, "require_device", str)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Callable[[Places], None]:
+    """Says where parameters live, by their names."""
+
+    def say(places: Places) -> None:
+        monkeypatch.setattr(labels, "_places", lambda _: places)
+
+    return say
+
+
+def device_of(doubles: Doubles, tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is a device's."""
+    return bool(doubles.cuda.cuda_double_is_device(tensor.data_ptr(), tensor.nbytes))
+
+
+def loaded(source: Path, backend: str, **words: Any) -> Any:
+    with gdsload.accelerated(
+        options=ROADS[backend], backend=backend, window_bytes=1 << 14, ahead_bytes=1 << 15
+    ):
+        return gdsload.from_pretrained(source, **words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal(name: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path) -> None:
+    """On all three roads: the same model; what is kept is where it was said to live."""
+    model = tinymodels.build(name)
+    model.save_pretrained(tmp_path / "a", max_shard_size="60KB")
+    stock, told = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
+    live(lambda _: "cuda:0")
+    for backend in ROADS:
+        before = doubles.cuda_log["copied"]
+        ours, told_us = loaded(tmp_path / "a", backend, output_loading_info=True)
+        report = gdsload.last_report()
+        assert (report.path, report.backend, report.device) == ("seam", backend, "cuda:0")
+        assert all(road.startswith(backend) for road, size in report.roads.items() if size)
+        assert doubles.cuda_log["copied"] - before == report.wanted_bytes
+        assert tinymodels.differences(stock, ours) == []
+        assert told == told_us
+        there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
+        assert all(t.untyped_storage().data_ptr() % 256 == 0 for t in there)
+        assert len(there) >= report.labels["keep"] > 0
+
+
+@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
+def test_equal_when_cast(
+    name: str, backend: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What is cast is read to the device in windows, and cast there by torch."""
+    model = tinymodels.build(name)
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path, dtype="bfloat16")
+    live(lambda _: "cuda:0")
+    idle = doubles.cuda_log["used"]
+    seen: list[int] = []
+
+    def noted(shape: Any, dtype: Any, device: str) -> torch.Tensor:
+        made = device_tensor(shape, dtype, device)
+        seen.append(doubles.cuda_log["used"] - idle)
+        return made
+
+    monkeypatch.setattr(vram, "empty", noted)
+    ours = loaded(tmp_path, backend, dtype="bfloat16")
+    report = gdsload.last_report()
+    assert tinymodels.differences(stock, ours) == []
+    assert report.labels["transient"] > 0
+    assert report.roads and doubles.cuda_log["copied"] >= report.wanted_bytes
+    # The ring with what aligns it, what is kept, two windows of 16 KiB, and the largest tensor.
+    kept = sum(p.nbytes for p in ours.parameters() if device_of(doubles, p))
+    largest = max(2 * p.nbytes for p in ours.parameters())
+    assert max(seen) < kept + (1 << 15) + 2 * largest + (2 << 20)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    tinymodels.build("qwen3").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+PARTS = {"layers.0.": "cuda:0", "layers.1.": "cuda:1"}
+
+
+def spread(name: str) -> str:
+    """Two layers on a device each, the rest on the CPU."""
+    return next((device for part, device in PARTS.items() if part in name), "cpu")
+
+
+@pytest.mark.parametrize("backend", ROADS)
+def test_several_devices_side_by_side(
+    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A ring each, the CPU besides: all of them are filled before transformers asks for anything.
+    What is for the CPU does not go by a backend that reaches devices alone."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    live(spread)
+    begin = Weights.begin
+    filled: list[str] = []
+
+    def noted(self: Weights) -> None:
+        begin(self)
+        deadline = time.monotonic() + 20
+        for device, feed in self._device_feeds.items():
+            (stage,) = feed._stages.values()
+            while not stage.arrived:
+                assert time.monotonic() < deadline
+                stage.look()
+            assert feed.taken.tensors == 0
+            filled.append(device)
+
+    monkeypatch.setattr(Weights, "begin", noted)
+    ours = loaded(qwen, backend)
+    assert filled == ["cuda:0", "cuda:1"]
+    report = gdsload.last_report()
+    assert report.device == "cpu,cuda:0,cuda:1"
+    assert tinymodels.differences(stock, ours) == []
+    for name, parameter in ours.named_parameters():
+        assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
+    assert sorted(made.ordinal for made in ring.rings()) == [0, 1]
+    assert sum(report.roads.values()) > 0
+
+
+def test_what_leads_to_devices_alone(qwen: Path, doubles: Doubles) -> None:
+    with pytest.raises(BackendUnavailable, match="does not reach DRAM"):
+        loaded(qwen, "gds_mt")
+
+
+@pytest.mark.parametrize("backend", ROADS)
+def test_nothing_is_registered_twice(
+    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whichever way a load takes: the ring, the road and what they registered are there."""
+    live(spread)
+    opened: list[str] = []
+    for kind in (ring.StagingRing, staged.StagedRoad):
+        make = kind.__init__
+
+        def noted(self: Any, *args: Any, make: Any = make, **named: Any) -> None:
+            opened.append(type(self).__name__)
+            make(self, *args, **named)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    loaded(qwen, backend)
+    assert sorted(opened) == ["StagedRoad", "StagedRoad", "StagingRing", "StagingRing"]
+    pins, buffers = doubles.cuda_log["pins"], doubles.cufile_log["buffers"]
+    loaded(qwen, backend)
+    how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
+    gdsload.load_file(qwen, "cuda:1", **how)
+    assert len(list(gdsload.stream(qwen, "cuda:0", **how))) > 0
+    with gdsload.safe_open(qwen, device="cuda:0", **how) as opened_file:
+        opened_file.get_tensor("model.norm.weight")
+    assert len(opened) == 4
+    assert (pins, buffers) == (doubles.cuda_log["pins"], doubles.cufile_log["buffers"])
+
+
+@pytest.mark.parametrize("backend", ROADS)
+def test_host_memory_is_the_ring(
+    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """No load to a device takes memory of the host for what it reads."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("host memory was taken")
+
+    live(lambda _: "cuda:0")
+    monkeypatch.setattr(arena.Arena, "__init__", never)
+    monkeypatch.setattr(arena, "map_shard", never)
+    how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
+    loaded(qwen, backend)
+    loaded(qwen, backend, dtype="float16")
+    gdsload.load_file(qwen, "cuda:0", **how)
+    for _ in gdsload.stream(qwen, "cuda:0", **how):
+        pass
+    with gdsload.safe_open(qwen, device="cuda:0", **how) as opened:
+        opened.get_tensors()
+        _ = opened.get_slice("model.embed_tokens.weight")[3:5]
+    assert [made.nbytes for made in ring.rings()] == [1 << 20]
+
+
+def test_a_device_that_is_too_full(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
+    live(lambda _: "cuda:0")
+    doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
+    with pytest.raises(PlacementError, match="cuda:0") as caught:
+        loaded(qwen, "posix")
+    assert caught.value.missing_bytes
+
+
+def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places], None]) -> None:
+    """No model escapes, and a road that something went wrong on is not kept for the next load."""
+    live(lambda _: "cuda:0")
+    before = doubles.cuda_log["used"]
+    doubles.fault("cuFileRead", ERRNO, 5, skip=2, times=-1)
+    with pytest.raises(ReadError, match=r"model-0000\d"):
+        loaded(qwen, "gds_mt")
+    assert [made._parked for made in ring.rings()] == [[]]
+    assert loaded(qwen, "posix") is not None
+    assert len(ring.rings()) == 2
+    gc.collect()
+    ring.release_rings()
+    assert doubles.cuda_log["used"] == before
+
+
+def test_what_was_prefetched_is_not_read_again(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
+    """It waits in host memory, from where torch moves it; without it the ring is taken again."""
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    with gdsload.prefetch(qwen, "cuda:0", cache="direct") as ahead:
+        ahead.wait()
+        with gdsload.accelerated(cache="direct"):
+            ours = gdsload.from_pretrained(qwen)
+    report = gdsload.last_report()
+    assert report.roads["prefetched"] == report.wanted_bytes
+    assert report.read_bytes == 0
+    assert tinymodels.differences(stock, ours) == []
+    loaded(qwen, "posix")
+    assert gdsload.last_report().device == "cuda:0"
+
+
+def test_what_a_pool_has_is_not_read_again(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    with gdsload.warmup.HostPool(1 << 30):
+        assert gdsload.prefetch(qwen, tier="pool", cache="direct").wait()
+        for _ in range(2):
+            with gdsload.accelerated(cache="direct"):
+                ours = gdsload.from_pretrained(qwen)
+            report = gdsload.last_report()
+            assert report.roads["pool"] == report.wanted_bytes
+            assert report.read_bytes == 0
+            assert tinymodels.differences(stock, ours) == []
+
+
+def test_where_there_is_no_cuda_torch_moves_what_was_read(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, live: Callable[[Places], None]
+) -> None:
+    """No driver: read to the host as before, and labelled as what is to be moved."""
+    gpudoubles.forget(monkeypatch)
+    monkeypatch.setattr(libraries, "candidates", lambda soname: [])
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    ours = gdsload.from_pretrained(qwen)
+    report = gdsload.last_report()
+    assert report.labels["keep"] == 0 and report.labels["transient"] > 0
+    assert tinymodels.differences(stock, ours) == []

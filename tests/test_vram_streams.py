@@ -1,0 +1,242 @@
+"""`stream` and `safe_open` to a GPU that is none: exact bytes, bounded memory, coalesced copies."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+import gpudoubles
+from gdsload import gpu, ring, tensors, vram
+from gdsload.backends.gds import GdsBackend
+from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.posix import PosixBackend
+from gdsload.errors import PlacementError
+from gpudoubles import CODE, Doubles
+from test_vram import ROADS, device_tensor, raw
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)  # torch knows nothing of the double
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
+        found |= safetensors.torch.load_file(shard)
+    return found
+
+
+Backends = {"posix": PosixBackend, "gds": GdsBackend, "gds_mt": GdsMtBackend}
+
+
+def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
+    return bool(doubles.cuda.cuda_double_is_device(tensor.data_ptr(), tensor.nbytes))
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_a_stream(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    expected: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
+    """Window by window: never more of it on the device than two windows and what is kept."""
+    names: list[str] = []
+    before = doubles.cuda_log["used"]  # by other tests' tensors, that nothing has collected yet
+    list(gdsload.stream(tiny_checkpoint, "cuda:0", backend=backend, options=options, names=[]))
+    window = max(tensor.nbytes for tensor in expected.values())
+    for name, tensor in gdsload.stream(
+        tiny_checkpoint, "cuda:0", backend=backend, options=options, window_bytes=window,
+        order="layers",
+    ):  # fmt: skip
+        assert on_device(doubles, tensor)
+        assert torch.equal(raw(tensor), raw(expected[name]))
+        assert doubles.cuda_log["used"] - before <= (2 << 20) + 2 * window
+        names.append(name)
+        del tensor
+    assert set(names) == expected.keys()
+    report = gdsload.last_report()
+    assert all(road.startswith(backend) for road, size in report.roads.items() if size)
+    assert [made.nbytes for made in ring.rings()] == [1 << 20]
+
+
+def test_a_stream_that_its_caller_had_enough_of(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    before = doubles.cuda_log["used"]
+    for _ in range(3):
+        stream = gdsload.stream(
+            tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1], window_bytes=1 << 16
+        )
+        next(stream)
+        stream.close()
+    ring.release_rings()
+    assert doubles.cuda_log["used"] == before
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_an_opened_file(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    expected: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
+    how: dict[str, Any] = {"backend": backend, "options": options}
+    with gdsload.safe_open(tiny_checkpoint, device="cuda:0", **how) as opened:
+        for name in list(expected)[:4]:
+            tensor = opened.get_tensor(name)
+            assert on_device(doubles, tensor)
+            assert torch.equal(raw(tensor), raw(expected[name]))
+        assert opened.get_tensors().keys() == expected.keys()
+        name = max(expected, key=lambda name: expected[name].nbytes)
+        for index in (slice(3, 7), (slice(2, 5), slice(1, 3)), 4, ..., (slice(None), slice(0, 2))):
+            part = opened.get_slice(name)[index]
+            assert on_device(doubles, part)
+            assert torch.equal(part, expected[name][index])
+        opened.get_slice(name)[3:7]
+        report = gdsload.last_report()
+        assert report.wanted_bytes == expected[name][3:7].nbytes
+    assert torch.equal(raw(tensor), raw(expected[list(expected)[3]]))
+
+
+class Block:
+    """Memory that is carved from one allocation, as torch's allocator does after a warm-up."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.device = gpu.device(0)
+        self.address = self.next = self.device.allocate(nbytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        view = (ctypes.c_char * nbytes).from_address(self.next)
+        self.next += -(-nbytes // 512) * 512
+        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_copies_of_a_slot_are_one_where_their_memory_is(
+    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """256 tensors of 1 KiB that lie side by side: a copy for each slot. In memory of their own, or
+    with a gap after each, a copy for each tensor."""
+    saved = {f"t{n:03}": torch.full((256,), float(n)) for n in range(256)}
+    saved_odd = {name: tensor[:255].clone() for name, tensor in saved.items()}
+    slots = 256 * 1024 // options["request_bytes"] + 2  # it begins and ends within a slot
+    for tensors_saved, shared, most in (
+        (saved, True, slots), (saved, False, 256 + slots), (saved_odd, True, 256 + slots)
+    ):  # fmt: skip
+        path = tmp_path / f"{len(tensors_saved['t000'])}.safetensors"
+        safetensors.torch.save_file(tensors_saved, path)
+        block = Block(1 << 20)
+        monkeypatch.setattr(vram, "empty", block.empty if shared else device_tensor)
+        before = doubles.cuda_log["copies"]
+        got = gdsload.load_file(path, "cuda:0", backend=backend, options=options)
+        made = doubles.cuda_log["copies"] - before
+        assert made <= most and (made >= 256 or most == slots)
+        for name, tensor in tensors_saved.items():
+            assert torch.equal(got[name], tensor)
+        del got
+        block.device.release(block.address)
+
+
+def test_two_allocations_that_touch_are_not_one(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses a copy that crosses from one to the next: where one ends, a copy ends."""
+    saved = {f"t{n}": torch.full((256,), float(n)) for n in range(8)}
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file(saved, path)
+    block = Block(8192)
+    monkeypatch.setattr(vram, "empty", block.empty)
+
+    class Halves:
+        """The device, had the block been two of 4 KiB."""
+
+        def range_of(self, address: int) -> tuple[int, int]:
+            return block.address + (address - block.address) // 4096 * 4096, 4096
+
+    shares: list[int] = []
+    memory = vram.Shelf.memory
+
+    def noted(self: vram.Shelf, plan: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu, "device", lambda _: Halves())
+            found = memory(self, plan)
+        shares.extend(nbytes for entry in found for _, nbytes, _ in entry.shares)
+        return found
+
+    monkeypatch.setattr(vram.Shelf, "memory", noted)
+    got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    assert shares == [4096, 4096]
+    assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
+    del got
+    block.device.release(block.address)
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_torch_is_not_waited_for(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The device is told to copy after what torch's stream has to do. Only where it does not take
+    that, the stream is waited for."""
+
+    class Stream:
+        cuda_stream = 0
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    class Cuda:
+        stream = Stream()
+
+        def is_initialized(self) -> bool:
+            return True
+
+        def current_stream(self, device: str) -> Stream:
+            return self.stream
+
+        def memory_reserved(self, ordinal: int) -> int:
+            return 0
+
+        memory_allocated = memory_reserved
+
+    cuda = Cuda()
+    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    followed: list[int] = []
+    follow = Backends[backend].follow
+
+    def noted(self: Any, device: str, stream: int) -> bool:
+        followed.append(stream)
+        return follow(self, device, stream)
+
+    monkeypatch.setattr(Backends[backend], "follow", noted)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+    assert followed == [0] and cuda.stream.waited == 0
+    doubles.fault("cuStreamWaitEvent", CODE, 1)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+    assert cuda.stream.waited == 1
+
+
+def test_torch_has_no_room(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
+
+    monkeypatch.setattr(vram, "empty", full)
+    for read in (
+        lambda: gdsload.load_file(tiny_checkpoint, "cuda:0"),
+        lambda: list(gdsload.stream(tiny_checkpoint, "cuda:0")),
+        lambda: gdsload.safe_open(tiny_checkpoint, device="cuda:0").get_tensors(),
+    ):
+        with pytest.raises(PlacementError, match="CUDA out of memory"):
+            read()
