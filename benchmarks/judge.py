@@ -134,7 +134,8 @@ class Judge:
         read = facts["device_read_bytes"]
         if read is None:
             return None
-        least = facts["touched_bytes"] * (1 - SHORT_SHARE)
+        # What was cast to something larger is more than what had to be read.
+        least = min(facts["touched_bytes"], total) * (1 - SHORT_SHARE)
         most = total * (1 + SLACK_SHARE) + SLACK_BYTES
         if read < least:
             return f"the disk read {read:,} bytes, but {facts['touched_bytes']:,} were touched"

@@ -126,10 +126,16 @@ def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
 
 @pytest.mark.parametrize("window_bytes", [1 << 12, 1 << 20])
 @pytest.mark.parametrize("elements", [100, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_filling_brings_each_tensor_to_its_place(
-    tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int, elements: int
+    tiny_moe_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    window_bytes: int,
+    elements: int,
+    dtype: torch.dtype,
 ) -> None:
     """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
+    monkeypatch.setattr("gdsload.filling._MOVED_AT_ONCE", elements)
     monkeypatch.setattr("gdsload.filling._ELEMENTS_ALONE", elements)
     monkeypatch.setattr("gdsload.filling._ELEMENTS_TOGETHER", elements)
     with (
@@ -139,8 +145,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
         expected = safetensors_of(tiny_moe_checkpoint)
         infos = list(checkpoint.tensors.values())
         targets = [
-            target_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
-            for info in infos
+            target_of([Kind((info.name,), info.shape)], dtype, merged=False) for info in infos
         ]
         places = Destinations([target for target in targets if target is not None])
         filling = Filling(
@@ -149,13 +154,13 @@ def test_a_filling_brings_each_tensor_to_its_place(
         with places, filling:
             filling.start()
             places.start()
-            assert filling.take("nobody", torch.float32) is None
+            assert filling.take("nobody", dtype) is None
             assert filling.take(infos[0].name, torch.float16) is None
             for info in reversed(infos):
-                found = filling.take(info.name, torch.float32)
+                found = filling.take(info.name, dtype)
                 assert found is not None
-                assert torch.equal(found, expected[info.name].float())
-                assert filling.take(info.name, torch.float32) is None
+                assert torch.equal(found, expected[info.name].to(dtype))
+                assert filling.take(info.name, dtype) is None
         assert filling.taken == (len(infos), checkpoint.total_bytes)
         with pytest.raises(FeedClosed, match="has ended"):
             ended(session, infos).take(infos[0].name, torch.float32)

@@ -11,20 +11,23 @@ asked for; and no order of requests can hang.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload import hostpool
 from gdsload._native.memory import Pool
-from gdsload.arena import Arena, hand_over
+from gdsload.arena import Arena, Spot, hand_over
 from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import rows_of
 from gdsload.destinations import Destinations
+from gdsload.dtypes import torch_dtype
+from gdsload.errors import CheckpointError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
 from gdsload.load import Batch, Session
 from gdsload.plan import Piece, ReadPlan
@@ -32,13 +35,13 @@ from gdsload.plan import Piece, ReadPlan
 if TYPE_CHECKING:
     import torch
 
-    from gdsload.arena import Spot
-
 # torch copies more elements than this with all its threads, which wait for each other by spinning.
 # Where there are few cores, the threads that make memory ready need them more.
 _ELEMENTS_ALONE = 32767
 _ELEMENTS_TOGETHER = 16 << 20
 _FEW_CORES = 4
+# What stays as it is needs no torch; where there are many cores, more than this is worth them.
+_MOVED_AT_ONCE = 1 << 20
 _ALL = slice(None)
 
 
@@ -98,6 +101,8 @@ class Filling:
         self._closed = False
         few = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
+        self._most_moved = window_bytes if few else _MOVED_AT_ONCE
+        self._dtypes: dict[str, Any] = {}
 
     @property
     def taken(self) -> Taken:
@@ -153,10 +158,7 @@ class Filling:
         start = time.monotonic()
         batch.wait()
         self.waited_seconds += time.monotonic() - start
-        tensors = hand_over([piece.info for piece in window], batch.spots)
-        for info, name, rows in window:
-            place = self.destinations.place_of(name)
-            self._copy(place if rows == _ALL else place[rows], tensors.pop(info.name))
+        self._fill(window, batch.spots)
         self._under_way.popleft()
         batch.spots.clear()
         batch.release()
@@ -166,7 +168,28 @@ class Filling:
         self._copied += 1
         self._advance()
 
-    def _copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _fill(self, window: Sequence[_Piece], spots: Mapping[str, Spot]) -> None:
+        casts = []
+        for info, name, rows in window:
+            place = self.destinations.place_of(name)
+            if rows != _ALL:
+                place = place[rows]
+            if place.dtype == self._dtype_of(info.dtype) and info.nbytes <= self._most_moved:
+                self._move(place.data_ptr(), spots[info.name], info.nbytes)
+            else:
+                casts.append((info, place))
+        tensors = hand_over([info for info, _ in casts], spots)
+        for info, place in casts:
+            self._cast(place, tensors.pop(info.name))
+
+    def _move(self, to: int, spot: Spot, nbytes: int) -> None:
+        start = spot.region.address + spot.offset
+        for done in range(0, nbytes, _MOVED_AT_ONCE):
+            part = min(_MOVED_AT_ONCE, nbytes - done)
+            ctypes.memmove(to + done, start + done, part)
+            self.destinations.filled(part)
+
+    def _cast(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
         count, most = tensor.numel(), self._elements
         if count <= most:
             place.copy_(tensor)
@@ -177,6 +200,14 @@ class Filling:
             part = to[start : start + most]
             part.copy_(flat[start : start + most])
             self.destinations.filled(part.nbytes)
+
+    def _dtype_of(self, name: str) -> Any:
+        if name not in self._dtypes:
+            try:
+                self._dtypes[name] = torch_dtype(name)
+            except CheckpointError:  # `hand_over` says so, with the tensor's name
+                self._dtypes[name] = None
+        return self._dtypes[name]
 
     def close(self) -> None:
         """Ends all reads and gives their memory back; whoever asks after it gets FeedClosed."""

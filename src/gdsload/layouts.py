@@ -161,6 +161,29 @@ _TINY = {
     "vocab_size": 1024,
 }
 _TINY_MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+# As many tensors as Qwen3-30B-A3B has, small ones; and a mixture that any machine can hold.
+_THIN_MOE = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+}
+_SMALL_MOE = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 1024,
+    "max_window_layers": 9,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_experts": 64,
+    "num_hidden_layers": 9,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+}
 _TINY_GENERATION = {"bos_token_id": 1, "eos_token_id": 2}
 
 MODELS: Mapping[str, Model] = {
@@ -176,6 +199,8 @@ MODELS: Mapping[str, Model] = {
         shard_bytes=5_000_000_000,
     ),
     "qwen3-30b-a3b": Model(_QWEN3_MOE, _QWEN3_GENERATION, shard_bytes=4_000_000_000),
+    "thin-moe": Model(_QWEN3_MOE | _THIN_MOE, _TINY_GENERATION, shard_bytes=4_000_000_000),
+    "small-moe": Model(_QWEN3_MOE | _SMALL_MOE, _TINY_GENERATION, shard_bytes=1_000_000_000),
     "tiny": Model(_QWEN3 | _TINY, _TINY_GENERATION, shard_bytes=400_000),
     "tiny-moe": Model(_QWEN3_MOE | _TINY | _TINY_MOE, _TINY_GENERATION, shard_bytes=400_000),
 }
