@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,32 @@ def test_a_filling_brings_each_tensor_to_its_place(
         assert filling.taken == (len(infos), checkpoint.total_bytes)
         with pytest.raises(FeedClosed, match="has ended"):
             ended(session, infos).take(infos[0].name, torch.float32)
+
+
+def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+    with (
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+    ):
+        info = next(iter(checkpoint.tensors.values()))
+        target = target_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
+        assert target is not None
+        filling = Filling(session, Destinations([target]), [info])
+        filling.start()
+        real = session.backend.check
+
+        def never(request: Any) -> Any:
+            waiting.set()
+            return real(request)._replace(settled=[], finished=False)
+
+        monkeypatch.setattr(session.backend, "check", never)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(filling.take, info.name, torch.float32)
+            assert waiting.wait(10)
+            filling.close()
+            with pytest.raises(FeedClosed, match="has ended"):
+                asked.result(10)
 
 
 def ended(session: Session, infos: list[TensorInfo]) -> Filling:

@@ -151,12 +151,15 @@ class Filling:
                 self._tensors += 1
             return place
 
-    def _copy_next(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise FeedClosed(f"{self.session.checkpoint.source}: this load has ended")
+
+    def _copy_next(self) -> None:
+        self._require_open()
         batch, window = self._under_way[0], self._windows[self._copied]
         start = time.monotonic()
-        batch.wait()
+        batch.wait(watch=self._require_open)
         self.waited_seconds += time.monotonic() - start
         self._fill(window, batch.spots)
         self._under_way.popleft()
@@ -211,7 +214,7 @@ class Filling:
 
     def close(self) -> None:
         """Ends all reads and gives their memory back; whoever asks after it gets FeedClosed."""
-        self._closed = True
+        self._closed = True  # whoever waits sees it, and lets go of the lock
         with self._lock:
             while self._under_way:
                 batch = self._under_way.popleft()

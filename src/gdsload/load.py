@@ -312,8 +312,13 @@ class Batch:
         # An engine that could not be opened after all has left its place to the next.
         describe(self.session.report, backend)
 
-    def wait(self, moved: Callable[[int], None] | None = None) -> None:
-        """Waits for all of it. `moved` is told of bytes as they land.
+    def wait(
+        self,
+        moved: Callable[[int], None] | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits for all of it. `moved` is told of bytes as they land; `watch` is called ten times a
+        second, and ends the wait by what it raises.
 
         Raises ReadError and its kinds, naming file, offset and tensor, with the first failure;
         StallError when no byte came for the session's `stall_seconds`.
@@ -321,6 +326,7 @@ class Batch:
         with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
             for claim in list(self.claims.values()):
                 while not self.settled(claim.piece.name):
+                    watch()
                     claim.pause(_LOOK_SECONDS)
                 if moved is not None:
                     moved(claim.piece.nbytes)
@@ -348,6 +354,7 @@ class Batch:
                     silent = True
                 else:
                     silent = False
+                watch()
                 backend.wait(self._request, _LOOK_SECONDS)
         if waiting:
             raise ReadError(
