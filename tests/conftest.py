@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from contract import BLOCK, SIZE, bytes_of
 from gdsload import synth
 from gdsload.backends import OpenFile
 from gpudoubles import Doubles
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would these tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
