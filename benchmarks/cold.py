@@ -162,11 +162,16 @@ def judges_of(
     the checkpoint is left out."""
     common = {kind: Judge(state) for kind, state in conditions.items()}
     first = common["tensors"]
+    casts: dict[str, Judge] = {}  # what was cast is compared with what others cast to the same
     judges: dict[str, Judge] = {}
     for arm in arms:
         if arm.kind == "fio":
             continue
         judge = common.get(KINDS[arm.kind].gives, first)
+        dtype = arm.settings.get("dtype")
+        if dtype is not None:
+            judges[arm.label] = casts.setdefault(dtype, Judge(judge.conditions))
+            continue
         if converts(arm):
             try:
                 judge = Judge(copies.enter_context(converted(arm, conditions["tensors"])))

@@ -174,14 +174,12 @@ def _model_load(from_pretrained: Callable[..., Any], wanted: Wanted) -> Opened:
     settings = {"dtype": "auto", **wanted.settings}
     if wanted.device != CPU:
         settings["device_map"] = {"": wanted.device}
-    # What was cast is compared with what others have cast to the same.
-    suffix = "" if settings["dtype"] == "auto" else f" as {settings['dtype']}"
 
     def load(source: Path) -> Loaded:
         model = from_pretrained(str(source), **settings)
         # A tied weight is one tensor under two names: it is touched once.
         unique = {tensor.data_ptr(): name for name, tensor in model.state_dict().items()}
         state = model.state_dict()
-        return tensors({f"{name}{suffix}": state[name] for name in unique.values()}, model)
+        return tensors({name: state[name] for name in unique.values()}, model)
 
     return Opened(load)
