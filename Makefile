@@ -52,7 +52,7 @@ clean:  ## remove what was built; .venv stays
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: bench-deps bench bench-table bench-micro bench-compare bench-baseline
+.PHONY: bench-deps bench bench-table bench-models bench-micro bench-compare bench-baseline
 MODEL ?= build/demo/qwen3-0.6b
 MODELS ?= $(MODEL) build/demo/qwen2.5-7b
 REPEATS ?= 7
@@ -67,6 +67,15 @@ bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state idle $(PREPARE_$(notdir $(MODEL)))
 	@# A page cache that holds all of it, and a copy, may be more than there is: it says so, goes on.
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed --warm
+
+WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
+
+bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and cast, cold and warm
+	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --arms $(WHOLE) \
+	    --output benchmarks/results/models-$(notdir $(MODEL))-cold.json
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --arms $(WHOLE) --warm \
+	    --output benchmarks/results/models-$(notdir $(MODEL))-warm.json
 
 bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, comparison, scaling; hours
 	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
