@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks import machine, tables
-from benchmarks.cold import RESULTS
-from benchmarks.judge import ROOT
 from gdsload import gpu, libraries
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
@@ -34,6 +31,9 @@ from gdsload.backends import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.staged import StagedRoad
 from gdsload.plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.ring import DRAM, release_rings, ring_for
+
+from . import machine, tables
+from .places import RESULTS, ROOT
 
 REQUEST_BYTES = 4 << 20
 RING_BYTES = 512 << 20

@@ -22,7 +22,8 @@ import gdsload
 import tinymodels
 from gdsload import seam
 from gdsload.feed import Feed, Stage
-from gdsload.slices import LazySlice
+from gdsload.filling import Filling
+from gdsload.slices import LazySlice, PlacedSlice
 from gdsload.weights import Weights
 
 
@@ -64,13 +65,13 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
 PLACES: dict[str, tuple[Any, str]] = {
     "opened": (Weights, "__init__"),
     "foreseen": (Weights, "foresee"),
-    "posted": (Stage, "of"),
-    "asked": (LazySlice, "__getitem__"),
-    "taken": (Feed, "take"),
+    "posted": (Filling, "_batch_of") if equal.NEW else (Stage, "of"),
+    "asked": (PlacedSlice, "placed") if equal.NEW else (LazySlice, "__getitem__"),
+    "taken": (Filling, "take") if equal.NEW else (Feed, "take"),
     "finished": (Weights, "finish"),
     "config": (transformers.MixtralConfig, "__init__"),
     "model": (transformers.MixtralModel, "__init__"),
-    "cast": (torch.Tensor, "to"),
+    "cast": (Filling, "_cast") if equal.NEW else (torch.Tensor, "to"),
     "initialised": (transformers.PreTrainedModel, "_initialize_missing_keys"),
     "tied": (transformers.PreTrainedModel, "tie_weights"),
 }
@@ -89,7 +90,7 @@ def test_broken_off(
     def broken(*args: Any, **named: Any) -> Any:
         calls.append(name)
         # In the middle, where there is more than one.
-        if len(calls) == (7 if name in ("__getitem__", "take", "to") else 1):
+        if len(calls) == (7 if name in ("__getitem__", "placed", "take", "to", "_cast") else 1):
             raise error("broken off here")
         return original(*args, **named)
 

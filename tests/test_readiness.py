@@ -131,7 +131,7 @@ def test_a_layer_is_told_while_the_rest_is_not_there(tmp_path: Path) -> None:
             assert opened < held - 1, "it was told only when everything had been read"
             gate.open(count=1)
             opened += 1
-            first.wait(0.2)
+            first.wait(2)
         assert "model.layers.1" not in told.names and found == []
         gate.open()
         thread.join()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gdsload.model import from_pretrained
-from gdsload.stopping import Stop
+from gdsload.stopping import Stop, check
 from gdsload.tensors import stream
 
 if TYPE_CHECKING:
@@ -43,17 +44,30 @@ async def astream(
         await asyncio.to_thread(tensors.close)  # type: ignore[attr-defined]
 
 
+_turn = threading.Lock()
+
+
+def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    while not _turn.acquire(timeout=0.1):
+        check()  # cancelled while it waited
+    try:
+        return from_pretrained(source, *args, **kwargs)
+    finally:
+        _turn.release()
+
+
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """`gdsload.from_pretrained` for ``await``: the event loop goes on while the model loads.
 
     Arguments, result and errors are those of `from_pretrained`. The load runs in a thread of the
-    loop's executor, with the context variables of whoever awaits, as they are now; it is there
+    loop's executor, one such load after the other (transformers builds models by changing what the
+    whole process sees), with the context variables of whoever awaits, as they are now; it is there
     that `on_module_ready` is called. Cancelling the task that awaits ends the reads and frees what
     was loaded before CancelledError comes out of here: at the next tensor, or, while Python still
     imports or transformers reads by itself, when that is done. Cancelled again, it leaves at once.
     """
     stop = Stop()
-    call = partial(copy_context().run, stop.run, from_pretrained, source, *args, **kwargs)
+    call = partial(copy_context().run, stop.run, _in_turn, source, *args, **kwargs)
     # A future, not a task: whoever cancels all tasks of a loop must not lose the thread.
     loading = asyncio.get_running_loop().run_in_executor(None, call)
     try:
