@@ -76,4 +76,4 @@ TestGdsMtNewest = suite("TestGdsMtNewest", GdsMtBackend, machine={"version": 120
 TestGdsMtFewSlots = suite(
     "TestGdsMtFewSlots", GdsMtBackend, options={"ring_bytes": 128 << 10}, machine={"patience": 40}
 )
-TestPosixSlowCopies = suite("TestPosixSlowCopies", PosixBackend, machine={"patience": 200})
+TestPosixSlowCopies = suite("TestPosixSlowCopies", PosixBackend, machine={"patience": 40})
