@@ -19,9 +19,10 @@ for version in "$@"; do
     where=.cache/transformers-$version
     [ -x "$where/bin/python" ] || uv venv --quiet --python "$python" "$where"
     uv pip install --quiet --python "$where/bin/python" "transformers==$version" "torch==$torch" \
-        accelerate safetensors psutil click tqdm pytest hypothesis
+        accelerate safetensors psutil click tqdm pytest pytest-xdist hypothesis
     printf 'transformers %s\n' "$version"
     PYTHONPATH=src:tests "$where/bin/python" -m pytest -q -p no:cacheprovider \
+        -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
         tests/test_model_*.py || failed="$failed $version"
 done
 [ -z "$failed" ] || { printf 'failed:%s\n' "$failed" >&2; exit 1; }
