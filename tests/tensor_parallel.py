@@ -1,14 +1,14 @@
-"""One rank of two: loads a model by transformers alone and through gdsload, and compares.
+"""One rank of two: loads models by transformers alone and through gdsload, and compares.
 
-Run by the tests as `tensor_parallel.py DIRECTORY [DCP]`, with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT set. With DCP the ranks first write a distributed checkpoint there, and load that one.
-Prints one line of JSON.
+Run by the tests (`ranks.py`). With --distributed the ranks first write each as a distributed
+checkpoint there, and load that one. Prints one line of JSON: what was found of each model.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import os
 from typing import Any
 
 import torch
@@ -19,10 +19,24 @@ import gdsload
 import tinymodels
 
 
-def main(directory: str, distributed: str = "") -> None:
+def main() -> None:
+    words = argparse.ArgumentParser()
+    words.add_argument("models", nargs="+")
+    words.add_argument("--distributed", default="")
+    options = words.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['GROUP']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    print(json.dumps([compared(model, options.distributed) for model in options.models]))
+    torch.distributed.destroy_process_group()
+
+
+def compared(directory: str, distributed: str) -> dict[str, Any]:
     try:
         words: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2)}
     except TypeError:  # transformers before 5.15
@@ -46,14 +60,13 @@ def main(directory: str, distributed: str = "") -> None:
         ids = torch.arange(3, 11).unsqueeze(0)
         logits = [getattr(m(ids).logits, "full_tensor", lambda m=m: m(ids).logits)()
                   for m in (stock, ours)]  # fmt: skip
-    print(json.dumps({
+    return {
         "wrong": wrong, "same_keys": list(one) == list(other),
         "same_logits": torch.equal(*logits), "path": report.path, "reason": report.path_reason,
         "labels": report.labels,
         "tensors": report.tensors, "wanted_bytes": report.wanted_bytes, "held_bytes": held,
-    }))  # fmt: skip
-    torch.distributed.destroy_process_group()
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

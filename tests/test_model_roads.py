@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import gdsload
 import tinymodels
 from equal import FIRST, NEW, both, require_same
+from ranks import HERE, ranks
 
-HERE = Path(__file__).parent
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
 
 
@@ -285,35 +281,18 @@ def test_diffusers(tmp_path: Path) -> None:
 
 
 @needs_new
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_a_rank_reads_its_part(name: str, tmp_path: Path) -> None:
-    tinymodels.build(name).save_pretrained(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "tensor_parallel.py"), str(tmp_path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        told = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    whole = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
-    for out, errors in told:
-        assert out, errors[-2000:]
-        found = json.loads(out.splitlines()[-1])
-        assert found["wrong"] == []
-        assert found["same_keys"]
-        assert found["same_logits"]
-        assert found["path"] == "seam"
-        assert found["held_bytes"] < 0.9 * whole
-        # Rows are read for this rank alone; of columns in rows this short, the whole row.
-        assert found["wanted_bytes"] < 0.9 * whole
+def test_a_rank_reads_its_part(tmp_path: Path) -> None:
+    """Of a dense model and of a mixture."""
+    models = [tmp_path / name for name in ("qwen3", "mixtral")]
+    for model in models:
+        tinymodels.build(model.name).save_pretrained(model)
+    for told in ranks(2, HERE / "tensor_parallel.py", *models, meet=tmp_path):
+        for model, found in zip(models, told, strict=True):
+            whole = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+            assert found["wrong"] == [], model.name
+            assert found["same_keys"]
+            assert found["same_logits"]
+            assert found["path"] == "seam"
+            assert found["held_bytes"] < 0.9 * whole
+            # Rows are read for this rank alone; of columns in rows this short, the whole row.
+            assert found["wanted_bytes"] < 0.9 * whole

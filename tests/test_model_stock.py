@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +12,7 @@ import transformers
 import equal
 import gdsload
 import tinymodels
-
-HERE = Path(__file__).parent
+from ranks import HERE, ranks
 
 
 @pytest.fixture(autouse=True)
@@ -94,31 +88,6 @@ def test_state_dict() -> None:
     assert "state_dict=" in gdsload.last_report().path_reason
 
 
-def ranks(count: int, program: str, *arguments: str) -> list[dict[str, Any]]:
-    """What each process of a program of this directory printed last."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / program), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    try:
-        told = [rank.communicate(timeout=240) for rank in running]
-    finally:
-        for rank in running:
-            rank.kill()
-    for out, errors in told:
-        assert out, errors[-2000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
-
-
 ZERO3 = """
 import json, sys
 import deepspeed, torch, transformers
@@ -147,7 +116,7 @@ def test_zero3(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     (tmp_path / "zero3.py").write_text(ZERO3)
     tinymodels.build("qwen2").save_pretrained(tmp_path / "model")
-    (told,) = ranks(1, str(tmp_path / "zero3.py"), str(tmp_path / "model"))
+    (told,) = ranks(1, tmp_path / "zero3.py", tmp_path / "model", meet=tmp_path)
     assert told["path"] == "stock"
     assert "ZeRO-3" in told["reason"]
     assert told["same"]
@@ -188,7 +157,8 @@ def test_dcp(tmp_path: Path) -> None:
     if equal.VERSION < (5, 15):
         pytest.skip("transformers before 5.15 does not write distributed checkpoints")
     tinymodels.build("qwen3").save_pretrained(tmp_path / "model")
-    for told in ranks(2, "tensor_parallel.py", str(tmp_path / "model"), str(tmp_path / "dcp")):
+    words = (tmp_path / "model", "--distributed", tmp_path / "dcp")
+    for (told,) in ranks(2, HERE / "tensor_parallel.py", *words, meet=tmp_path):
         assert told["wrong"] == []
         assert told["same_keys"]
         assert told["same_logits"]

@@ -1,0 +1,40 @@
+"""Programs of several processes that make one group of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PATIENCE_SECONDS = 240
+
+
+def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
+    """What each process of a program printed last, as JSON.
+
+    They find each other by the file GROUP, which is not there yet: a port that was free a moment
+    ago may be somebody else's. MASTER_PORT is for a process that is alone.
+    """
+    places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    running = [
+        subprocess.Popen(
+            [sys.executable, program, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "WORLD_SIZE": str(count), "GROUP": str(meet / "group"), "OMP_NUM_THREADS": "1",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in running]
+    finally:
+        for rank in running:
+            rank.kill()
+    for rank, (out, errors) in zip(running, told, strict=True):
+        assert rank.returncode == 0, f"{rank.returncode}: {out[-1000:]}{errors[-2000:]}"
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
