@@ -41,7 +41,15 @@ def compared(directory: str, distributed: str) -> dict[str, Any]:
         words: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2)}
     except TypeError:  # transformers before 5.15
         words = {"tp_plan": "auto"}
-    stock = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
+    try:
+        stock = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
+        alone = ""
+    except Exception as error:
+        alone = str(error) or type(error).__name__
+    everywhere = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, alone)
+    if any(everywhere):
+        return {"alone": max(everywhere)}
     if distributed:
         stock.save_pretrained(distributed, distributed_checkpoint=True)
         directory = distributed

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import gdsload
 import tinymodels
-from equal import FIRST, NEW, both, require_same
+from equal import FIRST, IS_SURE, NEW, both, require_same
 from ranks import HERE, ranks
 
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
@@ -282,12 +282,16 @@ def test_diffusers(tmp_path: Path) -> None:
 
 @needs_new
 def test_a_rank_reads_its_part(tmp_path: Path) -> None:
-    """Of a dense model and of a mixture."""
+    """Of a dense model and of a mixture, which 5.0 sends to a GPU wherever it is."""
     models = [tmp_path / name for name in ("qwen3", "mixtral")]
     for model in models:
         tinymodels.build(model.name).save_pretrained(model)
+    alone = ""
     for told in ranks(2, HERE / "tensor_parallel.py", *models, meet=tmp_path):
         for model, found in zip(models, told, strict=True):
+            if not IS_SURE and "alone" in found:
+                alone = f"transformers {transformers.__version__} alone: {found['alone']}"
+                continue
             whole = sum(p.stat().st_size for p in model.glob("*.safetensors"))
             assert found["wrong"] == [], model.name
             assert found["same_keys"]
@@ -296,3 +300,5 @@ def test_a_rank_reads_its_part(tmp_path: Path) -> None:
             assert found["held_bytes"] < 0.9 * whole
             # Rows are read for this rank alone; of columns in rows this short, the whole row.
             assert found["wanted_bytes"] < 0.9 * whole
+    if alone:
+        pytest.skip(alone)
