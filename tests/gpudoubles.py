@@ -111,9 +111,12 @@ class Doubles:
 
     @property
     def cuda_log(self) -> dict[str, int]:
-        values = (ctypes.c_int64 * 8)()
+        values = (ctypes.c_int64 * 10)()
         self.cuda.cuda_double_log(values)
-        names = ("ranges", "pins", "streams", "events", "retained", "copies", "copied", "used")
+        names = (
+            "ranges", "pins", "streams", "events", "retained", "copies", "copied", "used",
+            "allocations", "frees",
+        )  # fmt: skip
         return dict(zip(names, values, strict=True))
 
     @property

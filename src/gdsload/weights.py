@@ -15,6 +15,7 @@ from typing import Any
 from gdsload import stopping, vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
+from gdsload.claims import waiting_on
 from gdsload.collector import collector_paused
 from gdsload.cuts import whole
 from gdsload.destinations import Destinations
@@ -126,11 +127,7 @@ class Weights:
 
     def _reach(self, device: str) -> str:
         if device not in self._reached:
-            backend, seconds = self.options.backend, self.options.stall_seconds
-            found = vram.reached(device, backend)
-            if found != "cpu" and vram.prefetched(self.checkpoint, backend, seconds):
-                found = "cpu"
-            self._reached[device] = found
+            self._reached[device] = vram.reached(device, self.options.backend)
         return self._reached[device]
 
     def _feed_of(self, device: str, found: Forecast) -> Feed:
@@ -161,6 +158,19 @@ class Weights:
                 stages=DeviceStage,
             )
         )
+
+    def settled_parameters(self) -> set[str]:
+        """Those that are on their device already, or on their way there, and need no memory of
+        torch's."""
+        found: set[str] = set()
+        parameters, seconds = self.forecast.parameters, self.options.stall_seconds
+        for device in self._device_feeds:
+            infos = [self.checkpoint.tensors[key] for key in parameters
+                     if self.forecast.devices.get(key) == device]  # fmt: skip
+            pieces = vram.pieces_of(map(whole, infos))
+            there = waiting_on(device, self.checkpoint, pieces, seconds)
+            found |= {parameters[name] for name in there}
+        return found
 
     def begin(self) -> None:
         """Puts the first reads to devices on their way: their tensors are taken from what
