@@ -202,7 +202,7 @@ def test_what_it_does_not_hold_is_read_to_the_device(
 def test_what_the_host_holds_is_copied_and_the_rest_read_to_the_device(
     backend: str, doubles: Doubles, source: Path, expected: Loaded
 ) -> None:
-    names = list(expected)[1::2]
+    names = list(expected)[: len(expected) // 2]
     half = sum(expected[name].nbytes for name in names)
     with gdsload.prefetch(source, names=names, cache="direct") as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
@@ -219,19 +219,18 @@ def test_what_the_host_holds_is_copied_and_the_rest_read_to_the_device(
 def test_what_a_pool_holds_is_copied_from_there(
     pinned: bool, doubles: Doubles, source: Path, expected: Loaded
 ) -> None:
-    names = list(expected)[1::2]
+    names = list(expected)[: len(expected) // 2]
     with gdsload.warmup.HostPool(1 << 30, pinned=pinned):
         assert gdsload.prefetch(source, tier="pool", names=names, cache="direct").wait()
         got = gdsload.load_file(source, "cuda:0", backend="posix", cache="direct", options=SMALL)
         report = gdsload.last_report()
-        assert report.roads.pop("pool") == sum(expected[name].nbytes for name in names)
+        held = report.roads.pop("pool")  # and what it read to fill a gap
+        assert sum(expected[name].nbytes for name in names) <= held < report.wanted_bytes
         assert report.roads and report.read_bytes > 0
         assert_same(got, expected)
 
 
-def test_the_device_comes_before_the_host(
-    doubles: Doubles, source: Path, expected: Loaded
-) -> None:
+def test_the_device_comes_before_the_host(doubles: Doubles, source: Path, expected: Loaded) -> None:
     with gdsload.prefetch(source, cache="direct") as host, ahead_of(source) as there:
         assert host.wait(PATIENCE_SECONDS) and there.wait(PATIENCE_SECONDS)
         got = by_load_file(source)
@@ -342,20 +341,21 @@ def test_a_fault_in_the_middle(doubles: Doubles, source: Path, expected: Loaded)
     """Its bytes are lost, and all that came with them; what the load needs it reads itself."""
     gc.collect()
     before = doubles.cuda_log
-    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=2)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=2, times=-1)
     ahead = ahead_of(source, "gds_mt")
     with pytest.raises(ReadError):
         ahead.wait(PATIENCE_SECONDS)
-    assert ahead.progress().state == "failed" and doubles.struck == 1
+    assert ahead.progress().state == "failed" and doubles.struck > 0
     got = by_load_file(source)
     assert gdsload.last_report().read_bytes > 0
     assert_same(got, expected)
     del got
     require_memory(doubles, before)
-    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=2)
     with ahead_of(source, "auto") as other:
         assert other.wait(PATIENCE_SECONDS), "auto reads it by the next road"
+        assert other.report.rerouted
         assert_same(by_load_file(source), expected)
+        assert gdsload.last_report().read_bytes == 0
 
 
 def test_a_device_that_is_too_full(doubles: Doubles, source: Path, expected: Loaded) -> None:
@@ -523,6 +523,7 @@ assert ahead.wait(30)
 (landing,) = claims.offered()
 print(ahead.progress().state, landing.device, ahead.report.refusals.get("cuda:0"),
       ahead.report.requests > 0, "torch" in sys.modules, "numpy" in sys.modules)
+gdsload.quiesce()
 """
 
 
@@ -566,9 +567,7 @@ def test_nothing_is_freed_when_the_process_ends() -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_a_child_leaves_the_device_alone(
-    doubles: Doubles, source: Path, expected: Loaded
-) -> None:
+def test_a_child_leaves_the_device_alone(doubles: Doubles, source: Path, expected: Loaded) -> None:
     """It has nothing of its parent's to adopt, its copies of tensors free nothing (the double ends
     a child that calls it), and what it prefetches waits in host memory."""
     with ahead_of(source) as ahead:

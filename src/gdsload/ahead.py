@@ -19,7 +19,6 @@ from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
 from gdsload.load import Batch, Session
 from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
-from gdsload.vram import in_blocks
 
 # One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
 WARM_REQUEST_BYTES = 4 << 20
@@ -47,12 +46,12 @@ class Ahead(Batch):
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
         """Puts them on their way and returns at once. Raises PlacementError, before anything is
         read, where there is no room for them."""
+        plan, spots = session.arrange(pieces)
         memory = None
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces)
-            plan = session.plan(to_read) if to_read else ReadPlan()
-            if session.device != "cpu" and plan.transfers:
-                spots, memory = in_blocks(session.device, plan, pieces)
+        if session.device != "cpu" and plan.transfers:
+            from gdsload.vram import in_blocks  # not before a device is asked for
+
+            spots, memory = in_blocks(session.device, plan, pieces)
         return cls(session, plan, spots, memory)
 
     def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:

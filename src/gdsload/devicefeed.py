@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from gdsload.arena import Spot
 from gdsload.backends import Memory
-from gdsload.cuts import Cut
+from gdsload.cuts import Cut, runs_of
 from gdsload.feed import WINDOW_BYTES, Stage
 from gdsload.load import Batch, Session
 from gdsload.plan import Piece, ReadPlan
-from gdsload.vram import Shelf, pieces_of, read_to_blocks
+from gdsload.vram import Shelf, read_to_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +35,7 @@ class DeviceStage(Stage):
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceStage:
         """Puts them on their way and returns at once. Their memory is torch's, but for what a
         prefetch brings."""
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces_of(cuts), adopt=True)
-            plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
+        plan, spots = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
         return cls(session, plan, spots, cuts)
 
     def _take_memory(self) -> list[Memory]:

@@ -104,9 +104,8 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
     @functools.wraps(find_device)
     def device_of(device_map: Any, name: str, *rest: Any, **named: Any) -> Any:
         weights = running.get()
-        if weights is None or device_map is None or len(device_map) != 1 or "" not in device_map:
-            return find_device(device_map, name, *rest, **named)
-        if device_map[""] == "disk":
+        simple = device_map is not None and len(device_map) == 1 and "" in device_map
+        if weights is None or not simple or device_map[""] == "disk":
             return find_device(device_map, name, *rest, **named)
         return device_map[""]
 

@@ -18,7 +18,7 @@ from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_o
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.collector import collector_paused
-from gdsload.cuts import Cut, whole
+from gdsload.cuts import Cut, runs_of, whole
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
@@ -58,17 +58,11 @@ def session_for(
     )  # fmt: skip
 
 
-@collector_paused()
-def pieces_of(cuts: Iterable[Cut]) -> list[Piece]:
-    """The runs of bytes that these cuts are made of."""
-    return [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
-
-
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Puts whole tensors on their way to the session's device, and returns at once."""
     cuts = [whole(info) for info in infos]
     if session.device == "cpu":
-        return session.start(pieces_of(cuts))
+        return session.start(runs_of(cuts))
     return DeviceBatch.of(session, cuts)
 
 
@@ -98,9 +92,7 @@ class DeviceBatch(Batch):
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces_of(cuts), adopt=True)
-            plan = session.plan(to_read) if to_read else ReadPlan()
+        plan, spots = session.arrange(runs_of(cuts))
         return cls(session, plan, spots, cuts)
 
     def _take_memory(self) -> list[Memory]:
@@ -196,7 +188,7 @@ class Shelf:
         nbytes = sum(cut.nbytes for cut in self._cuts)
         if nbytes:
             gpu.require_room(ordinal, nbytes, reusable_bytes(ordinal))
-        for cut in sorted(self._cuts, key=_place):
+        for cut in sorted(self._cuts, key=lambda cut: cut.parts[0].place):
             self.tensors[cut.key] = self._take(cut)
 
     def _take(self, cut: Cut) -> torch.Tensor:
@@ -259,11 +251,6 @@ def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
     """Whether a cut is one run that others bring to the device."""
     spot = spots.get(cut.parts[0].name) if len(cut.parts) == 1 else None
     return spot is not None and isinstance(spot.region, Block)
-
-
-def _place(cut: Cut) -> tuple[int, int]:
-    first = cut.parts[0]
-    return first.shard, first.offset
 
 
 def follow(session: Session) -> None:

@@ -20,6 +20,9 @@ from gdsload._native.cuda cimport (
 )
 from gdsload._native.dynamic cimport dlclose, fill_table, open_library
 
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
 # In the order of CudaApi: a table of pointers is filled from a table of names.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
@@ -274,5 +277,6 @@ cdef class Device:
                 self.cuda.api.primary_release(self.handle)
 
     def __dealloc__(self):
-        if self.context != NULL and self.cuda is not None and self.cuda.pid == os.getpid():
+        # In C: at the end of the process Python's modules go before what they made.
+        if self.context != NULL and self.cuda is not None and self.cuda.pid == getpid():
             self.cuda.api.primary_release(self.handle)
