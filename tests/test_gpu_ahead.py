@@ -23,7 +23,7 @@ import gpudoubles
 from gdsload import blocks, claims, gpu, load, ring, tensors, vram
 from gdsload.backends import auto, contest, staged
 from gdsload.early import PrefetchCancelled, prefetches
-from gdsload.errors import FileChanged, PlacementError, ReadError
+from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gpudoubles import CODE, NEGATIVE, Doubles
 from test_vram import device_tensor, raw
 
@@ -45,6 +45,11 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
         for one in prefetches():
             one.close()
         assert claims.offered() == []
+        # A ring whose slots are still on their way home when it is forgotten stays pinned.
+        doubles.hold_copies(False)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while ring.release_rings() or ring.rings():
+            assert time.monotonic() < deadline, "somebody has a slot"
 
 
 @pytest.fixture
@@ -598,3 +603,8 @@ def test_a_device_that_is_not_there(doubles: Doubles, source: Path, expected: Lo
         got = gdsload.load_file(source)
         assert set(gdsload.last_report().roads) == {"prefetched"}
     assert_same(got, expected)
+    with (
+        gdsload.prefetch(source, "cuda:7", backend="gds_mt") as ahead,
+        pytest.raises(GdsloadError, match="CUDA sees 2"),  # it leads nowhere else
+    ):
+        ahead.wait(PATIENCE_SECONDS)

@@ -1,5 +1,6 @@
-"""A GPU made ready ahead of its first load: its context is opened, and the ring that the load will
-pass through is pinned, by a thread of its own while the process still imports.
+"""A GPU made ready ahead of its first load: its context is opened, for what a prefetch brings
+there, and the ring that a load will pass through is pinned, by a thread of its own while the
+process still imports.
 
     prefetch ──► Opening: context ─► ring, pinned ─► road, which waits at the ring for the load
 

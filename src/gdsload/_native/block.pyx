@@ -55,7 +55,8 @@ cdef void release_block(CBlock *block) noexcept nogil:
     # What a fork has copied is the parent's, and so is its driver.
     if block.pid == getpid() and not gds_load(&over):
         if block.cuda.push_current(block.context) == CUDA_SUCCESS:
-            # cuMemFree waits for what the device was given to do, also by the tensors' last users.
+            # Whoever had the last tensor may have given the device work on it that is not done yet.
+            block.cuda.synchronize()
             block.cuda.release(block.address)
             block.cuda.pop_current(&popped)
         block.cuda.primary_release(block.device)
