@@ -8,7 +8,6 @@ double's memory of that device. All between the two is what runs on a machine wi
 from __future__ import annotations
 
 import gc
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -274,23 +273,29 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("lands", ["before", "meanwhile"])
 def test_what_was_prefetched_is_not_read_again(
-    lands: str, dtype: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None]
-) -> None:
+    lands: str, dtype: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """It is in the device's memory, and stays there or is cast from there; for what is kept no
     second memory is taken, neither by torch's allocator nor ahead of it."""
     live(lambda _: "cuda:0")
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen, dtype=dtype)
+    begin = Weights.begin
     gc.collect()
     before = doubles.cuda_log
     doubles.hold_copies(lands == "meanwhile")
     with gdsload.prefetch(qwen, "cuda:0", cache="direct", options=ROADS["posix"]) as ahead:
-        assert ahead.wait() if lands == "before" else not ahead.wait(0.05)
-        ring.release_rings()
+        assert ahead.wait() if lands == "before" else ahead._posted.wait(20)
         landed = doubles.cuda_log
-        let_go = threading.Timer(0.1, doubles.hold_copies, [False])
-        let_go.start()
+
+        def claimed(self: Weights) -> None:
+            begin(self)
+            assert ahead.progress().claimed_bytes > 0
+            doubles.hold_copies(False)
+
+        monkeypatch.setattr(Weights, "begin", claimed)
         ours = loaded(qwen, "posix", dtype=dtype)
-        let_go.join()
+        monkeypatch.setattr(Weights, "begin", begin)
     report = gdsload.last_report()
     assert report.roads == {"prefetched": report.wanted_bytes}
     assert report.read_bytes == 0 and report.device == "cuda:0"
