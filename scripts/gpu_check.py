@@ -3,8 +3,9 @@
     python scripts/gpu_check.py [--device cuda:0] [--json FILE] [CHECKPOINT ...]
 
 Without a checkpoint, synthetic ones are written below the system's temporary directory. Each road
-loads each checkpoint twice: the second load must register nothing. Ends with a table, a JSON file
-and exit status 1 where bytes were wrong, memory was left or no road led to the device.
+loads each checkpoint twice: the second load must register nothing. Then a prefetch brings each to
+the device, where a load must adopt it. Ends with a table, a JSON file and exit status 1 where bytes
+were wrong or read twice, memory was left or no road led to the device.
 """
 
 from __future__ import annotations
@@ -90,6 +91,39 @@ def check(
         refused = isinstance(error, gdsload.BackendUnavailable)
         row["verdict"] = f"{'refused' if refused else 'FAILED'}: {error}"
         return row
+    return given_back(row, before, device)
+
+
+def check_ahead(source: Path, device: str) -> dict[str, Any]:
+    """What a prefetch brings to the device: adopted by a load, to the bit, and given back."""
+    row: dict[str, Any] = {"road": "prefetch", "checkpoint": source.name, "verdict": "exact"}
+    wanted = expected(source)
+    ring.release_rings()
+    before = held(device)
+    try:
+        with gdsload.prefetch(source, device) as ahead:
+            ahead.wait()
+            row["first"] = ahead.report.to_dict()
+            got = gdsload.load_file(source, device)
+            report = gdsload.last_report()
+            row["again"] = report.to_dict()
+    except GdsloadError as error:
+        row["verdict"] = f"FAILED: {error}"
+        return row
+    if refusal := row["first"]["refusals"].get(device):
+        row["verdict"] = f"FAILED: it went to host memory: {refusal}"
+    elif report.read_bytes or set(report.roads) != {"prefetched"}:
+        row["verdict"] = f"FAILED: the load read {report.read_bytes:,} bytes again"
+    elif any(tensor.data_ptr() % 256 for tensor in got.values()):
+        row["verdict"] = "WRONG: a tensor is not aligned"
+    elif wrong := differs(got, wanted):
+        row["verdict"] = f"WRONG: {wrong}"
+    del got
+    return given_back(row, before, device)
+
+
+def given_back(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
+    """The row, with what is left of the device's memory when the rings are gone."""
     ring.release_rings()
     row["left_bytes"] = held(device) - before
     if row["left_bytes"] > 0 and row["verdict"] == "exact":
@@ -103,7 +137,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     figures = ["", "", "", "", ""]
     if first and again:
         size = first["wanted_bytes"]
-        best = min(first["seconds"], again["seconds"])
+        read = [each for each in (first, again) if each["read_bytes"]]  # and not adopted
+        best = min(each["seconds"] for each in read or [first])
         by_road = ", ".join(f"{road} {part:,}" for road, part in again["roads"].items() if part)
         figures = [f"{size / 1e9:.3f}", f"{first['seconds']:.3f}", f"{size / best / 1e9:.2f}",
                    f"{again['seconds']:.3f}", by_road]  # fmt: skip
@@ -156,6 +191,7 @@ def main(arguments: Sequence[str]) -> int:
             for label, backend, options in roads(wanted.device, compat=wanted.compat)
             for source in sources
         ]
+        rows += [check_ahead(source, wanted.device) for source in sources]
     wanted.json.write_text(
         json.dumps({"machine": machine(wanted.device), "rows": rows}, indent=2) + "\n"
     )

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.utils.dlpack
 
-from gdsload import gpu, libraries, ring
+from gdsload import arena, gpu, libraries, ring
 from gdsload.backends import cufile, staged
 
 SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
 COMPAT, NVFS, P2P = 0, 1, 2
+KDL_CPU, KDL_CUDA = 1, 2
 AFTER_FORK = 77
 _PATIENCE_SECONDS = 20.0  # ends a test that would otherwise hang
 _FAULT_ARGUMENTS = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
@@ -111,9 +114,12 @@ class Doubles:
 
     @property
     def cuda_log(self) -> dict[str, int]:
-        values = (ctypes.c_int64 * 8)()
+        values = (ctypes.c_int64 * 10)()
         self.cuda.cuda_double_log(values)
-        names = ("ranges", "pins", "streams", "events", "retained", "copies", "copied", "used")
+        names = (
+            "ranges", "pins", "streams", "events", "retained", "copies", "copied", "used",
+            "allocations", "frees",
+        )  # fmt: skip
         return dict(zip(names, values, strict=True))
 
     @property
@@ -130,6 +136,27 @@ class Doubles:
     def complaints(self) -> str:
         """The promises that were broken, in the doubles' words."""
         return str((self.cuda.double_said() + self.cufile.double_said()).decode())
+
+
+class _Told(ctypes.Structure):
+    """The first members of a DLManagedTensor."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32),
+                ("device_id", ctypes.c_int32))  # fmt: skip
+
+
+def tensor_of(capsule: object) -> torch.Tensor:
+    """`arena.tensor_of` for a torch that knows nothing of the double: what a capsule says is on a
+    device of it becomes a CPU tensor over that memory, with the capsule's own deleter."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    told = _Told.from_address(pointer(capsule, b"dltensor"))
+    if told.device_type == KDL_CUDA:
+        assert library("cuda_double").cuda_double_is_device(told.data, 1)
+        assert told.device_id in gpu._devices
+        told.device_type, told.device_id = KDL_CPU, 0
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return found
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
@@ -154,6 +181,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     before = doubles.cuda_log
     forget(patch)
     found = {libraries.CUDA: "cuda_double", libraries.CUFILE: "cufile_double"}
+    patch.setattr(arena, "tensor_of", tensor_of)
     patch.setattr(libraries, "candidates", lambda soname: [str(built(found[soname]))])
     for name in ("proc/driver/nvidia-fs/version", "dev/nvidia-fs0", "proc/modules"):
         path = root / name

@@ -20,7 +20,7 @@ FLOORS = (
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
     "arena progress gpu ring residency report claims order cuts verdicts",
-    "segments hostpool backends outcome roads",
+    "segments hostpool backends outcome roads blocks",
     "load doctor vram tensors early ahead opening",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
     " destinations filling readiness stopping asynchronous",

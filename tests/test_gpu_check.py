@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpudoubles
-from gdsload import tensors, vram
+from gdsload import opening, tensors, vram
 from gpudoubles import NEGATIVE, Doubles
 from test_vram import device_tensor
 
@@ -51,7 +51,7 @@ def test_every_road(
     shown = capsys.readouterr().out
     assert code == 0, shown
     exact = [row["road"] for row in facts["rows"] if row["verdict"] == "exact"]
-    assert {"posix/threads", "gds_mt", "gds"} <= set(exact)
+    assert {"posix/threads", "gds_mt", "gds", "prefetch"} <= set(exact)
     assert all(row["left_bytes"] == 0 for row in facts["rows"] if row["verdict"] == "exact")
     assert facts["machine"]["gpu"]["name"] == "Double 0"
     assert "gds_mt/nvfs" in shown
@@ -65,6 +65,23 @@ def test_a_road_that_fails(
     assert code == 1
     (row,) = [row for row in facts["rows"] if row["road"] == "gds_mt"]
     assert row["verdict"].startswith("FAILED: ") and "5044" in row["verdict"]
+
+
+def test_a_prefetch_that_is_of_no_use(
+    script: ModuleType, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it brought was not adopted; or it could not bring it to the device."""
+    with monkeypatch.context() as patch:
+        patch.setattr(opening.Opening, "landing", lambda *_: "cuda:1")
+        row = script.check_ahead(tiny_checkpoint, "cuda:0")
+    assert row["verdict"].startswith("FAILED: the load read "), row["verdict"]
+
+    def refused(self: opening.Opening) -> None:
+        self.refusal = "somebody else has it"
+
+    monkeypatch.setattr(opening.Opening, "_run", refused)
+    row = script.check_ahead(tiny_checkpoint, "cuda:0")
+    assert row["verdict"] == "FAILED: it went to host memory: somebody else has it"
 
 
 def test_bytes_that_are_wrong(script: ModuleType) -> None:

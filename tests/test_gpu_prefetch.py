@@ -59,7 +59,10 @@ def test_the_first_load_finds_its_road(
 
 
 def test_what_waits_in_host_memory_needs_no_ring(doubles: Doubles, tiny_checkpoint: Path) -> None:
-    with gdsload.prefetch(tiny_checkpoint, "cuda:1", cache="buffered") as ahead:
+    with (
+        gdsload.warmup.HostPool(1 << 30, pinned=False),
+        gdsload.prefetch(tiny_checkpoint, "cuda:1", tier="pool", cache="buffered") as ahead,
+    ):
         assert ahead.wait(PATIENCE_SECONDS)
     assert list(gpu._devices) == [1]
     assert ring.rings() == []
@@ -68,7 +71,8 @@ def test_what_waits_in_host_memory_needs_no_ring(doubles: Doubles, tiny_checkpoi
 def test_nobody_waits_for_it_but_who_asks(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`prefetch` and the reads go on while a device is opened; `wait` and `quiesce` see to both."""
+    """`prefetch`, and reads that go elsewhere, go on while a device is opened; `wait` and `quiesce`
+    see to both."""
     asked, go, real = threading.Event(), threading.Event(), gpu.device
 
     def slow(ordinal: int) -> Device:
@@ -77,7 +81,7 @@ def test_nobody_waits_for_it_but_who_asks(
         return real(ordinal)
 
     monkeypatch.setattr(gpu, "device", slow)
-    ahead = gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered")
+    ahead = gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", options=SMALL)
     assert asked.wait(PATIENCE_SECONDS)
     while ahead.progress().landed_bytes < ahead.progress().wanted_bytes or not ahead._ahead:
         assert not ahead.wait(0.01)

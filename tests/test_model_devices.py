@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, gpu, labels, libraries, ring, tensors, vram
+from gdsload import arena, gpu, labels, libraries, loading, ring, tensors, vram
 from gdsload.backends import staged
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.weights import Weights
@@ -269,22 +270,100 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
     assert doubles.cuda_log["used"] == before
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("lands", ["before", "meanwhile"])
 def test_what_was_prefetched_is_not_read_again(
+    lands: str, dtype: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is in the device's memory, and stays there or is cast from there; for what is kept no
+    second memory is taken, neither by torch's allocator nor ahead of it."""
+    live(lambda _: "cuda:0")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen, dtype=dtype)
+    begin = Weights.begin
+    gc.collect()
+    before = doubles.cuda_log
+    doubles.hold_copies(lands == "meanwhile")
+    with gdsload.prefetch(qwen, "cuda:0", cache="direct", options=ROADS["posix"]) as ahead:
+        assert ahead.wait() if lands == "before" else ahead._posted.wait(20)
+        landed = doubles.cuda_log
+
+        def claimed(self: Weights) -> None:
+            begin(self)
+            assert ahead.progress().claimed_bytes > 0
+            doubles.hold_copies(False)
+
+        monkeypatch.setattr(Weights, "begin", claimed)
+        ours = loaded(qwen, "posix", dtype=dtype)
+        monkeypatch.setattr(Weights, "begin", begin)
+    report = gdsload.last_report()
+    assert report.roads == {"prefetched": report.wanted_bytes}
+    assert report.read_bytes == 0 and report.device == "cuda:0"
+    assert tinymodels.differences(stock, ours) == []
+    assert doubles.cuda_log["allocations"] == landed["allocations"]
+    assert (report.labels["keep"] > 0) == (dtype == "float32")
+    there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
+    assert len(there) >= report.labels["keep"]
+    del ours, there
+    gc.collect()
+    ring.release_rings()
+    assert doubles.cuda_log["used"] == before["used"]
+    loaded(qwen, "posix")
+    assert gdsload.last_report().read_bytes > 0
+
+
+def test_part_of_a_model_was_prefetched(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None]
 ) -> None:
-    """It waits in host memory, from where torch moves it; without it the ring is taken again."""
-    live(lambda _: "cuda:0")
+    """To one of two devices, or to the host: the rest is read to where it belongs."""
+    live(spread)
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
-    with gdsload.prefetch(qwen, "cuda:0", cache="direct") as ahead:
-        ahead.wait()
-        with gdsload.accelerated(cache="direct"):
-            ours = gdsload.from_pretrained(qwen)
-    report = gdsload.last_report()
-    assert report.roads["prefetched"] == report.wanted_bytes
-    assert report.read_bytes == 0
-    assert tinymodels.differences(stock, ours) == []
+    with gdsload.Checkpoint.open(qwen) as checkpoint:
+        names = [name for name in checkpoint.tensors if "layers.0." in name]
+    for device in ("cuda:0", "cuda:1", "cpu"):
+        with gdsload.prefetch(qwen, device, names=names, cache="direct") as ahead:
+            assert ahead.wait()
+            ours = loaded(qwen, "posix")
+        report = gdsload.last_report()
+        adopted = report.roads.pop("prefetched", 0)
+        assert adopted == (0 if device == "cuda:1" else ahead.progress().wanted_bytes)
+        assert report.roads and report.read_bytes > 0
+        assert tinymodels.differences(stock, ours) == []
+        for name, parameter in ours.named_parameters():
+            assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
+
+
+def test_no_memory_is_warmed_up_for_what_is_there(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers has torch's allocator take a model's memory at once: what was prefetched to its
+    device, to stay, has some."""
+    live(spread)
+    asked: list[dict[str, str]] = []
+    inner = types.ModuleType("modeling_utils")
+
+    def warm_up(model: Any, expanded_device_map: Any, hf_quantizer: Any) -> None:
+        asked.append(expanded_device_map)
+
+    inner.caching_allocator_warmup = warm_up  # type: ignore[attr-defined]
+    (swap,) = loading.swaps_of_warmup(inner)
+    begin = Weights.begin
+
+    def noted(self: Weights) -> None:
+        wanted = {name: spread(name) for name in self.forecast.parameters.values()}
+        swap.value(None, wanted, None)
+        begin(self)
+
+    monkeypatch.setattr(Weights, "begin", noted)
     loaded(qwen, "posix")
-    assert gdsload.last_report().device == "cuda:0"
+    with gdsload.prefetch(qwen, "cuda:1", cache="direct") as ahead:
+        assert ahead.wait()
+        loaded(qwen, "posix")
+        swap.value(None, {"a": "cuda:1"}, None)
+    first, second, outside = asked
+    assert {"cuda:0", "cuda:1", "cpu"} == set(first.values())
+    assert second == {name: device for name, device in first.items() if device != "cuda:1"}
+    assert outside == {"a": "cuda:1"}
 
 
 def test_what_a_pool_has_is_not_read_again(

@@ -1,6 +1,6 @@
 """Reads that nobody waits for yet: a batch whose transfers can be asked about from any thread.
 
-Ahead      into memory of its own, for a load to adopt
+Ahead      into memory of its own, of the host or of a device, for a load to adopt
 Warming    through a small scratch buffer, for what it leaves in the page cache
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from gdsload import residency
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, available_bytes
+from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
@@ -30,8 +31,11 @@ class Ahead(Batch):
 
     ahead = True
 
-    def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
-        super().__init__(session, plan, spots)
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot],
+        memory: list[Memory] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(session, plan, spots, memory)
         self.error: ReadError | None = None
         self._lock = threading.Lock()
         self._states = bytearray(len(plan.transfers))
@@ -40,8 +44,15 @@ class Ahead(Batch):
 
     @classmethod
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
-        """Puts them on their way and returns at once."""
-        return cls(session, *session.arrange(pieces))
+        """Puts them on their way and returns at once. Raises PlacementError, before anything is
+        read, where there is no room for them."""
+        plan, spots = session.arrange(pieces)
+        memory = None
+        if session.device != "cpu" and plan.transfers:
+            from gdsload.vram import in_blocks  # not before a device is asked for
+
+            spots, memory = in_blocks(session.device, plan, pieces)
+        return cls(session, plan, spots, memory)
 
     def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:
         """What there is to claim, file by file."""

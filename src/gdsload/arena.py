@@ -9,7 +9,7 @@ first tensor is made, not before.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdsload._native.memory import Pool, Region
@@ -22,6 +22,8 @@ from gdsload.plan import ReadPlan
 if TYPE_CHECKING:
     import torch
 
+    from gdsload._native.block import Block
+
 # Left to the rest of the system when it is asked whether a model fits.
 SPARE_BYTES = 64 << 20
 # How memory is made ready before bytes come to it: by so many threads, since more of them wait for
@@ -32,9 +34,9 @@ POPULATED_AHEAD_BYTES = 256 << 20
 
 
 class Spot(NamedTuple):
-    """Where the bytes of a tensor are: a region and the place in it."""
+    """Where the bytes of a tensor are: a region, or a block of a device, and the place in it."""
 
-    region: Region
+    region: Region | Block
     offset: int
 
 
@@ -98,14 +100,13 @@ def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
 
 @collector_paused()
 def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[str, torch.Tensor]:
-    """A CPU tensor for each info, over the memory where its bytes are.
+    """A tensor for each info, over the memory where its bytes are.
 
     Tensors whose file offset does not fit their dtype are copied to where it does; a tensor of no
     bytes has memory of its own. Raises CheckpointError for a dtype that this torch lacks.
     """
     import torch
 
-    from_dlpack: Callable[[object], torch.Tensor] = torch.utils.dlpack.from_dlpack
     recipes: dict[str, _Recipe] = {}
     tensors: dict[str, torch.Tensor] = {}
     for info in infos:
@@ -120,12 +121,25 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
             continue
         region, offset = spots[name]
         if (region.address + offset) % recipe.align:
-            raw = from_dlpack(region.view(offset, nbytes, (nbytes,), 1, 8))
+            raw = bytes_at(spots[name], nbytes)
             tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
             continue
-        tensor = from_dlpack(region.view(offset, nbytes, shape, recipe.code, recipe.bits))
+        tensor = tensor_of(region.view(offset, nbytes, shape, recipe.code, recipe.bits))
         tensors[name] = tensor if recipe.viewed_as is None else tensor.view(recipe.viewed_as)
     return tensors
+
+
+def tensor_of(capsule: object) -> torch.Tensor:
+    """The tensor that a DLPack capsule tells of; torch opens the device that it is on."""
+    import torch
+
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+    return found
+
+
+def bytes_at(spot: Spot, nbytes: int) -> torch.Tensor:
+    """A tensor of bytes over memory whose bytes are there, whatever they are of."""
+    return tensor_of(spot.region.view(spot.offset, nbytes, (nbytes,), 1, 8))
 
 
 def _recipe(info: TensorInfo) -> _Recipe:

@@ -70,22 +70,27 @@ class Claim(NamedTuple):
 
 class Landing:
     """What one prefetch has to give. It is offered before its files are open, filled once they
-    are, and withdrawn when all of it was taken or nobody wants it any more."""
+    are, and withdrawn when all of it was taken or nobody wants it any more. What lands on a GPU is
+    for loads to that `device` alone; the host's memory is for all."""
 
     def __init__(self, source: str, *, keep: bool = False) -> None:
         self.source = source
         self.keep = keep
         self.pid = os.getpid()
+        self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = threading.Lock()
         self._known = threading.Event()
         self._flight: Flight | None = None
         self._free: dict[Identity, list[Stretch]] = {}
 
-    def fill(self, flight: Flight, stretches: dict[Identity, list[Stretch]]) -> None:
-        """Says what there is: for each file its stretches, which do not overlap."""
+    def fill(
+        self, flight: Flight, stretches: dict[Identity, list[Stretch]], device: str = "cpu"
+    ) -> None:
+        """Says what there is, and where: for each file its stretches, which do not overlap."""
         with self._lock:
             self._flight = flight
+            self.device = device
             self._free = {file: sorted(rows, key=_start) for file, rows in stretches.items()}
         self._known.set()
 
@@ -155,11 +160,6 @@ class Landing:
             spot = Spot(region, offset + piece.offset - found.start)
             return Claim(piece, spot, self._flight, found.first, found.last)
 
-    def holds(self, file: Identity) -> bool:
-        """Whether bytes of a file are in its memory, or on their way there."""
-        with self._lock:
-            return any(row.spot is not None for row in self._free.get(file, ()))
-
     def has(self, file: Identity, piece: Piece) -> bool:
         """Whether `claim` would give it."""
         with self._lock:
@@ -197,10 +197,21 @@ def offered() -> list[Landing]:
         return [landing for landing in _offered if landing.pid == pid]
 
 
+def _opened(checkpoint: Checkpoint, seconds: float) -> list[Landing]:
+    """What is offered, once it is known of each what it holds that may be of these files."""
+    found = offered()
+    for landing in found:
+        if any(landing.may_hold(shard.path) for shard in checkpoint.shards):
+            landing.await_opening(seconds)
+    return found
+
+
 def claim_pieces(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], seconds: float, *, mapped: bool = True
-) -> tuple[dict[str, Claim], list[Landing]]:
-    """What others have read ahead of these pieces, by the pieces' names, and whose it was.
+    checkpoint: Checkpoint, pieces: Sequence[Piece], seconds: float, *, mapped: bool = True,
+    device: str = "cpu",
+) -> tuple[dict[str, Claim], list[Landing]]:  # fmt: skip
+    """What others have read ahead of these pieces, by the pieces' names, and whose it was: into the
+    memory of this device, or of the host.
 
     Waits up to `seconds` for a prefetch that is still opening what may be the same files. Without
     `mapped`, what lands in the page cache is left.
@@ -208,9 +219,9 @@ def claim_pieces(
     claims: dict[str, Claim] = {}
     givers: list[Landing] = []
     shards = checkpoint.shards
-    for landing in offered():
-        if any(landing.may_hold(shard.path) for shard in shards):
-            landing.await_opening(seconds)
+    landings = [found for found in _opened(checkpoint, seconds) if found.device in ("cpu", device)]
+    # What is on the device itself comes before what would have to be copied there.
+    for landing in sorted(landings, key=lambda found: found.device != device):
         before = len(claims)
         for piece in pieces:
             if piece.name in claims:
@@ -225,18 +236,20 @@ def claim_pieces(
     return claims, givers
 
 
-def held(checkpoint: Checkpoint, seconds: float) -> bool:
-    """Whether others have bytes of these files in the memory of the host, or bring them there.
+def waiting_on(
+    device: str, checkpoint: Checkpoint, pieces: Iterable[Piece], seconds: float
+) -> set[str]:
+    """The names of those pieces that are in the memory of this device, or on their way there.
 
-    Waits up to `seconds` for a prefetch that is still opening what may be the same files.
+    Waits as `claim_pieces` does, and takes nothing.
     """
+    landings = [found for found in _opened(checkpoint, seconds) if found.device == device]
     shards = checkpoint.shards
-    for landing in offered():
-        if any(landing.may_hold(shard.path) for shard in shards):
-            landing.await_opening(seconds)
-        if any(landing.holds(shard.identity) for shard in shards):
-            return True
-    return False
+    return {
+        piece.name
+        for piece in pieces
+        if any(landing.has(shards[piece.shard].identity, piece) for landing in landings)
+    }
 
 
 def _forget() -> None:

@@ -1,6 +1,7 @@
 """The stage of a feed whose tensors live on a device: what is kept of a model lands where it will
 stay, what is cast or converted in memory of the device that goes back to torch's allocator as soon
-as transformers drops it. Casts and conversions then run on the device, as torch does them.
+as transformers drops it. Casts and conversions then run on the device, as torch does them. What was
+read ahead to the device is given from where it lies, be it to stay or to be cast.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gdsload.arena import Spot
 from gdsload.backends import Memory
 from gdsload.cuts import Cut, runs_of
 from gdsload.feed import WINDOW_BYTES, Stage
-from gdsload.load import Session
-from gdsload.plan import ReadPlan
-from gdsload.vram import Shelf
+from gdsload.load import Batch, Session
+from gdsload.plan import Piece, ReadPlan
+from gdsload.vram import Shelf, read_to_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +24,25 @@ if TYPE_CHECKING:
 class DeviceStage(Stage):
     """Cuts on their way into tensors of the session's device."""
 
-    def __init__(self, session: Session, plan: ReadPlan, cuts: Sequence[Cut]) -> None:
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+    ) -> None:
         """Raises PlacementError where the device is too full."""
-        self._shelf = Shelf(session, cuts)
-        super().__init__(session, plan, {}, cuts)
+        self._shelf = Shelf(session, cuts, spots)
+        super().__init__(session, plan, spots, cuts)
 
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceStage:
-        """Puts them on their way and returns at once. Their memory is torch's."""
-        plan, _ = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
-        return cls(session, plan, cuts)
+        """Puts them on their way and returns at once. Their memory is torch's, but for what a
+        prefetch brings."""
+        plan, spots = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
+        return cls(session, plan, spots, cuts)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
+
+    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+        return read_to_blocks(self.session, pieces)
 
     def _settle(self) -> None:
         """Ends the request. There is nothing between the tensors that could be given back."""
@@ -48,7 +56,7 @@ class DeviceStage(Stage):
     def give(self, cut: Cut) -> list[torch.Tensor]:
         """The tensor that its runs make up, once."""
         self.left -= 1
-        return [self._shelf.tensors.pop(cut.key)]
+        return [*self._shelf.give([cut], self.spots).values()]
 
     def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
         """What is left of it; the runs lie one behind the other already."""
@@ -58,4 +66,5 @@ class DeviceStage(Stage):
     def end(self) -> None:
         """Releases what nobody took, and the request."""
         self.release()
+        self.spots.clear()
         self._shelf.tensors.clear()

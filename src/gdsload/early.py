@@ -97,8 +97,13 @@ class Prefetch:
                     pieces = fitting(pieces, self._limit_bytes)
                 if self.tier == "pool":
                     hostpool.require(pieces)
-                maps = self.tier != "pool"
-                with Session(checkpoint, self.report, adopt=False, maps=maps, **session) as opened:
+                place, maps, size = "cpu", self.tier != "pool", sum(p.nbytes for p in pieces)
+                if opening is not None and self.tier == "memory":
+                    place = opening.landing(session["backend"])
+                with Session(
+                    checkpoint, self.report, device=place, adopt=False, maps=maps,
+                    expected_bytes=size, **session,
+                ) as opened:  # fmt: skip
                     self._read(opened, pieces)
                     checkpoint.verify_unchanged()
                     self._measure(checkpoint, pieces)
@@ -117,8 +122,7 @@ class Prefetch:
             self._end(LANDED)
 
     def _open_device(self, session: Mapping[str, Any]) -> Opening | None:
-        """Makes a GPU ready meanwhile: its context, and the ring for what a load reads by it. What
-        waits in host memory needs none."""
+        """Makes a GPU ready meanwhile: its context, and the ring that only its load will need."""
         if self.report.device.partition(":")[0] != "cuda":
             return None
         from gdsload.opening import Opening  # not before a device is asked for
@@ -129,10 +133,12 @@ class Prefetch:
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
         # The threads that read and make memory ready are started by this one, and inherit it.
-        with suppress(OSError):
-            own = threading.get_native_id()
-            nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
-            os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
+        # Those of a GPU's ring have little to do, and serve the loads that come later, too.
+        if session.device == "cpu":
+            with suppress(OSError):
+                own = threading.get_native_id()
+                nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
+                os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
         ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
         try:
@@ -144,7 +150,7 @@ class Prefetch:
                 self._warm_bytes = max(self._wanted_bytes - ahead.plan.read_bytes, 0)
                 if self._state == OPENING:
                     self._state = READING
-                    self._landing.fill(ahead, stretches)
+                    self._landing.fill(ahead, stretches, session.device)
             del stretches
             self._posted.set()
             self.report.tensors = len(pieces)
@@ -163,10 +169,12 @@ class Prefetch:
             ahead.release()
 
     def _elsewhere(self, session: Session, piece: Piece) -> bool:
-        """Whether another prefetch reads it already, into the same tier."""
+        """Whether another prefetch reads it already, into the same tier and device."""
         file = session.checkpoint.shards[piece.shard].identity
         return any(
-            other is not self and other.tier == self.tier and other._landing.has(file, piece)
+            other is not self
+            and (other.tier, other._landing.device) == (self.tier, session.device)
+            and other._landing.has(file, piece)
             for other in prefetches()
         )
 
@@ -303,13 +311,15 @@ def prefetch(
     `tier` "memory" reads into memory that a later `load_file`, `stream`, `safe_open` or
     `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
     Each byte is taken once, since tensors own their memory; a second load reads again. What the
-    first load leaves is let go when it ends, unless `keep`, which holds it until `close`. Weights
-    for a GPU wait in host memory. `tier` "pool" reads into the open `warmup.HostPool`, which keeps
-    it for every later load, and fails where it cannot. `tier` "pagecache" only fills the page
-    cache, with at most `limit_bytes` (None: the memory that is available), for this process and for
-    others.
+    first load leaves is let go when it ends, unless `keep`, which holds it until `close`. `tier`
+    "pool" reads into the open `warmup.HostPool`, which keeps it for every later load, and fails
+    where it cannot. `tier` "pagecache" only fills the page cache, with at most `limit_bytes` (None:
+    the memory that is available), for this process and for others.
 
-    Meanwhile the context of a GPU is opened; with "pagecache" the ring that its load will pass
+    With a GPU as `device`, tier "memory" is memory of that GPU, for loads to it: a few blocks that
+    gdsload takes from the CUDA driver, each given back when the last tensor in it is gone. Where
+    the GPU cannot be used, `report.refusals` says why, and weights wait in host memory. For the
+    other tiers its context is opened meanwhile; with "pagecache" the ring that its load will pass
     through is pinned, too. As after every use of CUDA, such a process must not be forked any more.
 
     The files are told apart by device, inode, size and times: a load that finds another version
@@ -318,7 +328,6 @@ def prefetch(
     `options`, `stall_seconds` and `where` are those of `load_file`.
 
     Raises ValueError for an unknown `tier` or `cache`, and for "pool" where none is open.
-    Whether the device is there is found out by the load: it takes torch to know.
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
@@ -332,7 +341,6 @@ def prefetch(
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
     session = {
-        "device": "cpu",  # host memory in any case: a GPU's own reads begin when its load does
         "backend": backend,
         "cache": cache,
         "options": options,

@@ -135,11 +135,6 @@ class HostPool:
                 self._use(segment)
         return spots
 
-    def holds(self, checkpoint: Checkpoint) -> bool:
-        """Whether it has bytes of these files."""
-        with self._lock:
-            return any(shard.identity in self._stored for shard in checkpoint.shards)
-
     def _at(self, file: Identity, piece: Piece) -> _Stored | None:
         rows = self._stored.get(file)
         if not rows or not piece.nbytes:
@@ -324,12 +319,6 @@ def current() -> HostPool | None:
     """The pool that is open in this process, if any."""
     pool = arena.current_pool()
     return pool if isinstance(pool, HostPool) else None
-
-
-def holds(checkpoint: Checkpoint) -> bool:
-    """Whether the open pool has bytes of these files."""
-    pool = current()
-    return pool is not None and pool.holds(checkpoint)
 
 
 def unchanged(checkpoint: Checkpoint) -> bool:

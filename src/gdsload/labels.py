@@ -39,6 +39,7 @@ class Forecast:
     targets: list[Target] = field(default_factory=list)
     placed: set[str] = field(default_factory=set)  # the keys of what they are made of
     kept: set[str] = field(default_factory=set)  # the keys of cuts
+    parameters: dict[str, str] = field(default_factory=dict)  # what kept tensors become, by key
     deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
     devices: dict[str, str] = field(default_factory=dict)
     device_of: dict[str, str] = field(default_factory=dict)  # the same for cuts, by their keys
@@ -168,6 +169,8 @@ def _label(
         same = dtype is not None and dtype == known_dtype(info.dtype)
         kept = pattern is None and place == device and simple and same
         found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
+        if kept and share:
+            found.parameters[key] = name
         found.deferred = found.deferred and (place == device or place in ("disk", "meta"))
         if device != "cpu":
             found.devices[key] = device

@@ -109,10 +109,11 @@ class Session:
         """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
         those to be read. A prefetch's may still be on their way to their spots: the batch that gets
         them says when they are there (`Batch.settled`)."""
-        if self.device != "cpu":
-            return {}, list(pieces)  # neither a mapping nor a prefetch is where these shall be
         spots = self._adopt(pieces)
-        spots.update(self._kept([piece for piece in pieces if piece.name not in spots]))
+        if self.device == "cpu" or self._adopts:
+            spots.update(self._kept([piece for piece in pieces if piece.name not in spots]))
+        if self.device != "cpu":  # what is mapped is read through the ring, which is quicker
+            return spots, [piece for piece in pieces if piece.name not in spots]
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
             if piece.name not in spots:
@@ -138,7 +139,11 @@ class Session:
         if not self._adopts:
             return {}
         claims, givers = claim_pieces(
-            self.checkpoint, pieces, self.stall_seconds, mapped=self.cache != "direct"
+            self.checkpoint,
+            pieces,
+            self.stall_seconds,
+            mapped=self.device == "cpu" and self.cache != "direct",
+            device=self.device,
         )
         self._givers += [giver for giver in givers if giver not in self._givers]
         self._claims.update(claims)
@@ -152,6 +157,8 @@ class Session:
         if self.cache == "mapped":
             return {}
         spots = hostpool.find(self.checkpoint, pieces, self._pooled)
+        if self.device != "cpu":  # whoever copies from there can take the pinned memory itself
+            spots.update(hostpool.find(self.checkpoint, pieces, {}, pinned=True))
         nbytes = sum(piece.nbytes for piece in pieces if piece.name in spots)
         if nbytes:
             self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
@@ -252,7 +259,11 @@ class Batch:
     memory_of: ClassVar[type[Arena]] = Arena
     ahead: ClassVar[bool] = False  # whether it yields to what somebody waits for
 
-    def __init__(self, session: Session, plan: ReadPlan, spots: dict[str, Spot]) -> None:
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot],
+        memory: list[Memory] | None = None,
+    ) -> None:  # fmt: skip
+        """`memory` is there for each target of the plan, where it was taken already."""
         self.session = session
         self.plan = plan
         self.spots = spots
@@ -263,7 +274,7 @@ class Batch:
         self._request: Any = None
         if plan.transfers:
             with session.report.phase("prepare"):
-                self._post(self._take_memory())
+                self._post(self._take_memory() if memory is None else memory)
 
     def settled(self, name: str) -> bool:
         """Whether a piece that a prefetch reads is at its spot; True for one that none does.
@@ -289,7 +300,7 @@ class Batch:
 
     def _read_anew(self, claims: Sequence[Claim]) -> None:
         pieces = [claim.piece for claim in claims]
-        again = Batch(self.session, self.session.plan(pieces), {})
+        again = self._start_anew(pieces)
         try:
             again.wait()
             self.spots.update(again.spots)
@@ -297,6 +308,9 @@ class Batch:
             again.release()
         for piece in pieces:
             del self.claims[piece.name]
+
+    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+        return Batch(self.session, self.session.plan(pieces), {})
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""

@@ -1,5 +1,6 @@
 """What is replaced in transformers' `core_model_loading` while our weights are on their way: work
-that was done already, or whose result is thrown away.
+that was done already, or whose result is thrown away. And in its `modeling_utils` what takes memory
+of a GPU for weights that have some there.
 
     rename_source_key     the forecast has asked it about every key; its answers are given again
     dot_natural_key       likewise
@@ -14,6 +15,8 @@ that was done already, or whose result is thrown away.
                           in the parameter
     MergeModulelist       what lies in its place already is not stacked,
     Concatenate           nor concatenated
+
+    caching_allocator_warmup   leaves out what a prefetch has brought to its device
 
 Outside of a load of ours, each does what it did.
 """
@@ -125,6 +128,24 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
         yield Swap(module, "set_param_for_module", functools.wraps(set_param)(param_set))
     yield Swap(module, "is_env_variable_true", env_is_true)
     yield from _swaps_of_merging(module)
+
+
+def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
+    """What is replaced in `transformers.modeling_utils` of what is taken for the weights."""
+    warm_up = getattr(module, "caching_allocator_warmup", None)
+    if warm_up is None or not _takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
+        return
+
+    @functools.wraps(warm_up)
+    def warmed_up(model: Any, expanded_device_map: Any, hf_quantizer: Any) -> Any:
+        weights = running.get()
+        if weights is not None and (there := weights.settled_parameters()):
+            expanded_device_map = {
+                name: device for name, device in expanded_device_map.items() if name not in there
+            }
+        return warm_up(model, expanded_device_map, hf_quantizer)
+
+    yield Swap(module, "caching_allocator_warmup", warmed_up)
 
 
 def _takes(function: Any, *names: str) -> bool:

@@ -1,5 +1,6 @@
-"""A GPU made ready ahead of its first load: its context is opened, and the ring that the load will
-pass through is pinned, by a thread of its own while the process still imports.
+"""A GPU made ready ahead of its first load: its context is opened, for what a prefetch brings
+there, and the ring that a load will pass through is pinned, by a thread of its own while the
+process still imports.
 
     prefetch ──► Opening: context ─► ring, pinned ─► road, which waits at the ring for the load
 
@@ -14,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdsload import gpu
-from gdsload.backends import VRAM, Memory, Registration
+from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
+from gdsload.vram import reached
 
 # Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.
 OPEN_SECONDS = 30.0
@@ -46,8 +48,19 @@ class Opening:
             nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
             backend.release(backend.prepare([], [], [nothing]))
 
+    def landing(self, backend: str) -> str:
+        """Where this backend's reads go, once it is ready: to the device itself, or to the host's
+        memory where it cannot be used. One that leads to devices alone says itself what is in its
+        way."""
+        self.wait()
+        if self.refusal and reaches(backend, DRAM):
+            return "cpu"
+        return reached(f"cuda:{gpu.ordinal_of(self._device)}", backend)
+
     def wait(self) -> None:
-        """Returns when it is ready, or cannot be."""
+        """Returns when it is ready, or cannot be: also when it was said before that it is not."""
+        if self.refusal:
+            return
         self._thread.join(OPEN_SECONDS)
         if self._thread.is_alive():
             self.refusal = f"it has not been opened in {OPEN_SECONDS:.0f} s"

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable
-from gdsload.loading import running, swaps_of_loading
+from gdsload.loading import running, swaps_of_loading, swaps_of_warmup
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
 from gdsload.swaps import Swap, Swaps, held
@@ -242,6 +242,7 @@ def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
     else:
         _misfit[module.__name__] = f"_load_pretrained_model takes {', '.join(front)}"
     yield Swap(module, "safe_open", _swapped_open(module.safe_open))
+    yield from swaps_of_warmup(module)
     shard = getattr(module, "_load_state_dict_into_meta_model", None)
     if shard is not None:
 

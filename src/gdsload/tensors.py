@@ -82,7 +82,7 @@ def load_file(
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
         pieces = runs_of(map(whole, infos))
-        if target != "cpu" and (kept := session.pinned(pieces)) is not None:
+        if target != "cpu" == session.device and (kept := session.pinned(pieces)) is not None:
             with report.phase("copy"):
                 checkpoint.verify_unchanged()
                 return {name: t.to(target) for name, t in hand_over(infos, kept).items()}

@@ -1,6 +1,6 @@
 """Loads into the memory of a GPU: tensors are taken from torch's allocator, one by one and in the
 order of the file, and the bytes land in them by way of a ring. Nothing but the ring passes through
-anybody else's memory.
+anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies.
 
 torch carves tensors that are asked for one after the other out of one block where it has one, as it
 has after transformers' warm-up: what lies side by side in the file then lies side by side on the
@@ -9,19 +9,20 @@ device, and goes there in one copy. Each is still an allocation of its own, give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdsload import gpu, hostpool
-from gdsload.arena import packed_shape, torch_dtype_of
-from gdsload.backends import DRAM, VRAM, Memory, reaches
+from gdsload import blocks, gpu
+from gdsload._native.block import Block
+from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
+from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
-from gdsload.claims import held
 from gdsload.collector import collector_paused
 from gdsload.cuts import Cut, runs_of, whole
+from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
-from gdsload.plan import ReadPlan
+from gdsload.plan import Piece, ReadPlan
 
 if TYPE_CHECKING:
     import torch
@@ -47,19 +48,11 @@ def reached(target: str, backend: str) -> str:
     return target  # it was asked for by name, and says itself what is in its way
 
 
-def prefetched(checkpoint: Checkpoint, backend: str, seconds: float) -> bool:
-    """Whether a prefetch or a pool has some of it in host memory, from where torch moves it on:
-    what is there is not read once more."""
-    return reaches(backend, DRAM) and (hostpool.holds(checkpoint) or held(checkpoint, seconds))
-
-
 def session_for(
     checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **how: Any
 ) -> Session:
     """A session whose reads go as near to the target as they can; `nbytes` are expected of it."""
     device = reached(target, backend)
-    if device != "cpu" and prefetched(checkpoint, backend, how["stall_seconds"]):
-        device = "cpu"
     return Session(
         checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **how
     )  # fmt: skip
@@ -89,47 +82,114 @@ def load(
 class DeviceBatch(Batch):
     """Cuts on their way into tensors of a device."""
 
-    def __init__(self, session: Session, plan: ReadPlan, cuts: Sequence[Cut]) -> None:
+    def __init__(
+        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+    ) -> None:
         """Raises PlacementError, before anything is read, where the device is too full."""
-        self._shelf = Shelf(session, cuts)
-        super().__init__(session, plan, {})
+        self._shelf = Shelf(session, cuts, spots)
+        super().__init__(session, plan, spots)
 
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        plan, _ = session.arrange(runs_of(cuts))
-        return cls(session, plan, cuts)
+        plan, spots = session.arrange(runs_of(cuts))
+        return cls(session, plan, spots, cuts)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
 
+    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+        return read_to_blocks(self.session, pieces)
+
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
-        tensors = self._shelf.tensors
-        return {info.name: tensors.pop(info.name) for info in infos}
+        tensors = self._shelf.give([whole(info) for info in infos], self.spots)
+        self.spots.clear()
+        return tensors
+
+
+def read_to_blocks(session: Session, pieces: Sequence[Piece]) -> Batch:
+    """Puts pieces on their way into memory of the session's device that is no tensor's yet. Raises
+    PlacementError where the device is too full."""
+    plan = session.plan(pieces)
+    spots, memory = in_blocks(session.device, plan, pieces)
+    return Batch(session, plan, spots, memory)
+
+
+def in_blocks(
+    device: str, plan: ReadPlan, pieces: Sequence[Piece]
+) -> tuple[dict[str, Spot], list[Memory]]:
+    """Memory of a device for what a plan reads: where each piece will lie, and what is behind each
+    target of the plan. Raises PlacementError where the device is too full."""
+    spots = blocks.take(gpu.ordinal_of(device), pieces)
+    runs = [
+        (piece.name, piece.nbytes, spot.region.address + spot.offset)
+        for piece in pieces
+        if (spot := spots.get(piece.name)) is not None
+    ]
+    return spots, memory_of(device, plan, runs, {spot.region for spot in spots.values()})
+
+
+@collector_paused()
+def memory_of(
+    device: str, plan: ReadPlan, runs: Iterable[tuple[str, int, int]], owners: object
+) -> list[Memory]:
+    """The memory behind each target of the plan, in shares that are as long as they can be.
+
+    `runs` are (name, bytes, address) for pieces of it; `owners` keep all of that alive.
+    """
+    owner = gpu.device(gpu.ordinal_of(device))
+    rows = []
+    for name, nbytes, address in runs:
+        home = plan.homes.get(name)
+        if home is not None and home.target >= 0:
+            rows.append((home.target, home.offset, nbytes, address))
+    rows.sort()
+    shares: list[list[tuple[int, int, int]]] = [[] for _ in plan.targets]
+    at = held = to = limit = 0
+    last = -1
+    for target, offset, nbytes, address in rows:
+        # Two allocations may touch each other, and no copy may cross from one to the next.
+        if (target, offset, address) == (last, at + held, to + held):
+            if address + nbytes > limit:
+                limit = sum(owner.range_of(to))
+            if address + nbytes <= limit:
+                held += nbytes
+                shares[target][-1] = (at, held, to)
+                continue
+        last, at, held, to = target, offset, nbytes, address
+        shares[target].append((at, held, to))
+    return [
+        # They are kept by their batch and by the request, whichever ends last.
+        Memory(VRAM, 0, target.length, owners, device=device, shares=shares[number])
+        for number, target in enumerate(plan.targets)
+    ]
 
 
 class Shelf:
     """Tensors of a device for some cuts, by their keys, and where in them each run of bytes goes.
 
     The runs of a cut lie one behind the other in one tensor, so that nothing has to be stacked.
+    What a prefetch brings to the device is a tensor where it lies; what it, or a pool, has in the
+    memory of the host, and a run among others, is copied from there.
     """
 
-    def __init__(self, session: Session, cuts: Sequence[Cut], *, whole_load: bool = True) -> None:
-        """Takes the memory. For a `whole_load` it is first asked whether there is room for all.
+    def __init__(self, session: Session, cuts: Sequence[Cut], spots: Mapping[str, Spot]) -> None:
+        """Takes memory for what is not on the device: it is first asked whether there is room for
+        all of it. `spots` are where others have runs of these cuts.
 
         Raises PlacementError where the device is too full, CheckpointError for a dtype that this
         torch lacks.
         """
         self.device = session.device
         self.tensors: dict[str, torch.Tensor] = {}
-        self._cuts = cuts
+        self._session = session
+        self._cuts = [cut for cut in cuts if not _lies_there(cut, spots)]
         ordinal = gpu.ordinal_of(self.device)
-        if whole_load:
-            nbytes = sum(cut.nbytes for cut in cuts)
+        nbytes = sum(cut.nbytes for cut in self._cuts)
+        if nbytes:
             gpu.require_room(ordinal, nbytes, reusable_bytes(ordinal))
-        for cut in sorted(cuts, key=lambda cut: cut.parts[0].place):
+        for cut in sorted(self._cuts, key=lambda cut: cut.parts[0].place):
             self.tensors[cut.key] = self._take(cut)
-        follow(session)
 
     def _take(self, cut: Cut) -> torch.Tensor:
         first = cut.parts[0]
@@ -147,38 +207,50 @@ class Shelf:
                 missing_bytes=cut.nbytes,
             ) from error
 
-    @collector_paused()
     def memory(self, plan: ReadPlan) -> list[Memory]:
-        """The memory behind each target of the plan, in shares that are as long as they can be."""
-        owner = gpu.device(gpu.ordinal_of(self.device))
-        rows = []
+        """The memory behind each target of the plan, whose reads are about to be posted."""
+        follow(self._session)
+        runs = []
         for cut in self._cuts:
             address = self.tensors[cut.key].data_ptr()
             for part in cut.parts:
-                home = plan.homes[part.name]
-                if home.target >= 0:
-                    rows.append((home.target, home.offset, part.nbytes, address))
+                runs.append((part.name, part.nbytes, address))
                 address += part.nbytes
-        rows.sort()
-        shares: list[list[tuple[int, int, int]]] = [[] for _ in plan.targets]
-        at = held = to = limit = 0
-        last = -1
-        for target, offset, nbytes, address in rows:
-            # Two allocations may touch each other, and no copy may cross from one to the next.
-            if (target, offset, address) == (last, at + held, to + held):
-                if address + nbytes > limit:
-                    limit = sum(owner.range_of(to))
-                if address + nbytes <= limit:
-                    held += nbytes
-                    shares[target][-1] = (at, held, to)
-                    continue
-            last, at, held, to = target, offset, nbytes, address
-            shares[target].append((at, held, to))
-        return [
-            # The tensors are kept by their batch and by the request, whichever ends last.
-            Memory(VRAM, 0, target.length, self.tensors, device=self.device, shares=shares[number])
-            for number, target in enumerate(plan.targets)
-        ]
+        return memory_of(self.device, plan, runs, self.tensors)
+
+    def give(self, cuts: Sequence[Cut], spots: dict[str, Spot]) -> dict[str, torch.Tensor]:
+        """The tensors of these cuts, by their keys, when all bytes are there; each once."""
+        tensors: dict[str, torch.Tensor] = {}
+        lying: list[Cut] = []
+        for cut in cuts:
+            tensor = self.tensors.pop(cut.key, None)
+            if tensor is None:
+                lying.append(cut)
+            else:
+                self._complete(tensor, cut, spots)
+                tensors[cut.key] = tensor
+        tensors.update(hand_over([cut.parts[0] for cut in lying], spots))
+        for cut in lying:
+            del spots[cut.parts[0].name]
+            if cut.shape is not None:
+                tensors[cut.key] = tensors.pop(cut.parts[0].name).view(cut.shape)
+        return tensors
+
+    def _complete(self, tensor: torch.Tensor, cut: Cut, spots: dict[str, Spot]) -> None:
+        """Copies the runs that were not read to where they belong."""
+        place = 0
+        for part in cut.parts:
+            spot = spots.pop(part.name, None)
+            if spot is not None and part.nbytes:
+                raw = tensor.reshape(-1).view(torch_dtype("U8"))[place : place + part.nbytes]
+                raw.copy_(bytes_at(spot, part.nbytes))
+            place += part.nbytes
+
+
+def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
+    """Whether a cut is one run that others bring to the device."""
+    spot = spots.get(cut.parts[0].name) if len(cut.parts) == 1 else None
+    return spot is not None and isinstance(spot.region, Block)
 
 
 def follow(session: Session) -> None:

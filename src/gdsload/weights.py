@@ -15,8 +15,9 @@ from typing import Any
 from gdsload import stopping, vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
+from gdsload.claims import waiting_on
 from gdsload.collector import collector_paused
-from gdsload.cuts import Cut, whole
+from gdsload.cuts import Cut, runs_of, whole
 from gdsload.destinations import Destinations
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed, Stage
 from gdsload.filling import Filling
@@ -118,11 +119,7 @@ class Weights:
 
     def _reach(self, device: str) -> str:
         if device not in self._reached:
-            backend, seconds = self.options.backend, self.options.stall_seconds
-            found = vram.reached(device, backend)
-            if found != "cpu" and vram.prefetched(self.checkpoint, backend, seconds):
-                found = "cpu"
-            self._reached[device] = found
+            self._reached[device] = vram.reached(device, self.options.backend)
         return self._reached[device]
 
     def _device_feed_of(self, device: str, found: Forecast) -> Feed:
@@ -163,6 +160,19 @@ class Weights:
                 stages=stages,
             )
         )
+
+    def settled_parameters(self) -> set[str]:
+        """Those that are on their device already, or on their way there, and need no memory of
+        torch's."""
+        found: set[str] = set()
+        parameters, seconds = self.forecast.parameters, self.options.stall_seconds
+        for device in self._device_feeds:
+            infos = [self.checkpoint.tensors[key] for key in parameters
+                     if self.forecast.devices.get(key) == device]  # fmt: skip
+            pieces = runs_of(map(whole, infos))
+            there = waiting_on(device, self.checkpoint, pieces, seconds)
+            found |= {parameters[name] for name in there}
+        return found
 
     def _start(self, giver: Feed | Filling) -> None:
         """Puts its first reads on their way; Ctrl-C ends them."""

@@ -30,7 +30,7 @@ static size_t used, capacity = (size_t)1 << 40;
 static int patience, held, sticky, weightless;
 static copy_t queue[OPS];          /* one queue: what every stream does, in one order */
 static long asked_for, done;
-static int64_t copies, copied;
+static int64_t copies, copied, allocations, frees;
 static int integrated;
 static __thread context_t *stack[16];
 static __thread int depth;
@@ -95,7 +95,8 @@ EXPORT int cuda_double_is_device(const void *at, size_t length)
 EXPORT void cuda_double_log(int64_t *out)
 {
     pthread_mutex_lock(&lock);
-    int64_t values[] = { ranges, pins, streams, events, retained, copies, copied, (int64_t)used };
+    int64_t values[] = { ranges, pins, streams, events, retained, copies, copied, (int64_t)used,
+                         allocations, frees };
     memcpy(out, values, sizeof values);
     pthread_mutex_unlock(&lock);
 }
@@ -228,6 +229,7 @@ EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
     memset(raw, 0xA5, bytes + 8192);
     device[ranges++] = (range_t){ raw + 256, bytes, raw };
     used += bytes;
+    allocations++;
     *address = (uint64_t)(raw + 256);
     return leave(0);
 }
@@ -241,6 +243,7 @@ EXPORT int cuMemFree_v2(uint64_t address)
         for (char *at = found.base + found.length; at < found.raw + found.length + 8192; at++)
             if (*at != (char)0xA5) { broken("bytes were written past an allocation"); break; }
         used -= found.length;
+        frees++;
         device[i] = device[--ranges];
         free(found.raw);
         return leave(0);

@@ -27,6 +27,7 @@ cdef struct CudaApi:
     int (*set_current)(void *context) noexcept nogil
     int (*push_current)(void *context) noexcept nogil
     int (*pop_current)(void **context) noexcept nogil
+    int (*synchronize)() noexcept nogil
     int (*memory_info)(size_t *free, size_t *total) noexcept nogil
     int (*allocate)(uint64_t *address, size_t nbytes) noexcept nogil
     int (*release)(uint64_t address) noexcept nogil

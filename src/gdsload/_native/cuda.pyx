@@ -20,13 +20,17 @@ from gdsload._native.cuda cimport (
 )
 from gdsload._native.dynamic cimport dlclose, fill_table, open_library
 
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
 # In the order of CudaApi: a table of pointers is filled from a table of names.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
     "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
     "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
-    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemGetInfo_v2", "cuMemAlloc_v2",
-    "cuMemFree_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpy", "cuMemcpyAsync",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxSynchronize", "cuMemGetInfo_v2",
+    "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemcpy",
+    "cuMemcpyAsync",
     "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
     "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
     "cuPointerGetAttribute", "cuGetErrorName",
@@ -274,5 +278,6 @@ cdef class Device:
                 self.cuda.api.primary_release(self.handle)
 
     def __dealloc__(self):
-        if self.context != NULL and self.cuda is not None and self.cuda.pid == os.getpid():
+        # In C: at the end of the process Python's modules go before what they made.
+        if self.context != NULL and self.cuda is not None and self.cuda.pid == getpid():
             self.cuda.api.primary_release(self.handle)

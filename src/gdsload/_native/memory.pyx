@@ -6,18 +6,15 @@ its pages go back to the system at once, though other tensors of the region live
 """
 
 cimport cython
-from cpython.pycapsule cimport (
-    PyCapsule_GetPointer,
-    PyCapsule_IsValid,
-    PyCapsule_New,
-)
+from cpython.pycapsule cimport PyCapsule_New
 from libc.errno cimport errno
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 
 import os
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_load_flag
+from gdsload._native.dlpack cimport DLManagedTensor, describe, drop_capsule
 from gdsload._native.pthreads cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
@@ -58,24 +55,6 @@ cdef enum:
     # cost more than it frees.
     GIVE_BACK_BYTES = 65536
 
-# DLPack 0.8, the layout that every torch since 1.10 reads.
-cdef struct DLTensor:
-    void *data
-    int32_t device_type
-    int32_t device_id
-    int32_t ndim
-    uint8_t code
-    uint8_t bits
-    uint16_t lanes
-    int64_t *shape
-    int64_t *strides
-    uint64_t byte_offset
-
-cdef struct DLManagedTensor:
-    DLTensor dl_tensor
-    void *manager_ctx
-    void (*deleter)(DLManagedTensor *) noexcept nogil
-
 cdef struct View:
     DLManagedTensor managed
     CRegion *region
@@ -94,14 +73,6 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
             madvise(<void *>first, end - first, MADV_DONTNEED)
     release_region(view.region)
     free(view)
-
-
-cdef void drop_capsule(object capsule) noexcept:
-    """Runs when a capsule dies; a consumer has renamed it if it took the tensor."""
-    cdef DLManagedTensor *managed
-    if PyCapsule_IsValid(capsule, b"dltensor"):
-        managed = <DLManagedTensor *>PyCapsule_GetPointer(capsule, b"dltensor")
-        managed.deleter(managed)
 
 
 cdef CRegion *new_region(void *base, uint64_t length, int anonymous) noexcept:
@@ -211,21 +182,18 @@ cdef class Region:
         ``code`` and ``bits`` are DLPack's (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool).
         Two views of the same bytes must not be handed out: the first to die gives its pages back.
         """
-        cdef int ndim = <int>len(shape)
         cdef View *view
-        cdef int64_t *dims
-        cdef int i
         if offset > self.region.length or nbytes > self.region.length - offset:
             raise ValueError(
                 f"a view of {nbytes} bytes at {offset} leaves a region of {self.region.length}"
             )
-        view = <View *>malloc(sizeof(View) + ndim * sizeof(int64_t))
+        view = <View *>malloc(sizeof(View) + len(shape) * sizeof(int64_t))
         if view == NULL:
             raise MemoryError("no memory for a view")
-        dims = <int64_t *>(view + 1)
         try:
-            for i in range(ndim):
-                dims[i] = shape[i]
+            describe(
+                &view.managed, self.region.base + offset, <int64_t *>(view + 1), shape, code, bits
+            )
         except BaseException:
             free(view)
             raise
@@ -233,16 +201,6 @@ cdef class Region:
         view.nbytes = nbytes
         view.managed.manager_ctx = view
         view.managed.deleter = delete_view
-        view.managed.dl_tensor.data = self.region.base + offset
-        view.managed.dl_tensor.device_type = 1  # kDLCPU
-        view.managed.dl_tensor.device_id = 0
-        view.managed.dl_tensor.ndim = ndim
-        view.managed.dl_tensor.code = <uint8_t>code
-        view.managed.dl_tensor.bits = <uint8_t>bits
-        view.managed.dl_tensor.lanes = 1
-        view.managed.dl_tensor.shape = dims
-        view.managed.dl_tensor.strides = NULL
-        view.managed.dl_tensor.byte_offset = 0
         retain_region(self.region)
         return PyCapsule_New(view, b"dltensor", drop_capsule)
 

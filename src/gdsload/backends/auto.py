@@ -219,6 +219,10 @@ class AutoBackend(Backend):
         kind = VRAM if winner == LAST else DRAM
         ring.release_rings(kind, gpu.ordinal_of(self._device))
 
+    def yield_to_loads(self, request: AutoRequest, ahead: bool) -> None:
+        with self._lock:
+            request.yield_to_loads(ahead)
+
     def check(self, request: AutoRequest) -> Progress:
         self._own()
         with self._lock:

@@ -189,6 +189,9 @@ class CuFileBackend(Backend):
         self._under_way.add(id(request))
         request.start()
 
+    def yield_to_loads(self, request: StagedRequest, ahead: bool) -> None:
+        request.native.ahead = ahead
+
     def check(self, request: StagedRequest) -> Progress:
         return request.progress()
 

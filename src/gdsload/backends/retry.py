@@ -36,6 +36,7 @@ class AutoRequest:
         self.transfers = transfers
         self.files, self.memory = files, memory
         self.parts: list[Part] = []
+        self._ahead = False
         self.clear()
 
     def clear(self) -> None:
@@ -65,6 +66,15 @@ class AutoRequest:
         for share in sent:
             self.left[share.origin] -= 1
         self.parts.append(part)
+        if self._ahead:
+            part.lane.backend.yield_to_loads(part.request, True)
+
+    def yield_to_loads(self, ahead: bool) -> None:
+        """Whether it yields to loads that somebody waits for, with all that it has become."""
+        self._ahead = ahead
+        for part in self.parts:
+            if not part.ended:
+                part.lane.backend.yield_to_loads(part.request, ahead)
 
 
 class Dispatch:

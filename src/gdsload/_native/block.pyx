@@ -1,0 +1,172 @@
+"""Blocks: memory of a device that tensors live in.
+
+A `Block` is one allocation of the CUDA driver. `Block.view` hands out a DLPack capsule: the tensor
+made from it shares the block's ownership, and the memory goes back to the device with the last of
+them, on whichever thread that ends and without the GIL.
+"""
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+
+import atexit
+import os
+
+from gdsload._native.atomics cimport gds_add, gds_load, gds_store
+from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi
+from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, describe, drop_capsule
+
+from gdsload._native.cuda import CudaFailure
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
+cdef struct CBlock:
+    CudaApi *cuda
+    void *context       # a share of the primary one: the memory must not go down with it
+    int device
+    int ordinal
+    int pid
+    uint64_t address
+    uint64_t length
+    int64_t references  # the Python object and each tensor
+
+cdef struct View:
+    DLManagedTensor managed
+    CBlock *block
+
+# Set when the process ends. The driver goes down with it, in an order that nobody promises, and
+# takes all memory back by itself: a call into it then would be one too many.
+cdef int64_t over = 0
+
+
+def _end():
+    gds_store(&over, 1)
+
+
+atexit.register(_end)
+
+
+cdef void release_block(CBlock *block) noexcept nogil:
+    cdef void *popped
+    if gds_add(&block.references, -1) > 0:
+        return
+    # What a fork has copied is the parent's, and so is its driver.
+    if block.pid == getpid() and not gds_load(&over):
+        if block.cuda.push_current(block.context) == CUDA_SUCCESS:
+            # Whoever had the last tensor may have given the device work on it that is not done yet.
+            block.cuda.synchronize()
+            block.cuda.release(block.address)
+            block.cuda.pop_current(&popped)
+        block.cuda.primary_release(block.device)
+    free(block)
+
+
+cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
+    cdef View *view = <View *>managed.manager_ctx
+    release_block(view.block)
+    free(view)
+
+
+@cython.final
+cdef class Block:
+    """One allocation. It lives until the last tensor in it is gone, and this object."""
+
+    cdef CBlock *block
+
+    def __cinit__(self, device, uint64_t length):
+        """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least.
+
+        Raises CudaFailure where the device has no such room, RuntimeError after a fork.
+        """
+        cdef void *popped
+        cdef int code
+        cdef CBlock *made
+        if length == 0:
+            raise ValueError("a block of no bytes cannot be")
+        if device.cuda.pid != os.getpid():
+            raise RuntimeError("CUDA was started before this process was forked from its parent")
+        functions, _ = device.handles()
+        made = <CBlock *>calloc(1, sizeof(CBlock))
+        if made == NULL:
+            raise MemoryError("no memory to keep count of a block")
+        made.cuda = <CudaApi *>PyCapsule_GetPointer(functions, b"gdsload.cuda")
+        made.ordinal = device.ordinal
+        made.pid = getpid()
+        made.length = length
+        made.references = 1
+        call = "cuDevicePrimaryCtxRetain"
+        with nogil:
+            code = made.cuda.device_get(&made.device, made.ordinal)
+            if code == CUDA_SUCCESS:
+                code = made.cuda.primary_retain(&made.context, made.device)
+        if code == CUDA_SUCCESS:
+            call = "cuMemAlloc"
+            with nogil:
+                code = made.cuda.push_current(made.context)
+                if code == CUDA_SUCCESS:
+                    code = made.cuda.allocate(&made.address, length)
+                    made.cuda.pop_current(&popped)
+                if code != CUDA_SUCCESS:
+                    made.cuda.primary_release(made.device)
+        if code != CUDA_SUCCESS:
+            free(made)
+            raise CudaFailure(call, code, device.cuda.describe(code))
+        self.block = made
+
+    def __dealloc__(self):
+        cdef CBlock *block = self.block
+        if block != NULL:
+            # Freeing waits for the device: nobody needs to wait with it.
+            with nogil:
+                release_block(block)
+
+    @property
+    def address(self):
+        """Where it starts, on the device."""
+        return self.block.address
+
+    @property
+    def length(self):
+        """Bytes of it."""
+        return self.block.length
+
+    @property
+    def ordinal(self):
+        """The device that it is on."""
+        return self.block.ordinal
+
+    @property
+    def references(self):
+        """How many owners it has: this object, and tensors."""
+        return gds_load(&self.block.references)
+
+    def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):
+        """A DLPack capsule over ``nbytes`` bytes at ``offset``: a tensor of the device.
+
+        ``code`` and ``bits`` are DLPack's, as for `gdsload._native.memory.Region.view`.
+        """
+        cdef View *view
+        if offset > self.block.length or nbytes > self.block.length - offset:
+            raise ValueError(
+                f"a view of {nbytes} bytes at {offset} leaves a block of {self.block.length}"
+            )
+        view = <View *>malloc(sizeof(View) + len(shape) * sizeof(int64_t))
+        if view == NULL:
+            raise MemoryError("no memory for a view")
+        try:
+            describe(
+                &view.managed, <void *><uintptr_t>(self.block.address + offset),
+                <int64_t *>(view + 1), shape, code, bits,
+            )
+        except BaseException:
+            free(view)
+            raise
+        view.managed.dl_tensor.device_type = DL_CUDA
+        view.managed.dl_tensor.device_id = self.block.ordinal
+        view.managed.manager_ctx = view
+        view.managed.deleter = delete_view
+        view.block = self.block
+        gds_add(&self.block.references, 1)
+        return PyCapsule_New(view, b"dltensor", drop_capsule)

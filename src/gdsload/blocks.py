@@ -1,0 +1,79 @@
+"""Memory of a device that gdsload takes itself: a few large blocks, laid out for what will land in
+them. Nothing of torch is needed, so that reads can begin before it is imported; tensors are made
+from them as from any memory of ours (`arena.hand_over`).
+
+    pieces, in file order ──► groups, cut where a block is full ──► a Block each ──► spots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gdsload import gpu
+from gdsload._native.block import Block
+from gdsload._native.cuda import CudaFailure
+from gdsload.arena import Spot
+from gdsload.collector import collector_paused
+from gdsload.errors import PlacementError
+from gdsload.plan import Piece
+
+# What torch's own memory is aligned to at least, and kernels count on.
+ALIGN_BYTES = 256
+# A block goes back when the last tensor in it is gone. One for all would keep the memory of what is
+# cast until all of it was; one for each tensor would cost an allocation each. A cast holds back a
+# sixteenth of the model, or a quarter of a GiB: the memory of what is smaller is not worth parting.
+LEAST_BYTES = 256 << 20
+MOST_BLOCKS = 16
+
+
+def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
+    """For each block its bytes, and the names of its pieces with their places in it.
+
+    In file order, so that what is read by one request lies side by side. No piece is split.
+    """
+    most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
+    groups: list[tuple[int, list[tuple[str, int]]]] = []
+    held, members = 0, list[tuple[str, int]]()
+    for piece in sorted(pieces, key=lambda piece: (piece.shard, piece.offset)):
+        if not piece.nbytes:
+            continue
+        if members and held + piece.nbytes > most:
+            groups.append((held, members))
+            held, members = 0, []
+        members.append((piece.name, held))
+        held += _room(piece)
+    if members:
+        groups.append((held, members))
+    return groups
+
+
+def _room(piece: Piece) -> int:
+    return -(-piece.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@collector_paused()
+def take(ordinal: int, pieces: Sequence[Piece]) -> dict[str, Spot]:
+    """Memory on a device for these pieces, by their names; those of no bytes are left out.
+
+    Raises PlacementError, with the bytes that are missing and nothing taken, where the device is
+    too full, BackendUnavailable where it cannot be used.
+    """
+    groups = grouped(pieces)
+    device = gpu.device(ordinal)
+    nbytes = sum(length for length, _ in groups)
+    gpu.require_room(ordinal, nbytes)
+    blocks: list[Block] = []
+    for length, _ in groups:
+        try:
+            blocks.append(Block(device, length))
+        except CudaFailure as error:
+            blocks.clear()  # the error may be kept, and with it this frame
+            raise PlacementError(
+                f"no {length:,} bytes on cuda:{ordinal} for some of {nbytes:,}: {error}",
+                missing_bytes=length,
+            ) from error
+    return {
+        name: Spot(block, place)
+        for block, (_, members) in zip(blocks, groups, strict=True)
+        for name, place in members
+    }

@@ -1,0 +1,610 @@
+"""Weights that a prefetch brings into the memory of a GPU that is none, and the loads that adopt
+them: exact bytes, nothing read twice, a few allocations, all of them given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+import gpudoubles
+from gdsload import blocks, claims, gpu, load, ring, tensors, vram
+from gdsload.backends import auto, contest, staged
+from gdsload.early import PrefetchCancelled, prefetches
+from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
+from gpudoubles import CODE, NEGATIVE, Doubles
+from test_vram import device_tensor, raw
+
+PATIENCE_SECONDS = 20.0
+SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+ROADS = ["posix", "gds_mt", "gds", "auto"]
+MEMORY = ("ranges", "used")
+Loaded = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(tensors, "require_device", str)
+    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+    monkeypatch.setattr(contest, "LEG_BYTES", 128 << 10)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+        for one in prefetches():
+            one.close()
+        assert claims.offered() == []
+        # A ring whose slots are still on their way home when it is forgotten stays pinned.
+        doubles.hold_copies(False)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while ring.release_rings() or ring.rings():
+            assert time.monotonic() < deadline, "somebody has a slot"
+
+
+@pytest.fixture
+def source(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+
+
+@pytest.fixture
+def expected(source: Path) -> Loaded:
+    found: Loaded = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        found |= safetensors.torch.load_file(shard)
+    return found
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a load has claimed something."""
+    event, real = threading.Event(), load.claim_pieces
+
+    def claim(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found[0]:
+            event.set()
+        return found
+
+    monkeypatch.setattr(load, "claim_pieces", claim)
+    return event
+
+
+def by_load_file(source: Path) -> Loaded:
+    return gdsload.load_file(source, "cuda:0", options=SMALL)
+
+
+def by_stream(source: Path) -> Loaded:
+    return dict(gdsload.stream(source, "cuda:0", window_bytes=1 << 16, options=SMALL))
+
+
+def by_safe_open(source: Path) -> Loaded:
+    with gdsload.safe_open(source, device="cuda:0", options=SMALL) as opened:
+        return dict(opened.get_tensors())
+
+
+FACES: list[Callable[[Path], Loaded]] = [by_load_file, by_stream, by_safe_open]
+
+
+def ahead_of(source: Path, backend: str = "posix", **words: Any) -> gdsload.early.Prefetch:
+    words = {"cache": "direct", "options": SMALL, **words}
+    return gdsload.prefetch(source, "cuda:0", backend=backend, **words)
+
+
+def assert_same(got: Loaded, wanted: Loaded) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(raw(got[name]), raw(tensor)), name
+
+
+def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
+    return bool(doubles.cuda.cuda_double_is_device(tensor.data_ptr(), tensor.nbytes))
+
+
+def require_memory(doubles: Doubles, before: dict[str, int]) -> None:
+    """What a device has lent is back, the rings left aside; nobody waits for the collector."""
+    ring.release_rings()
+    after = doubles.cuda_log
+    assert [after[what] for what in MEMORY] == [before[what] for what in MEMORY]
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", ROADS)
+def test_what_landed_is_adopted(
+    backend: str, face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    gc.collect()
+    before = doubles.cuda_log
+    with ahead_of(source, backend) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert ahead.report.refusals.get("cuda:0") is None
+        progress = ahead.progress()
+        assert progress.landed_bytes == progress.wanted_bytes == sum(
+            tensor.nbytes for tensor in expected.values()
+        )  # fmt: skip
+        ring.release_rings()
+        landed = doubles.cuda_log
+        assert landed["ranges"] == before["ranges"] + 1, "one block holds all of it"
+        got = face(source)
+        report = gdsload.last_report()
+        if face is not by_safe_open:
+            assert report.roads == {"prefetched": progress.wanted_bytes}
+            assert report.read_bytes == report.requests == 0
+        assert ahead.progress().claimed_bytes == progress.wanted_bytes
+        assert prefetches() == []
+    log = doubles.cuda_log
+    assert (log["allocations"], log["copies"]) == (landed["allocations"], landed["copies"])
+    assert ring.rings() == [], "nothing was read: nothing was pinned"
+    assert_same(got, expected)
+    assert all(t.data_ptr() % blocks.ALIGN_BYTES == 0 for t in got.values())
+    assert all(on_device(doubles, t) for t in got.values())
+    one = got.popitem()[1]
+    del got
+    assert doubles.cuda_log["used"] == log["used"], "a tensor lives in it"
+    del one
+    require_memory(doubles, before)
+    assert doubles.cuda_log["allocations"] - before["allocations"] == (
+        doubles.cuda_log["frees"] - before["frees"]
+    )
+
+
+@pytest.mark.parametrize("backend", ROADS)
+def test_what_is_on_its_way_is_waited_for(
+    backend: str, doubles: Doubles, source: Path, expected: Loaded, claimed: threading.Event
+) -> None:
+    """And yields no more to what somebody waits for."""
+    loaded: list[Loaded] = []
+    doubles.hold_copies(True)
+    with ahead_of(source, backend) as ahead:
+        loader = threading.Thread(target=lambda: loaded.append(by_load_file(source)))
+        loader.start()
+        assert claimed.wait(PATIENCE_SECONDS)
+        flight = ahead._ahead
+        assert flight is not None
+        request = flight._request
+        under_way = [part.request for part in getattr(request, "parts", [])] or [request]
+        assert not any(each.native.ahead for each in under_way)
+        assert ahead.progress().landed_bytes == 0 and loaded == []
+        doubles.hold_copies(False)
+        loader.join(PATIENCE_SECONDS)
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert_same(loaded[0], expected)
+
+
+def test_it_yields_to_loads_before_somebody_wants_it(doubles: Doubles, source: Path) -> None:
+    doubles.hold_copies(True)
+    with ahead_of(source, "auto") as ahead:
+        assert ahead._posted.wait(PATIENCE_SECONDS)
+        assert ahead._ahead is not None
+        parts = ahead._ahead._request.parts
+        assert parts and all(part.request.native.ahead for part in parts)
+        doubles.hold_copies(False)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_it_does_not_hold_is_read_to_the_device(
+    face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    names = list(expected)[::2]
+    with ahead_of(source, names=names) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert_same(face(source), expected)
+        assert ahead.progress().claimed_bytes == sum(expected[name].nbytes for name in names)
+
+
+@pytest.mark.parametrize("backend", ["posix", "gds_mt"])
+def test_what_the_host_holds_is_copied_and_the_rest_read_to_the_device(
+    backend: str, doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    names = list(expected)[: len(expected) // 2]
+    half = sum(expected[name].nbytes for name in names)
+    with gdsload.prefetch(source, names=names, cache="direct") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = gdsload.load_file(source, "cuda:0", backend=backend, cache="direct", options=SMALL)
+    report = gdsload.last_report()
+    assert report.roads.pop("prefetched") == half
+    assert report.roads and all(road.startswith(backend) for road in report.roads)
+    assert report.read_bytes < sum(tensor.nbytes for tensor in expected.values())
+    assert_same(got, expected)
+    assert all(on_device(doubles, tensor) for tensor in got.values())
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_a_pool_holds_is_copied_from_there(
+    pinned: bool, doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    names = list(expected)[: len(expected) // 2]
+    with gdsload.warmup.HostPool(1 << 30, pinned=pinned):
+        assert gdsload.prefetch(source, tier="pool", names=names, cache="direct").wait()
+        got = gdsload.load_file(source, "cuda:0", backend="posix", cache="direct", options=SMALL)
+        report = gdsload.last_report()
+        held = report.roads.pop("pool")  # and what it read to fill a gap
+        assert sum(expected[name].nbytes for name in names) <= held < report.wanted_bytes
+        assert report.roads and report.read_bytes > 0
+        assert_same(got, expected)
+
+
+def test_the_device_comes_before_the_host(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    with gdsload.prefetch(source, cache="direct") as host, ahead_of(source) as there:
+        assert host.wait(PATIENCE_SECONDS) and there.wait(PATIENCE_SECONDS)
+        got = by_load_file(source)
+        assert host.progress().claimed_bytes == 0
+        assert there.progress().claimed_bytes == there.progress().wanted_bytes > 0
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_other_devices_read_for_themselves(
+    device: str, doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    with ahead_of(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = gdsload.load_file(source, device, cache="direct")
+        assert "prefetched" not in gdsload.last_report().roads
+        assert_same(got, expected)
+        assert ahead.progress().claimed_bytes == 0
+        assert_same(by_load_file(source), expected)
+        assert gdsload.last_report().read_bytes == 0
+
+
+def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
+    """Rows are a view of where they lie; columns are runs, which are copied side by side."""
+    from gdsload.cuts import cut
+    from gdsload.devicefeed import DeviceStage
+    from gdsload.feed import Feed
+    from gdsload.report import LoadReport
+
+    values = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, 40_000)
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"a": values, "b": values[:1] * 2}, path)
+    with ahead_of(path) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        with gdsload.safe_open(path, device="cuda:0", options=SMALL) as opened:
+            assert torch.equal(opened.get_slice("a")[6:], values[6:])
+            assert ahead.progress().claimed_bytes == values[6:].nbytes
+    index = (slice(None), slice(64, 192))
+    for held in (None, ["a"]):
+        with (
+            ahead_of(path, names=held) as ahead,
+            gdsload.Checkpoint.open(path) as checkpoint,
+            load.Session(checkpoint, LoadReport("m"), device="cuda:0", options=SMALL) as session,
+        ):
+            assert ahead.wait(PATIENCE_SECONDS)
+            wanted = cut(checkpoint.tensors["a"], index)
+            assert len(wanted.parts) == 8
+            with Feed(session, [wanted], stages=DeviceStage) as feed:
+                feed.start()
+                tensor = feed.take(wanted)
+            assert torch.equal(tensor, values[index]) and on_device(doubles, tensor)
+            assert session.report.read_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_what_nobody_claimed_goes_back(end: str, doubles: Doubles, source: Path) -> None:
+    gc.collect()
+    before = doubles.cuda_log
+    ahead = ahead_of(source)
+    assert ahead.wait(PATIENCE_SECONDS)
+    assert doubles.cuda_log["used"] > before["used"]
+    getattr(ahead, end)()
+    require_memory(doubles, before)
+
+
+@pytest.mark.parametrize("backend", ROADS)
+def test_it_is_closed_while_copies_are_on_their_way(
+    backend: str, doubles: Doubles, source: Path
+) -> None:
+    """Their memory stays until they have ended: the double tells of a copy to memory that went."""
+    gc.collect()
+    before = doubles.cuda_log
+    doubles.hold_copies(True)
+    ahead = ahead_of(source, backend)
+    while doubles.cuda_log["copies"] == before["copies"]:
+        assert not ahead.wait(0.01)
+    ahead.close()
+    assert doubles.cuda_log["used"] > before["used"]
+    doubles.hold_copies(False)
+    staged._kept.clear()  # they have ended
+    with pytest.raises(PrefetchCancelled):
+        ahead.wait(PATIENCE_SECONDS)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while doubles.cuda_log["used"] > before["used"]:
+        ring.release_rings()
+        gc.collect()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("backend", ["posix", "gds_mt"])
+def test_what_is_lost_the_load_reads_itself(
+    backend: str, doubles: Doubles, source: Path, expected: Loaded, claimed: threading.Event
+) -> None:
+    loaded: list[Loaded] = []
+    doubles.hold_copies(True)
+    ahead = ahead_of(source, backend, names=list(expected)[::2])
+    loader = threading.Thread(target=lambda: loaded.append(by_load_file(source)))
+    loader.start()
+    assert claimed.wait(PATIENCE_SECONDS)
+    ahead.cancel()
+    doubles.hold_copies(False)
+    loader.join(PATIENCE_SECONDS)
+    assert_same(loaded[0], expected)
+    ahead.close()
+
+
+def test_a_fault_in_the_middle(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    """Its bytes are lost, and all that came with them; what the load needs it reads itself."""
+    gc.collect()
+    before = doubles.cuda_log
+    doubles.fault("cuFileRead", NEGATIVE, 5008, skip=2, times=-1)
+    ahead = ahead_of(source, "gds_mt")
+    with pytest.raises(ReadError):
+        ahead.wait(PATIENCE_SECONDS)
+    assert ahead.progress().state == "failed" and doubles.struck > 0
+    got = by_load_file(source)
+    assert gdsload.last_report().read_bytes > 0
+    assert_same(got, expected)
+    del got
+    require_memory(doubles, before)
+    with ahead_of(source, "auto") as other:
+        assert other.wait(PATIENCE_SECONDS), "auto reads it by the next road"
+        assert other.report.rerouted
+        assert_same(by_load_file(source), expected)
+        assert gdsload.last_report().read_bytes == 0
+
+
+def test_a_device_that_is_too_full(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    """It is asked before anything is read; the load, which has more room, reads for itself."""
+    gc.collect()
+    doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + 4096)
+    before = doubles.cuda_log
+    with ahead_of(source) as ahead:
+        with pytest.raises(PlacementError, match="cuda:0") as caught:
+            ahead.wait(PATIENCE_SECONDS)
+        total = sum(tensor.nbytes for tensor in expected.values())
+        assert total - 4096 <= (caught.value.missing_bytes or 0) < total + (1 << 16)
+        assert (doubles.cuda_log["copies"], ring.rings()) == (before["copies"], [])
+        doubles.set()
+        assert_same(by_load_file(source), expected)
+        assert gdsload.last_report().read_bytes > 0
+
+
+def test_a_device_that_says_no_half_way(
+    doubles: Doubles, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had given before goes back, though the error is kept."""
+    gc.collect()
+    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 10)
+    before = doubles.cuda_log
+    doubles.fault("cuMemAlloc_v2", CODE, 2, skip=2)
+    ahead = ahead_of(source)
+    with pytest.raises(PlacementError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        ahead.wait(PATIENCE_SECONDS)
+    assert doubles.cuda_log["allocations"] - before["allocations"] == 2
+    require_memory(doubles, before)
+    ahead.close()
+
+
+def test_a_few_blocks_for_any_number_of_tensors(
+    doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each goes back with its last tensor, whatever the others do."""
+    gc.collect()
+    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 10)
+    before = doubles.cuda_log
+    with ahead_of(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        ring.release_rings()
+        made = doubles.cuda_log["allocations"] - before["allocations"]
+        assert 4 < made <= blocks.MOST_BLOCKS + 2 < len(expected)
+        got = by_load_file(source)
+    assert_same(got, expected)
+    used = [doubles.cuda_log["used"]]
+    while got:
+        got.popitem()
+        if doubles.cuda_log["used"] != used[-1]:
+            used.append(doubles.cuda_log["used"])
+    assert len(used) == made + 1
+    require_memory(doubles, before)
+
+
+def test_a_file_that_changed(
+    doubles: Doubles, source: Path, expected: Loaded, claimed: threading.Event
+) -> None:
+    files = sorted(source.glob("*.safetensors"))
+    with ahead_of(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        for file in files:
+            os.utime(file, ns=(0, 0))
+        assert_same(by_load_file(source), expected)
+        assert "prefetched" not in gdsload.last_report().roads and not claimed.is_set()
+    errors: list[BaseException] = []
+
+    def loading() -> None:
+        try:
+            by_load_file(source)
+        except BaseException as error:
+            errors.append(error)
+
+    doubles.hold_copies(True)
+    with ahead_of(source):
+        loader = threading.Thread(target=loading)
+        loader.start()
+        assert claimed.wait(PATIENCE_SECONDS)
+        for file in files:
+            os.utime(file, ns=(1, 1))
+        doubles.hold_copies(False)
+        loader.join(PATIENCE_SECONDS)
+    assert [type(error) for error in errors] == [FileChanged]
+
+
+def test_a_still_process_keeps_what_landed(
+    doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    gc.collect()
+    before = doubles.cuda_log
+    with ahead_of(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        gdsload.quiesce(1.0)
+        still = doubles.cuda_log
+        assert ring.rings() == [] and still["used"] > before["used"]
+        for what in ("pins", "streams", "events"):
+            assert still[what] == before[what]
+        assert_same(by_load_file(source), expected)
+        assert gdsload.last_report().read_bytes == 0
+    require_memory(doubles, before)
+
+
+def test_what_the_next_load_may_have(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    """A load that ended lets go of what it left, unless all is kept."""
+    names = list(expected)[:4]
+    for keep in (False, True):
+        gc.collect()
+        before = doubles.cuda_log
+        with ahead_of(source, keep=keep) as ahead:
+            assert ahead.wait(PATIENCE_SECONDS)
+            gdsload.load_file(source, "cuda:0", names=names)
+            ring.release_rings()
+            assert (doubles.cuda_log["used"] > before["used"]) == keep
+            rest = list(expected)[4:]
+            got = gdsload.load_file(source, "cuda:0", names=rest, options=SMALL)
+            assert (gdsload.last_report().read_bytes == 0) == keep
+        assert_same(got, {name: expected[name] for name in rest})
+        del got
+        require_memory(doubles, before)
+
+
+def test_two_prefetches_of_the_same_read_it_once(doubles: Doubles, source: Path) -> None:
+    gc.collect()
+    before = doubles.cuda_log
+    with ahead_of(source) as first:
+        assert first.wait(PATIENCE_SECONDS)
+        ring.release_rings()
+        used = doubles.cuda_log["used"]
+        with ahead_of(source) as again:
+            assert again.wait(PATIENCE_SECONDS)
+            assert again.progress().wanted_bytes == 0
+            ring.release_rings()
+            assert doubles.cuda_log["used"] == used
+    require_memory(doubles, before)
+
+
+def test_odd_tensors(doubles: Doubles, tmp_path: Path) -> None:
+    """What does not fit its dtype where it lies in the file, and what has no bytes."""
+    saved = {
+        "a": torch.arange(7, dtype=torch.uint8),
+        "b": torch.empty(0, 5),
+        "c": torch.arange(333, dtype=torch.int16),
+        "d": torch.tensor(2.5, dtype=torch.float64),
+        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "f": torch.ones(3, 1, dtype=torch.bool),
+    }
+    path = tmp_path / "odd.safetensors"
+    safetensors.torch.save_file(saved, path)
+    with ahead_of(path) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = by_load_file(path)
+        assert gdsload.last_report().read_bytes == 0
+    assert_same(got, saved)
+    assert all(tensor.data_ptr() % blocks.ALIGN_BYTES == 0 for tensor in got.values())
+
+
+WITHOUT_TORCH = """
+import sys, gdsload
+from gdsload import claims, libraries
+libraries.candidates = lambda name: [sys.argv[2]]
+ahead = gdsload.prefetch(sys.argv[1], "cuda:0", backend="posix", options={"ring_bytes": 64 << 20})
+assert ahead.wait(30)
+(landing,) = claims.offered()
+print(ahead.progress().state, landing.device, ahead.report.refusals.get("cuda:0"),
+      ahead.report.requests > 0, "torch" in sys.modules, "numpy" in sys.modules)
+gdsload.quiesce()
+"""
+
+
+def test_it_needs_no_torch_and_ends_with_its_process(source: Path) -> None:
+    driver = gpudoubles.built("cuda_double")
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, source, driver],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "landed cuda:0 None True False False\n"
+
+
+AT_THE_END = """
+import atexit, ctypes, sys
+from gdsload._native.block import Block
+from gdsload._native.cuda import Cuda, Device
+double = ctypes.CDLL(sys.argv[1])
+def frees():
+    values = (ctypes.c_int64 * 10)()
+    double.cuda_double_log(values)
+    return values[9]
+made = [Block(Device(Cuda(sys.argv[1]), 0), 4096) for _ in range(2)]
+held = made[0].view(0, 4096, (4096,), 1, 8)
+del made[0]
+assert frees() == 0
+del held
+assert frees() == 1
+import gdsload._native.block as last
+last._end()
+made.clear()
+assert frees() == 1
+"""
+
+
+def test_nothing_is_freed_when_the_process_ends() -> None:
+    driver = gpudoubles.built("cuda_double")
+    ran = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, driver], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_child_leaves_the_device_alone(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    """It has nothing of its parent's to adopt, its copies of tensors free nothing (the double ends
+    a child that calls it), and what it prefetches waits in host memory."""
+    with ahead_of(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        got = gdsload.load_file(source, "cuda:0", names=list(expected)[:3])
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                del got
+                gc.collect()
+                assert claims.offered() == []
+                with gdsload.prefetch(source, "cuda:0", cache="buffered") as own:
+                    assert own.wait(PATIENCE_SECONDS)
+                    assert "fork" in own.report.refusals["cuda:0"]
+                    assert claims.offered()[0].device == "cpu"
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_same(got, {name: expected[name] for name in got})
+
+
+def test_a_device_that_is_not_there(doubles: Doubles, source: Path, expected: Loaded) -> None:
+    with gdsload.prefetch(source, "cuda:7", cache="direct") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert "CUDA sees 2" in ahead.report.refusals["cuda:7"]
+        got = gdsload.load_file(source)
+        assert set(gdsload.last_report().roads) == {"prefetched"}
+    assert_same(got, expected)
+    with (
+        gdsload.prefetch(source, "cuda:7", backend="gds_mt") as ahead,
+        pytest.raises(GdsloadError, match="CUDA sees 2"),  # it leads nowhere else
+    ):
+        ahead.wait(PATIENCE_SECONDS)
