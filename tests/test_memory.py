@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import itertools
@@ -236,10 +237,11 @@ def test_a_file_that_cannot_be_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("huge", [True, False])
-def test_populating_touches_what_it_is_told(threads: int, huge: bool) -> None:
+@pytest.mark.parametrize("gentle", [0, 1, 4])
+def test_populating_touches_what_it_is_told(threads: int, huge: bool, gentle: int) -> None:
     region = Region.anonymous(16 * UNIT)
     parts = [(region.handle(), 5 * UNIT, 4 * UNIT), (region.handle(), 100, 10)]
-    populator = Populator(parts, threads, 1 << 40, huge)
+    populator = Populator(parts, threads, 1 << 40, huge, gentle)
     while sum(populator.counts()[:2]) < 5:
         pass  # each unit is a fraction of a millisecond; nothing else announces the last of them
     populator.stop()
@@ -253,9 +255,35 @@ def test_populating_touches_what_it_is_told(threads: int, huge: bool) -> None:
     assert region.references == 1
 
 
-def test_populating_stays_within_its_bound() -> None:
+@pytest.mark.parametrize("gentle", [0, 1])
+def test_populating_leaves_what_has_landed(gentle: int) -> None:
+    region = Region.anonymous(4 * UNIT)
+    ctypes.memset(region.address + UNIT, 7, UNIT)  # a read was there first
+    populator = Populator([(region.handle(), 0, 4 * UNIT)], 1, 1 << 40, False, gentle)
+    while populator.counts()[1] < 4:
+        pass
+    populator.stop()
+    assert region.read(0, 4 * UNIT) == bytes(UNIT) + b"\7" * UNIT + bytes(2 * UNIT)
+
+
+def test_a_gentle_populator_is_hurried() -> None:
+    region = Region.anonymous(16 * UNIT)
+    populator = Populator([(region.handle(), 0, 16 * UNIT)], 4, 2 * UNIT, False, 1)
+    while populator.counts()[1] < 2:
+        pass
+    populator.gentle = 0
+    populator.advance(1 << 30)
+    while populator.counts()[1] < 16:
+        pass
+    populator.stop()
+    assert populator.gentle == 0
+    assert resident_pages(region.address, region.length) == 16 * UNIT // PAGE
+
+
+@pytest.mark.parametrize("gentle", [0, 1])
+def test_populating_stays_within_its_bound(gentle: int) -> None:
     region = Region.anonymous(64 * UNIT)
-    populator = Populator([(region.handle(), 0, 64 * UNIT)], 1, 3 * UNIT, False)
+    populator = Populator([(region.handle(), 0, 64 * UNIT)], 1, 3 * UNIT, False, gentle)
     while populator.counts()[1] < 3:
         pass
     populator.stop()

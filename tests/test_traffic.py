@@ -19,7 +19,10 @@ from gdsload._native import threads
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump, limit_traffic, traffic
 from gdsload._native.request import Request
+from gdsload.backends.base import DRAM, Memory, OpenFile
+from gdsload.backends.posix import POPULATE_THREADS, REQUEST_BYTES, PosixBackend
 from gdsload.early import prefetches
+from gdsload.plan import Transfer
 
 PATIENCE_SECONDS = 30.0
 COUNT = 8
@@ -166,3 +169,22 @@ def test_a_backend_of_no_classes_is_left_alone(tiny_checkpoint: Path) -> None:
         with gdsload.prefetch(tiny_checkpoint, backend="gated", cache="buffered") as ahead:
             gate.open()
             assert ahead.wait(PATIENCE_SECONDS)
+
+
+def test_memory_is_made_ready_gently_until_somebody_waits(tmp_path: Path) -> None:
+    length = 4 * REQUEST_BYTES
+    (tmp_path / "data").touch()
+    os.truncate(tmp_path / "data", length)
+    region = Region.anonymous(length)
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    with PosixBackend(engine="threads") as backend:
+        file = backend.register(OpenFile("data", fd, length))
+        memory = backend.register(Memory(DRAM, region.address, region.length, region))
+        transfer = Transfer(0, 0, length, length, 0, 0, "buffered", 0)
+        request = backend.prepare([transfer], [file], [memory])
+        backend.yield_to_loads(request, True)
+        assert 1 <= request.populator.gentle <= POPULATE_THREADS
+        backend.yield_to_loads(request, False)
+        assert request.populator.gentle == 0
+        backend.release(request)
+    os.close(fd)

@@ -45,7 +45,7 @@ TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
 # that must share the interpreter with `import torch` takes ten times as long.
 HEAD_START_SECONDS = 0.01
-# On two cores, where two threads make memory ready and one reads, this leaves a whole one to
+# On two cores, where one thread makes memory ready and one reads, this leaves a whole one to
 # whoever imports meanwhile. More would starve the reads where others keep the machine busy, and a
 # load that waits for them cannot take it back.
 NICENESS = 5

@@ -21,9 +21,15 @@ cdef extern from * nogil:
     static inline void gds_store_flag(uint8_t *flag, uint8_t value) {
         __atomic_store_n(flag, value, __ATOMIC_RELEASE);
     }
+    /* Writes to a byte and leaves it as it is, whoever else writes to it. Volatile, or a compiler
+       may find that a load is enough. */
+    static inline void gds_touch(volatile char *byte) {
+        __atomic_fetch_or(byte, 0, __ATOMIC_RELAXED);
+    }
     """
     int64_t gds_add(int64_t *word, int64_t by)
     int64_t gds_load(int64_t *word)
     void gds_store(int64_t *word, int64_t value)
     uint8_t gds_load_flag(uint8_t *flag)
     void gds_store_flag(uint8_t *flag, uint8_t value)
+    void gds_touch(char *byte)

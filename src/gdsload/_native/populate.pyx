@@ -5,6 +5,11 @@ kernel more than for the disk. A `Populator` walks the regions in the order of t
 threads of its own, a unit of 2 MiB at a time and a bounded way ahead. Whether a unit becomes one
 huge page or 512 small ones is measured as it goes: where the machine has backed memory at hand
 huge pages cost a tenth, where a host must first find it they cost several times as much.
+
+`madvise` populates fastest, and meanwhile nobody in this process can map or unmap anything: an
+import that runs beside it does so thousands of times, and takes a fifth longer for it. While nobody
+waits for the reads a populator is *gentle*: fewer threads touch page by page, whose faults lock
+that one mapping alone (Linux 6.4; before it, one fault at a time).
 """
 
 cimport cython
@@ -14,11 +19,12 @@ from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid, pid_t
 
-from gdsload._native.atomics cimport gds_load_flag, gds_store_flag
+from gdsload._native.atomics cimport gds_load_flag, gds_store_flag, gds_touch
 from gdsload._native.populator cimport CPopulator, Range, populator_advance, populator_stop
 from gdsload._native.pthreads cimport (
     monotonic_cond_init,
     monotonic_ns,
+    pthread_cond_broadcast,
     pthread_cond_destroy,
     pthread_cond_wait,
     pthread_join,
@@ -79,16 +85,20 @@ cdef void learn(int64_t *cost, int64_t took) noexcept nogil:
     cost[0] = took if cost[0] == 0 or took < cost[0] else (cost[0] + took) // 2
 
 
-cdef int populate_unit(CRegion *region, uint64_t start, uint64_t length, int huge) noexcept nogil:
-    """Populates a unit; small pages by shorter steps, since nobody in this process can map or unmap
-    anything meanwhile: an import that runs beside it does so thousands of times."""
+cdef int populate_unit(
+    CRegion *region, uint64_t start, uint64_t length, int huge, int gentle
+) noexcept nogil:
+    """Populates a unit; small pages by short steps, for those who map memory meanwhile."""
     cdef uint64_t done = 0
     cdef uint64_t step = length if huge else STEP_BYTES
     if huge:
         madvise(region.base + start, length, MADV_HUGEPAGE)
     while done < length:
         step = min(step, length - done)
-        if madvise(region.base + start + done, step, MADV_POPULATE_WRITE) != 0:
+        if gentle:
+            step = PAGE_BYTES
+            gds_touch(region.base + start + done)
+        elif madvise(region.base + start + done, step, MADV_POPULATE_WRITE) != 0:
             return errno
         done += step
     return 0
@@ -99,10 +109,14 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef Range *place
     cdef uint64_t unit, start, length
     cdef int64_t began, took
-    cdef int huge, failed
+    cdef int huge, gentle, failed, number
     pthread_mutex_lock(&self.lock)
+    number = self.started
+    self.started += 1
     while True:
-        while self.ahead >= self.most_ahead and not self.stopping:
+        while not self.stopping and (
+            self.ahead >= self.most_ahead or (self.gentle and number >= self.gentle)
+        ):
             pthread_cond_wait(&self.room, &self.lock)
         while self.range < self.count and self.unit > self.ranges[self.range].last:
             self.range += 1
@@ -120,10 +134,11 @@ cdef void *serve(void *arg) noexcept nogil:
         length = min((unit + 1) * UNIT_BYTES, place.end) - start
         self.ahead += length
         huge = self.huge_pages and length == UNIT_BYTES and choose_huge(self)
+        gentle = self.gentle
         pthread_mutex_unlock(&self.lock)
 
         began = monotonic_ns()
-        failed = populate_unit(place.region, start, length, huge)
+        failed = populate_unit(place.region, start, length, huge, gentle)
         took = monotonic_ns() - began
         # Even where the kernel cannot (before 5.14), the read itself will fault the pages in.
         gds_store_flag(&place.region.ready[unit], 1)
@@ -152,8 +167,11 @@ cdef class Populator:
     cdef CPopulator *populator
     cdef pid_t pid
 
-    def __cinit__(self, list parts, int threads, uint64_t most_ahead, bint huge_pages):
-        """``parts``: (region's handle, first byte, bytes) in the order of the reads."""
+    def __cinit__(
+        self, list parts, int threads, uint64_t most_ahead, bint huge_pages, int gentle=0
+    ):
+        """``parts``: (region's handle, first byte, bytes) in the order of the reads. ``gentle``: so
+        many of the threads, which lock nobody out of the address space; 0: all of them."""
         cdef CPopulator *made = <CPopulator *>calloc(1, sizeof(CPopulator))
         cdef CRegion *region
         cdef uint64_t first, length
@@ -163,6 +181,7 @@ cdef class Populator:
         monotonic_cond_init(&made.room)
         made.most_ahead = <int64_t>most_ahead
         made.huge_pages = huge_pages
+        made.gentle = max(gentle, 0)
         made.retry_units = FIRST_RETRY_UNITS
         made.until_retry = FIRST_RETRY_UNITS
         self.populator = made
@@ -213,6 +232,19 @@ cdef class Populator:
         """So many bytes of what was populated are in use: the threads may go on by as much."""
         with nogil:
             populator_advance(self.populator, nbytes)
+
+    @property
+    def gentle(self):
+        """Threads that go on while nobody waits for the reads; 0: all, as fast as they can."""
+        return self.populator.gentle
+
+    @gentle.setter
+    def gentle(self, int threads):
+        with nogil:
+            pthread_mutex_lock(&self.populator.lock)
+            self.populator.gentle = max(threads, 0)
+            pthread_cond_broadcast(&self.populator.room)
+            pthread_mutex_unlock(&self.populator.lock)
 
     def stop(self):
         """Ends the threads, after the unit that each is at. Idempotent."""

@@ -29,6 +29,8 @@ cdef struct CPopulator:
     int64_t ahead            # bytes populated that no read was submitted for yet
     int64_t most_ahead
     int stopping
+    int gentle               # so many threads, which leave the address space to others; 0: all
+    int started              # threads that have a number
     int huge_pages           # whether huge pages may be tried at all
     int64_t huge_ns          # what a unit costs as a huge page, and as small ones; 0: not known
     int64_t small_ns

@@ -206,7 +206,7 @@ class PosixBackend(Backend):
         request.end()
 
     def yield_to_loads(self, request: Any, ahead: bool) -> None:
-        request.native.ahead = ahead
+        request.yield_to_loads(ahead)
 
     def follow(self, device: str, stream: int) -> bool:
         return bool(self._device_road(device).follow(stream))
@@ -261,12 +261,22 @@ class PosixRequest(PumpedRequest):
             )
         super().__init__("posix", Request(pump, table, ops, self.populator))
 
+    def yield_to_loads(self, ahead: bool) -> None:
+        super().yield_to_loads(ahead)
+        if self.populator is not None:
+            self.populator.gentle = _spare_threads() if ahead else 0
+
     def end(self) -> None:
         """After this nothing is written to its memory any more, or it is kept."""
         self.native.cancel()
         self.native.quiet(DRAIN_SECONDS)
         if self.populator is not None:
             self.populator.stop()
+
+
+def _spare_threads() -> int:
+    """Threads that make memory ready while nobody waits: a core is left to whoever works there."""
+    return max(1, min(POPULATE_THREADS, len(os.sched_getaffinity(0)) - 1))
 
 
 def populator_for(

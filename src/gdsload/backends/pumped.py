@@ -49,6 +49,10 @@ class PumpedRequest:
             failures = [self.failure(place) for place in settled if native.result(place)[2]]
         return Progress(settled, failures, finished, native.idle_seconds)
 
+    def yield_to_loads(self, ahead: bool) -> None:
+        """Whether nobody waits for it yet."""
+        self.native.ahead = ahead
+
     def failure(self, place: int) -> Failure:
         """What the pump noted of a failed transfer."""
         _, got, code = self.native.result(place)
