@@ -38,6 +38,7 @@ from gdsload._native.pumping cimport (
     CPump,
     CRequest,
     Op,
+    Waiter,
     count_load,
     describe,
     free_request,
@@ -53,6 +54,8 @@ cdef enum:
     # How long the pump looks away, at most. Completions wake it; only a new post, a cancellation
     # or populated memory has to wait for the end of a look.
     IDLE_WAIT_NS = 20000000
+    ALONE_WAIT_NS = 5000000    # nobody waits: who comes shall not find what he wants there, untold
+    LAST_WAIT_NS = 2000000     # the engine has room for a new post
     PARKED_WAIT_NS = 10000000000   # with no request at all: a post wakes it
     BUSY_WAIT_NS = 500000
     # A read that waits this long for its memory goes ahead and faults the pages in itself.
@@ -162,6 +165,41 @@ cdef int any_cancelled(CPump *self) noexcept nogil:
     return 0
 
 
+cdef int64_t look_away(CPump *self, int staged, int *wanted) noexcept nogil:
+    """How long to look away, and how many completions to sleep through: waking up for one costs
+    several times as much as what is to be done about it.
+
+    There is nothing to do before the engine has a quarter of its depth to spare, or somebody has
+    the last op that he waits for.
+    """
+    cdef CRequest *request = self.first
+    cdef Waiter *waiter
+    cdef int under_way = self.in_flight + staged
+    cdef int left = 0, held = 0, cancelled = 0
+    while request != NULL:
+        held |= request.next < request.count and not request.cancelled
+        cancelled |= request.cancelled
+        waiter = request.waiters
+        while waiter != NULL:
+            if left == 0 or waiter.left < left:
+                left = waiter.left
+            waiter = waiter.next
+        request = request.next_posted
+    wanted[0] = 1
+    if under_way < self.depth and (held or left == 0 or cancelled):
+        return BUSY_WAIT_NS
+    if cancelled:
+        return IDLE_WAIT_NS
+    # With nothing left to hand over, only who waits counts.
+    wanted[0] = self.depth // 4 if under_way >= self.depth else under_way
+    if left > 0 and left < wanted[0]:
+        wanted[0] = left
+    wanted[0] = min(max(wanted[0], 1), <int>BATCH)
+    if under_way < self.depth:
+        return LAST_WAIT_NS
+    return IDLE_WAIT_NS if left else ALONE_WAIT_NS
+
+
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
     cdef Read staged[BATCH]
@@ -170,11 +208,12 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef timespec until
     cdef int64_t now, wait
     cdef int staged_count = 0
-    cdef int taken, seen, i, pause, cancel_sent = 0
+    cdef int taken, seen, i, pause, wanted, cancel_sent = 0
     pthread_mutex_lock(&self.lock)
     self.broken = self.ops.open(
         &self.engine, self.depth, self.buffers, self.buffer_count, &self.fixed
     )
+    pthread_cond_broadcast(&self.settled)  # whoever made the pump waits for its engine
     while not self.broken:
         now = monotonic_ns()
         staged_count = unstage(self, staged, staged_count, now)
@@ -191,7 +230,8 @@ cdef void *serve(void *arg) noexcept nogil:
             staged_count += 1
         # Also a request that ends without a completion (cancelled while it was to be asked again)
         # has somebody who waits for it.
-        if drop_quiet(self) or (self.in_flight == 0 and staged_count == 0):
+        if drop_quiet(self) or self.fulfilled:
+            self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if self.in_flight == 0 and staged_count == 0:
             if self.closing and self.first == NULL:
@@ -206,7 +246,7 @@ cdef void *serve(void *arg) noexcept nogil:
             cancel_sent = 1
         else:
             cancel_sent = 0
-        wait = IDLE_WAIT_NS if self.in_flight + staged_count >= self.depth else BUSY_WAIT_NS
+        wait = look_away(self, staged_count, &wanted)
         pthread_mutex_unlock(&self.lock)
 
         pause = 0
@@ -214,8 +254,10 @@ cdef void *serve(void *arg) noexcept nogil:
         seen = 0
         if staged_count:
             taken = self.ops.submit(self.engine, staged, staged_count)
+        if taken < staged_count:
+            wanted = 1  # the next that comes makes room
         if self.in_flight + (taken if taken > 0 else 0) > 0:
-            seen = self.ops.reap(self.engine, completions, BATCH, wait)
+            seen = self.ops.reap(self.engine, completions, BATCH, wanted, wait)
 
         pthread_mutex_lock(&self.lock)
         now = monotonic_ns()
@@ -236,7 +278,8 @@ cdef void *serve(void *arg) noexcept nogil:
         self.in_flight -= seen
         for i in range(seen):
             pause |= handle(self, <Op *>completions[i].cookie, completions[i].result, now)
-        if seen or taken == 1:  # one that was refused at the door has settled too
+        if self.fulfilled:
+            self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if pause:
             deadline_in(&until, BACK_OFF_NS)

@@ -56,6 +56,13 @@ cdef struct Op:
     int64_t posted_ns
     int64_t done_ns
 
+# Somebody who waits for some ops of a request, on his own stack.
+cdef struct Waiter:
+    int first
+    int last
+    int left                   # of these, ops that have not settled
+    Waiter *next
+
 cdef struct CRequest:
     Op *ops
     int count
@@ -78,6 +85,7 @@ cdef struct CRequest:
     int64_t retries
     int64_t progress_ns        # when a byte last arrived
     CPopulator *populator
+    Waiter *waiters
     CRequest *next_posted
 
 cdef struct CPump:
@@ -98,6 +106,7 @@ cdef struct CPump:
     Buffer *buffers
     int buffer_count
     CRequest *first            # posted and not yet quiet, oldest first
+    int fulfilled              # a waiter has all that it waits for
     Op **again                 # ops to be asked once more
     int again_count
     CTraffic *traffic          # of all pumps
@@ -134,14 +143,21 @@ cdef inline void release_pump(CPump *self) noexcept nogil:
 
 cdef inline void settle(CPump *self, Op *op, int error, int64_t now) noexcept nogil:
     cdef CRequest *request = op.request
+    cdef Waiter *waiter = request.waiters
+    cdef int place = <int>(op - request.ops)
     op.state = FAILED if error else DONE
     op.error = error
     op.done_ns = now
-    request.order[request.settled] = <int>(op - request.ops)
+    request.order[request.settled] = place
     request.settled += 1
     request.in_flight -= 1
     if error:
         request.failed += 1
+    while waiter != NULL:
+        if waiter.first <= place <= waiter.last:
+            waiter.left -= 1
+            self.fulfilled |= waiter.left == 0
+        waiter = waiter.next
 
 
 cdef inline void ask_again(CPump *self, Op *op) noexcept nogil:
