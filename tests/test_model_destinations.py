@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import equal
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.destinations import Destinations, Kind, kinds_of, target_of
@@ -210,6 +211,7 @@ def safetensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 merges nothing: it has experts apart")
 def test_transformers_merges_without_copying(
     tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,10 +41,7 @@ class Ahead(Batch):
     @classmethod
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
         """Puts them on their way and returns at once."""
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces)
-            plan = session.plan(to_read) if to_read else ReadPlan()
-        return cls(session, plan, spots)
+        return cls(session, *session.arrange(pieces))
 
     def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:
         """What there is to claim, file by file."""

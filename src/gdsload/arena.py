@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 # Left to the rest of the system when it is asked whether a model fits.
 SPARE_BYTES = 64 << 20
+# How memory is made ready before bytes come to it: by so many threads, since more of them wait for
+# each other on the locks of the address space, and no further ahead than this, where they would
+# take the cores that reads and copies need.
+POPULATE_THREADS = 2
+POPULATED_AHEAD_BYTES = 256 << 20
 
 
 class Spot(NamedTuple):

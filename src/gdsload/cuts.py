@@ -11,13 +11,15 @@ at most one direct-I/O block more at either end than was asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from gdsload.checkpoint import TensorInfo
+from gdsload.collector import collector_paused
 from gdsload.dtypes import DTYPES
-from gdsload.plan import GAP_BYTES
+from gdsload.plan import GAP_BYTES, Piece
 
 # A tensor that falls into more runs than this is read by whole rows: the requests would cost more
 # than the bytes between them.
@@ -42,6 +44,12 @@ class Cut(NamedTuple):
         """Bytes of the runs."""
         parts = self.parts
         return parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
+
+
+@collector_paused()
+def runs_of(cuts: Iterable[Cut]) -> list[Piece]:
+    """The runs of bytes that these cuts are made of, by the names of their parts."""
+    return [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
 
 
 def whole(info: TensorInfo) -> Cut:

@@ -17,18 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
-from gdsload.arena import require_room
+from gdsload.arena import POPULATE_THREADS, POPULATED_AHEAD_BYTES, require_room
 from gdsload.errors import PlacementError
 
 if TYPE_CHECKING:
     import torch
 
-# Two keep up with one thread that copies; see `benchmarks/tune.py`.
-POPULATE_THREADS = 2
 _ALIGN_BYTES = 4096  # a parameter's pages are its own, and go back with it
-# How far ahead of the copies memory is made ready: further, and its threads would take the cores
-# that the copies need to keep the reads going.
-_AHEAD_BYTES = 256 << 20
 
 
 class Kind(NamedTuple):
@@ -72,11 +67,12 @@ def target_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> Tar
 
 
 class _Part(NamedTuple):
-    """The places of one kind, as one tensor; the parameter, and which of its kinds this is."""
+    """The places of one kind, as one tensor; the parameter, and which of its `kinds` this is."""
 
     view: torch.Tensor
     parameter: torch.Tensor
     number: int
+    kinds: int
 
 
 class Destinations:
@@ -90,7 +86,6 @@ class Destinations:
         """
         self._waiting: dict[str, torch.Tensor] = {}
         self._parts: dict[int, _Part] = {}  # by the address of their first place
-        self._kinds: dict[int, int] = {}  # of a parameter, by its address: how many
         self._region: Region | None = None
         self._populator: Populator | None = None
         sizes = [-(-target.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for target in targets]
@@ -112,20 +107,18 @@ class Destinations:
         """Has the memory made ready from now on. Best after other memory was taken: that waits for
         what is being made ready."""
         if self._region is not None:
-            self._populator = Populator(
-                [(self._region.handle(), 0, self._nbytes)], POPULATE_THREADS, _AHEAD_BYTES, True
-            )
+            all_of_it = [(self._region.handle(), 0, self._nbytes)]
+            self._populator = Populator(all_of_it, POPULATE_THREADS, POPULATED_AHEAD_BYTES, True)
 
     def _lay_out(self, target: Target, parameter: torch.Tensor) -> None:
         if not target.merged:
             self._waiting[target.kinds[0].keys[0]] = parameter
             return
-        self._kinds[parameter.data_ptr()] = len(target.kinds)
         row = 0
         for number, (keys, shape) in enumerate(target.kinds):
             view = parameter[:, row : row + shape[0]]
             self._waiting.update(zip(keys, view.unbind(0), strict=True))
-            self._parts[view.data_ptr()] = _Part(view, parameter, number)
+            self._parts[view.data_ptr()] = _Part(view, parameter, number, len(target.kinds))
             row += shape[0]
 
     def expects(self, key: str, dtype: torch.dtype | None) -> bool:
@@ -161,7 +154,7 @@ class Destinations:
         ):
             return None
         # The whole parameter, or rows of each expert that are to be concatenated next.
-        return part.parameter if self._kinds[part.parameter.data_ptr()] == 1 else view
+        return part.parameter if part.kinds == 1 else view
 
     def joined(self, tensors: Any) -> torch.Tensor | None:
         """What ``torch.cat(tensors, dim=1)`` would be, where they are all the stacks of one
@@ -170,7 +163,7 @@ class Destinations:
             return None
         parts = [self._parts.get(tensor.data_ptr()) for tensor in tensors]
         first = parts[0]
-        if first is None or self._kinds[first.parameter.data_ptr()] != len(parts):
+        if first is None or first.kinds != len(parts):
             return None
         for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
             if (
@@ -190,7 +183,6 @@ class Destinations:
         self._region = None
         self._waiting.clear()
         self._parts.clear()
-        self._kinds.clear()
 
     def __enter__(self) -> Destinations:
         return self

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gdsload.backends import Memory
-from gdsload.cuts import Cut
+from gdsload.cuts import Cut, runs_of
 from gdsload.feed import WINDOW_BYTES, Stage
 from gdsload.load import Session
 from gdsload.plan import ReadPlan
-from gdsload.vram import Shelf, pieces_of
+from gdsload.vram import Shelf
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,7 @@ class DeviceStage(Stage):
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceStage:
         """Puts them on their way and returns at once. Their memory is torch's."""
-        pieces = pieces_of(cuts)
-        with session.report.phase("plan"):
-            plan = session.plan(pieces, window_bytes=WINDOW_BYTES) if pieces else ReadPlan()
+        plan, _ = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
         return cls(session, plan, cuts)
 
     def _take_memory(self) -> list[Memory]:

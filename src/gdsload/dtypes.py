@@ -6,6 +6,7 @@ dtype is asked for: checkpoints are parsed and planned without it.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.errors import CheckpointError, shown
@@ -71,3 +72,13 @@ def torch_dtype(name: str) -> torch.dtype:
             f" {name} needs: a newer torch has it"
         )
     return found
+
+
+@cache
+def known_dtype(name: str) -> torch.dtype | None:
+    """The torch dtype for the header's `name`; None where there is none, for who asks only whether
+    two are the same. Imports torch."""
+    try:
+        return torch_dtype(name)
+    except CheckpointError:
+        return None

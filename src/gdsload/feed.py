@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from gdsload.arena import Spot, hand_over, map_shard
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import Cut
+from gdsload.cuts import Cut, runs_of
 from gdsload.errors import GdsloadError, ReadError
 from gdsload.load import Batch, Session
-from gdsload.plan import Piece, ReadPlan
+from gdsload.plan import ReadPlan
 
 if TYPE_CHECKING:
     import torch
@@ -82,10 +82,7 @@ class Stage(Batch):
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
         """Puts them on their way and returns at once."""
-        pieces = [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces, adopt=True)
-            plan = session.plan(to_read, window_bytes=WINDOW_BYTES) if to_read else ReadPlan()
+        plan, spots = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
         return cls(session, plan, spots, cuts)
 
     def look(self) -> None:

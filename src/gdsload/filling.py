@@ -24,13 +24,12 @@ from gdsload._native.memory import Pool
 from gdsload.arena import Arena, Spot, hand_over
 from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import rows_of
+from gdsload.cuts import rows_of, runs_of, whole
 from gdsload.destinations import Destinations
-from gdsload.dtypes import torch_dtype
-from gdsload.errors import CheckpointError
+from gdsload.dtypes import known_dtype
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
 from gdsload.load import Batch, Session
-from gdsload.plan import Piece, ReadPlan
+from gdsload.plan import ReadPlan
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +101,6 @@ class Filling:
         few = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
         self._most_moved = window_bytes if few else _MOVED_AT_ONCE
-        self._dtypes: dict[str, Any] = {}
 
     @property
     def taken(self) -> Taken:
@@ -126,14 +124,9 @@ class Filling:
             self._held += batch.plan.read_bytes  # not what a prefetch holds, or the page cache
 
     def _batch_of(self, window: Sequence[_Piece]) -> _Batch:
-        session = self.session
-        pieces = [Piece(i.name, i.shard, i.offset, i.nbytes) for i, _, _ in window]
-        with session.report.phase("plan"):
-            spots, to_read = session.sort(pieces, adopt=True)
-            plan = ReadPlan()
-            if to_read:
-                plan = session.plan(to_read, window_bytes=self._window_bytes)
-        return _Batch(session, plan, spots, self._pool)
+        runs = runs_of(whole(piece.info) for piece in window)
+        plan, spots = self.session.arrange(runs, window_bytes=self._window_bytes)
+        return _Batch(self.session, plan, spots, self._pool)
 
     def take(self, name: str, dtype: Any) -> torch.Tensor | None:
         """The tensor in its place; None where it has none, or one of another dtype.
@@ -177,7 +170,7 @@ class Filling:
             place = self.destinations.place_of(name)
             if rows != _ALL:
                 place = place[rows]
-            if place.dtype == self._dtype_of(info.dtype) and info.nbytes <= self._most_moved:
+            if place.dtype == known_dtype(info.dtype) and info.nbytes <= self._most_moved:
                 self._move(place.data_ptr(), spots[info.name], info.nbytes)
             else:
                 casts.append((info, place))
@@ -204,14 +197,6 @@ class Filling:
             part.copy_(flat[start : start + most])
             self.destinations.filled(part.nbytes)
 
-    def _dtype_of(self, name: str) -> Any:
-        if name not in self._dtypes:
-            try:
-                self._dtypes[name] = torch_dtype(name)
-            except CheckpointError:  # `hand_over` says so, with the tensor's name
-                self._dtypes[name] = None
-        return self._dtypes[name]
-
     def close(self) -> None:
         """Ends all reads and gives their memory back; whoever asks after it gets FeedClosed."""
         self._closed = True  # whoever waits sees it, and lets go of the lock
@@ -232,7 +217,7 @@ class Filling:
 def _windows(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Piece]]:
     windows: list[list[_Piece]] = []
     held = 0
-    for info in sorted(infos, key=lambda info: (info.shard, info.offset)):
+    for info in sorted(infos, key=lambda info: info.place):
         for piece in _pieces(info, window_bytes):
             nbytes = piece.info.nbytes
             if not windows or held + nbytes > window_bytes:

@@ -37,6 +37,11 @@ class TensorInfo(NamedTuple):
     offset: int  # bytes from the start of the file, not of the data
     nbytes: int
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """What puts tensors in the order of the files: shard and offset."""
+        return self.shard, self.offset
+
 
 class Header(NamedTuple):
     """One parsed header. `tensors` is in the order of the data."""

@@ -93,7 +93,7 @@ def _first_names(
             options.cache == "auto" and any(map(_is_warm, files))
         ):
             return []
-        with Checkpoint.open(source, strict=False, **where) as checkpoint:
+        with Checkpoint.of(files, strict=False) as checkpoint:
             infos = in_layers(checkpoint.tensors.values())
             copied = any(".experts." in info.name for info in infos) or _casts(infos, kwargs)
             left = COPIED_BYTES if copied else HEAD_START_BYTES

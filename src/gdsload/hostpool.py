@@ -25,7 +25,7 @@ from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
 from gdsload.plan import Piece, ReadPlan
-from gdsload.segments import Filling, Run, Segment, whole_units
+from gdsload.segments import Intake, Run, Segment, whole_units
 
 # A segment whose content made room is used again for one that is smaller by a fifth at most.
 _WASTE = 1.25
@@ -156,7 +156,7 @@ class HostPool:
             self._segments.remove(segment)
             self._segments.append(segment)
 
-    def keep(self, plan: ReadPlan) -> Filling | None:
+    def keep(self, plan: ReadPlan) -> Intake | None:
         """Memory of the pool for these reads; None where it has no room for them. Raises
         PlacementError where the machine has none."""
         length = sum(whole_units(target.length) for target in plan.targets)
@@ -167,7 +167,7 @@ class HostPool:
                 return None
             self._segments.append(segment)
         try:
-            return Filling(segment, plan, self._fill)
+            return Intake(segment, plan, self._fill)
         except BaseException:
             with self._lock:
                 self._drop(segment)
@@ -294,7 +294,7 @@ class HostPool:
         self.close()
 
 
-def keep(plan: ReadPlan) -> Filling | None:
+def keep(plan: ReadPlan) -> Intake | None:
     """Memory of the open pool for these reads, where there is one and it has room."""
     pool = current()
     return pool.keep(plan) if pool is not None and plan.transfers else None

@@ -11,7 +11,6 @@ not foreseen is read when it is asked for.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,8 +19,7 @@ from typing import Any
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, cut, whole
 from gdsload.destinations import Kind, Target, kinds_of, target_of
-from gdsload.dtypes import torch_dtype
-from gdsload.errors import CheckpointError
+from gdsload.dtypes import known_dtype
 from gdsload.vram import device_name
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
@@ -167,7 +165,8 @@ def _label(
         elif pattern is not None and naming.stays_on_cpu(pattern):
             place = "cpu"
         device = reach(place)
-        kept = pattern is None and place == device and simple and dtype == _dtype_called(info.dtype)
+        same = dtype is not None and dtype == known_dtype(info.dtype)
+        kept = pattern is None and place == device and simple and same
         found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
         found.deferred = found.deferred and (place == device or place in ("disk", "meta"))
         if device != "cpu":
@@ -191,17 +190,13 @@ def _label(
             if target is not None
         ]
     # In the order of the file, as they will be filled.
-    found.targets.sort(key=lambda t: min(_spot(infos[kind.keys[0]]) for kind in t.kinds))
+    found.targets.sort(key=lambda t: min(infos[kind.keys[0]].place for kind in t.kinds))
     found.placed = {key for target in found.targets for kind in target.kinds for key in kind.keys}
     found.kept = {
         cut.key for key, wish in wishes.items() if found.labels[key] == KEEP for cut in wish
     }
     # What has a place is read in that order, whatever is asked for first.
     found.cuts = [wish for key in order if key not in found.placed for wish in wishes.get(key, ())]
-
-
-def _spot(info: TensorInfo) -> tuple[int, int]:
-    return info.shard, info.offset
 
 
 def _target(
@@ -302,14 +297,6 @@ def _dtypes(loading: Any, load_config: Any) -> Callable[[str, Any], Any]:
         return param.dtype if param is not None else load_config.dtype
 
     return dtype_of
-
-
-@functools.cache
-def _dtype_called(name: str) -> Any:
-    try:
-        return torch_dtype(name)
-    except CheckpointError:  # this torch lacks it: said when the tensor is asked for
-        return name
 
 
 def _is_dtensor(param: Any) -> bool:

@@ -32,7 +32,7 @@ from gdsload.outcome import (
 from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
-from gdsload.segments import Filling
+from gdsload.segments import Intake
 
 if TYPE_CHECKING:
     import torch
@@ -105,15 +105,13 @@ class Session:
         return backend
 
     @collector_paused()
-    def sort(
-        self, pieces: Sequence[Piece], *, adopt: bool = False
-    ) -> tuple[dict[str, Spot], list[Piece]]:
+    def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
         """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
-        those to be read. With `adopt` a spot may be one whose bytes are on their way to it: the
-        batch that gets it says when they are there (`Batch.settled`)."""
+        those to be read. A prefetch's may still be on their way to their spots: the batch that gets
+        them says when they are there (`Batch.settled`)."""
         if self.device != "cpu":
             return {}, list(pieces)  # neither a mapping nor a prefetch is where these shall be
-        spots = self._adopt(pieces) if adopt else {}
+        spots = self._adopt(pieces)
         spots.update(self._kept([piece for piece in pieces if piece.name not in spots]))
         by_shard: dict[int, list[Piece]] = defaultdict(list)
         for piece in pieces:
@@ -192,6 +190,15 @@ class Session:
             road_of=self._roads.road_of,
         )
 
+    def arrange(
+        self, pieces: Sequence[Piece], *, window_bytes: int = 0
+    ) -> tuple[ReadPlan, dict[str, Spot]]:
+        """The reads for what `sort` does not find in memory, and the spots of what it does."""
+        with self.report.phase("plan"):
+            spots, to_read = self.sort(pieces)
+            plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
+        return plan, spots
+
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""
@@ -203,10 +210,7 @@ class Session:
 
     def start(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> Batch:
         """Puts pieces on their way and returns at once."""
-        with self.report.phase("plan"):
-            spots, to_read = self.sort(pieces, adopt=True)
-            plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
-        return Batch(self, plan, spots)
+        return Batch(self, *self.arrange(pieces, window_bytes=window_bytes))
 
     def busy(self) -> str:
         """For `quiesce`: what is under way."""
@@ -254,7 +258,7 @@ class Batch:
         self.spots = spots
         self.claims = session.claims_of(spots)
         self._memory: list[Registration] = []
-        self._filling: Filling | None = None  # of the pool, where there is one
+        self._intake: Intake | None = None  # of the pool, where there is one
         self._complete = False  # all of it has come
         self._request: Any = None
         if plan.transfers:
@@ -296,8 +300,8 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        self._filling = hostpool.keep(self.plan) if self.memory_of is Arena else None
-        arena = self._filling or self.memory_of(self.plan)
+        self._intake = hostpool.keep(self.plan) if self.memory_of is Arena else None
+        arena = self._intake or self.memory_of(self.plan)
         self.spots.update(arena.spots(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
@@ -386,11 +390,11 @@ class Batch:
         for registration in self._memory:
             backend.deregister(registration)
         self._memory = []
-        if self._filling is not None:
+        if self._intake is not None:
             checkpoint = session.checkpoint
             whole = self._complete and hostpool.unchanged(checkpoint)
-            self._filling.end(checkpoint if whole else None)
-            self._filling = None
+            self._intake.end(checkpoint if whole else None)
+            self._intake = None
 
 
 def require_device(device: object) -> str:

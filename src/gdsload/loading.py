@@ -101,9 +101,8 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
     @functools.wraps(find_device)
     def device_of(device_map: Any, name: str, *rest: Any, **named: Any) -> Any:
         weights = running.get()
-        if weights is None or device_map is None or len(device_map) != 1 or "" not in device_map:
-            return find_device(device_map, name, *rest, **named)
-        if device_map[""] == "disk":
+        simple = device_map is not None and len(device_map) == 1 and "" in device_map
+        if weights is None or not simple or device_map[""] == "disk":
             return find_device(device_map, name, *rest, **named)
         return device_map[""]
 
@@ -133,17 +132,15 @@ def _takes(function: Any, *names: str) -> bool:
 
 
 _CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs")
+_PATTERNS = ("source_pattern", "target_patterns")
 
 
 def _swaps_of_merging(module: ModuleType) -> Iterator[Swap]:
     stack = getattr(module, "MergeModulelist", None)
-    if (
-        stack is not None
-        and _takes(stack.convert, *_CONVERT)
-        and _takes(stack.get_target_pattern, "self", "input_size", "source_pattern",
-                   "target_patterns")
-    ):  # fmt: skip
-        yield Swap(stack, "convert", _swapped_stack(stack.convert))
+    if stack is not None and _takes(stack.convert, *_CONVERT):
+        for asked in ("input_size", "input_dict"):  # the latter before 5.9
+            if _takes(stack.get_target_pattern, "self", asked, *_PATTERNS):
+                yield Swap(stack, "convert", _swapped_stack(stack.convert, asked))
     join = getattr(module, "Concatenate", None)
     if (
         join is not None
@@ -153,7 +150,7 @@ def _swaps_of_merging(module: ModuleType) -> Iterator[Swap]:
         yield Swap(join, "convert", _swapped_join(join.convert))
 
 
-def _swapped_stack(original: Any) -> Any:
+def _swapped_stack(original: Any, asked: str) -> Any:
     @functools.wraps(original)
     def convert(
         self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
@@ -162,12 +159,13 @@ def _swapped_stack(original: Any) -> Any:
         if weights is not None and self.dim == 0:
             stacks = {p: weights.destinations.stacked(t) for p, t in input_dict.items()}
             if stacks and all(stack is not None for stack in stacks.values()):
-                number = len(input_dict)
-                input_dict.clear()
-                return {
-                    self.get_target_pattern(number, pattern, target_patterns): stack
+                about = len(input_dict) if asked == "input_size" else input_dict
+                merged = {
+                    self.get_target_pattern(about, pattern, target_patterns): stack
                     for pattern, stack in stacks.items()
                 }
+                input_dict.clear()
+                return merged
         return original(self, input_dict, source_patterns, target_patterns, **named)
 
     return convert

@@ -57,7 +57,7 @@ class Segment:
 Filled = Callable[[Segment, "Checkpoint | None", Sequence[Run]], None]
 
 
-class Filling:
+class Intake:
     """Memory for the reads of one batch, whose bytes the pool keeps if all of them come."""
 
     def __init__(self, segment: Segment, plan: ReadPlan, filled: Filled) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gdsload import vram
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.cuts import rows_of, whole
+from gdsload.cuts import rows_of, runs_of, whole
 from gdsload.errors import CheckpointError
 from gdsload.load import STALL_SECONDS, Batch, Session, require_device
 from gdsload.order import in_layers
@@ -81,7 +81,7 @@ def load_file(
             )
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
-        pieces = vram.pieces_of(map(whole, infos))
+        pieces = runs_of(map(whole, infos))
         if target != "cpu" and (kept := session.pinned(pieces)) is not None:
             with report.phase("copy"):
                 checkpoint.verify_unchanged()

@@ -9,7 +9,7 @@ device, and goes there in one copy. Each is still an allocation of its own, give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload import gpu, hostpool
@@ -18,10 +18,10 @@ from gdsload.backends import DRAM, VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.claims import held
 from gdsload.collector import collector_paused
-from gdsload.cuts import Cut, whole
+from gdsload.cuts import Cut, runs_of, whole
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
-from gdsload.plan import Piece, ReadPlan
+from gdsload.plan import ReadPlan
 
 if TYPE_CHECKING:
     import torch
@@ -65,17 +65,11 @@ def session_for(
     )  # fmt: skip
 
 
-@collector_paused()
-def pieces_of(cuts: Iterable[Cut]) -> list[Piece]:
-    """The runs of bytes that these cuts are made of."""
-    return [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
-
-
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Puts whole tensors on their way to the session's device, and returns at once."""
     cuts = [whole(info) for info in infos]
     if session.device == "cpu":
-        return session.start(pieces_of(cuts))
+        return session.start(runs_of(cuts))
     return DeviceBatch.of(session, cuts)
 
 
@@ -103,9 +97,7 @@ class DeviceBatch(Batch):
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        with session.report.phase("plan"):
-            pieces = pieces_of(cuts)
-            plan = session.plan(pieces) if pieces else ReadPlan()
+        plan, _ = session.arrange(runs_of(cuts))
         return cls(session, plan, cuts)
 
     def _take_memory(self) -> list[Memory]:
@@ -135,7 +127,7 @@ class Shelf:
         if whole_load:
             nbytes = sum(cut.nbytes for cut in cuts)
             gpu.require_room(ordinal, nbytes, reusable_bytes(ordinal))
-        for cut in sorted(cuts, key=_place):
+        for cut in sorted(cuts, key=lambda cut: cut.parts[0].place):
             self.tensors[cut.key] = self._take(cut)
         follow(session)
 
@@ -187,11 +179,6 @@ class Shelf:
             Memory(VRAM, 0, target.length, self.tensors, device=self.device, shares=shares[number])
             for number, target in enumerate(plan.targets)
         ]
-
-
-def _place(cut: Cut) -> tuple[int, int]:
-    first = cut.parts[0]
-    return first.shard, first.offset
 
 
 def follow(session: Session) -> None:

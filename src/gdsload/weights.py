@@ -7,7 +7,7 @@ has a session and a feed of its own, so that all of them are filled at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,9 @@ from gdsload import stopping, vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import collector_paused
-from gdsload.cuts import whole
+from gdsload.cuts import Cut, whole
 from gdsload.destinations import Destinations
-from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed
+from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed, Stage
 from gdsload.filling import Filling
 from gdsload.labels import SKIP, Forecast, forecast
 from gdsload.load import STALL_SECONDS, Session
@@ -95,19 +95,12 @@ class Weights:
         if not devices and not reaches(self.options.backend, DRAM):
             choose("cpu", self.options.backend, self.options.options)  # raises, and says why
         for device in devices:
-            self._device_feeds[device] = self._feed_of(device, found)
+            self._device_feeds[device] = self._device_feed_of(device, found)
         if devices:
             here = ["cpu"] if len(found.devices) < len(found.labels) - found.count()[SKIP] else []
             self.report.device = ",".join(here + devices)
-        self._begin(
-            Feed(
-                self.session,
-                found.cuts_of("cpu") if devices else found.cuts,
-                kept=found.kept,
-                window_bytes=self.options.window_bytes,
-                ahead_bytes=self.options.ahead_bytes,
-            )
-        )
+        self.feed = self._feed_of(self.session, found.cuts_of("cpu"), found.kept)
+        self._start(self.feed)
         with self.report.phase("prepare"):
             self.destinations = self._stack.enter_context(Destinations(found.targets))
         placed = [info for name, info in self.checkpoint.tensors.items() if name in found.placed]
@@ -120,8 +113,7 @@ class Weights:
                 ahead_bytes=self.options.ahead_bytes,
             )
         )
-        self._stack.enter_context(stopping.ended_by(self.filling.close))
-        self.filling.start()
+        self._start(self.filling)
         self.destinations.start()
 
     def _reach(self, device: str) -> str:
@@ -133,7 +125,7 @@ class Weights:
             self._reached[device] = found
         return self._reached[device]
 
-    def _feed_of(self, device: str, found: Forecast) -> Feed:
+    def _device_feed_of(self, device: str, found: Forecast) -> Feed:
         """A feed that has its backend, and begins when transformers has warmed up the allocator."""
         from gdsload.devicefeed import DeviceStage
 
@@ -151,16 +143,31 @@ class Weights:
             )
         )
         session.open()
+        return self._feed_of(session, cuts, found.kept, DeviceStage)
+
+    def _feed_of(
+        self,
+        session: Session,
+        cuts: Sequence[Cut],
+        kept: Container[str] = (),
+        stages: type[Stage] = Stage,
+    ) -> Feed:
+        options = self.options
         return self._stack.enter_context(
             Feed(
                 session,
                 cuts,
-                kept=found.kept,
+                kept=kept,
                 window_bytes=options.window_bytes,
                 ahead_bytes=options.ahead_bytes,
-                stages=DeviceStage,
+                stages=stages,
             )
         )
+
+    def _start(self, giver: Feed | Filling) -> None:
+        """Puts its first reads on their way; Ctrl-C ends them."""
+        self._stack.enter_context(stopping.ended_by(giver.close))
+        giver.start()
 
     def begin(self) -> None:
         """Puts the first reads to devices on their way: their tensors are taken from what
@@ -174,19 +181,8 @@ class Weights:
         labels = self.report.labels
         labels["materialised"] = labels.get("materialised", 0) + len(names)
         labels["skip"] = labels.get("skip", 0) + len(tensors) - len(names)
-        self._begin(
-            Feed(
-                self.session,
-                [whole(tensors[name]) for name in names],
-                window_bytes=self.options.window_bytes,
-                ahead_bytes=self.options.ahead_bytes,
-            )
-        )
-
-    def _begin(self, feed: Feed) -> None:
-        self.feed = self._stack.enter_context(feed)
-        self._stack.enter_context(stopping.ended_by(feed.close))
-        feed.start()
+        self.feed = self._feed_of(self.session, [whole(tensors[name]) for name in names])
+        self._start(self.feed)
 
     @collector_paused()
     def slices(self) -> dict[str, LazySlice]:

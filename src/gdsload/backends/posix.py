@@ -14,6 +14,7 @@ from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
+from gdsload.arena import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.backends import engines
 from gdsload.backends.base import (
     DRAM,
@@ -34,10 +35,6 @@ from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# Populated ahead of the reads, and by how many threads: more of them wait for each other on the
-# locks of the address space.
-AHEAD_BYTES = 256 << 20
-POPULATE_THREADS = 2
 # What passes through DRAM on its way to a device, at most (gdsload.ring).
 RING_BYTES = 512 << 20
 # The kernel takes no larger buffer, and takes them when the ring is made.
@@ -294,4 +291,4 @@ def populator_for(
         last, reach = transfer.target, transfer.target_offset + transfer.length
     if total < 4 * REQUEST_BYTES:
         return None
-    return Populator(parts, threads, AHEAD_BYTES, huge)
+    return Populator(parts, threads, POPULATED_AHEAD_BYTES, huge)
