@@ -46,9 +46,9 @@ from .records import described
 REQUEST_BYTES = 4 << 20
 RING_BYTES = 512 << 20
 DEPTH = 32
-LOAD_BYTES = 8 << 30
+LOAD_BYTES = 4 << 30
 KINDS = ("pump alone", "side by side", "in pieces")
-PACED, PACED_REPEATS = (100, 10_000), 3  # 4.3 s each
+PACED, PACED_REPEATS = (100, 10_000), 3  # 2.1 s each
 TENSORS = (100, 1000, 10_000, 100_000)
 READ_RATE = 2_000_000_000  # bytes a second: what the shares are shares of
 REQUEST_NS = REQUEST_BYTES * 1_000_000_000 // READ_RATE
@@ -222,10 +222,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def targets(result: dict[str, Any]) -> str:
-    """What was aimed at, and whether it is met: by the worst median of the paced loads."""
+    """What was aimed at, and whether it is met: by the worst median of the loads."""
     lines = []
     for kind in KINDS[1:]:
         paced = [e for e in result["pipeline"] if e["rate"] and e["memory"] == kind]
+        free = [e for e in result["pipeline"] if not e["rate"] and e["memory"] == kind][-1]
+        most = middle(free, "cpu_seconds") / free["requests"] * 1e6
         few, many = (middle(entry, "cpu_seconds") / entry["requests"] * 1e6 for entry in paced)
         worst = max(middle(e, "cpu_seconds") * e["rate"] / result["bytes"] for e in paced)
         lines += [
@@ -235,8 +237,10 @@ def targets(result: dict[str, Any]) -> str:
              f"{max(few, many):.1f}", met(max(few, many) < MOST_REQUEST_US)],
             [f"{kind}: {paced[-1]['tensors']:,} tensors beside {paced[0]['tensors']:,}",
              f"under {FLAT:.1f} times", f"{many / few:.2f}", met(many / few < FLAT)],
+            [f"{kind}: CPU us a request, {free['tensors']:,} tensors, at once",
+             f"under {MOST_REQUEST_US:.0f}", f"{most:.1f}", met(most < MOST_REQUEST_US)],
         ]  # fmt: skip
-    return tables.markdown(["target, reads at 2 GB/s", "wanted", "measured", ""], lines)
+    return tables.markdown(["target", "wanted", "measured", ""], lines)
 
 
 def met(well: bool) -> str:
