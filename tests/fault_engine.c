@@ -25,7 +25,7 @@ struct ops {
     const char *name;
     int (*open)(void **, int, const struct buffer *, int, int *);
     int (*submit)(void *, const struct read *, int);
-    int (*reap)(void *, struct completion *, int, int64_t);
+    int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);
     void (*close)(void *);
 };
@@ -46,7 +46,7 @@ struct script {
     int64_t reversed;                    /* the last submitted completes first */
     int64_t one_by_one;                  /* one completion from each reap */
 };
-struct log { int64_t opens, closes, reads, struck, cancels, hung, in_flight_at_close; };
+struct log { int64_t opens, closes, reads, struck, cancels, hung, in_flight_at_close, wanted; };
 
 enum { RULES = 8, ROOM = 4096 };
 struct engine { int depth, waiting, hung; struct read *reads, *stuck; };
@@ -141,10 +141,15 @@ static int fault_submit(void *engine, const struct read *reads, int count) {
     return taken;
 }
 
-static int fault_reap(void *engine, struct completion *out, int room, int64_t wait_ns) {
+static int fault_reap(
+    void *engine, struct completion *out, int room, int wanted, int64_t wait_ns) {
     struct engine *self = engine;
     int taken = 0;
     pthread_mutex_lock(&lock);
+    if (counted.wanted != wanted) {
+        counted.wanted = wanted;
+        pthread_cond_broadcast(&news);
+    }
     if (script.reap_errno && counted.reads >= script.reap_after) {
         self->waiting = 0;
         pthread_mutex_unlock(&lock);
@@ -236,6 +241,18 @@ int fault_wait(int64_t hung, int64_t wait_ns) {
         if (there || late) break;
         late = pthread_cond_timedwait(&news, &lock, &at) != 0;
     }
+    pthread_mutex_unlock(&lock);
+    return there;
+}
+
+/* Waits until a pump sleeps through so many completions; 0 at the end of the time. */
+int fault_wait_wanted(int64_t wanted, int64_t wait_ns) {
+    struct timespec at;
+    int there, late = 0;
+    until(&at, wait_ns);
+    pthread_mutex_lock(&lock);
+    while (!(there = counted.wanted == wanted) && !late)
+        late = pthread_cond_timedwait(&news, &lock, &at) != 0;
     pthread_mutex_unlock(&lock);
     return there;
 }

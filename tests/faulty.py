@@ -48,8 +48,8 @@ class Script(ctypes.Structure):
 
 class Log(ctypes.Structure):
     _fields_ = _fields(
-        "opens", "closes", "reads", "struck", "cancels", "hung", "in_flight_at_close"
-    )
+        "opens", "closes", "reads", "struck", "cancels", "hung", "in_flight_at_close", "wanted"
+    )  # fmt: skip
 
 
 def rule(
@@ -79,6 +79,7 @@ def library() -> ctypes.CDLL:
     lib.fault_set.argtypes = [ctypes.POINTER(Script), ctypes.POINTER(Rule), ctypes.c_int]
     lib.fault_log.argtypes = [ctypes.POINTER(Log)]
     lib.fault_wait.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    lib.fault_wait_wanted.argtypes = [ctypes.c_int64, ctypes.c_int64]
     return lib
 
 
@@ -107,6 +108,10 @@ class Faults:
 
     def wait_hung(self, count: int = 1) -> None:
         assert library().fault_wait(count, _WAIT_NS), f"only {self.log.hung} reads came to hang"
+
+    def wait_wanted(self, count: int) -> None:
+        """Until the pump sleeps through so many completions."""
+        assert library().fault_wait_wanted(count, _WAIT_NS), f"it wants {self.log.wanted}"
 
     def let_go(self) -> None:
         library().fault_let_go()

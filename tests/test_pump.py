@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,56 @@ def test_a_request_beside_one_that_hangs(fd: int, faults: Faults, pump: Pump) ->
     stuck.cancel()
     faults.let_go()
     assert stuck.quiet(10.0)
+    pump.close(1.0)
+
+
+def test_it_sleeps_through_a_quarter_of_its_depth(fd: int, faults: Faults) -> None:
+    """As many as may come before the engine needs more to do, and nobody waits for."""
+    pump = Pump(faulty.capsule(), 16)
+    faults.script(rule(HANG, times=FOR_EVER))
+    region = Region.anonymous(20 * 4096)
+    request = Request(pump, *whole(region, fd, 20))
+    request.post()
+    faults.wait_hung(16)
+    faults.wait_wanted(4)
+    faults.let_go()
+    assert request.wait(10.0) and request.failed == 0
+    pump.close(1.0)
+
+
+@pytest.mark.parametrize(("first", "last", "wanted"), [(7, 7, 1), (2, 4, 3), (0, 11, 12)])
+def test_it_wakes_when_somebody_has_all_that_he_waits_for(
+    fd: int, faults: Faults, first: int, last: int, wanted: int
+) -> None:
+    pump = Pump(faulty.capsule(), 16)
+    faults.script(rule(HANG, times=FOR_EVER))
+    region = Region.anonymous(12 * 4096)
+    request = Request(pump, *whole(region, fd, 12))
+    request.post()
+    faults.wait_hung(12)
+    with ThreadPoolExecutor(1) as others:
+        waiting = others.submit(request.wait, 30.0, first, last)
+        faults.wait_wanted(wanted)
+        faults.let_go()
+        assert waiting.result(10.0)
+    assert request.wait(10.0) and request.failed == 0
+    pump.close(1.0)
+
+
+def test_many_who_wait(fd: int, faults: Faults, pump: Pump) -> None:
+    """Each is told, also of a request that is posted again and again."""
+    region = Region.anonymous(20 * 4096)
+    request = Request(pump, *whole(region, fd, 20))
+    with ThreadPoolExecutor(5) as others:
+        for _ in range(20):
+            faults.script(rule(HANG, first=8 * 4096, last=8 * 4096 + 1))
+            request.post()
+            faults.wait_hung()
+            waits = [others.submit(request.wait, 30.0, first, 19) for first in range(5)]
+            assert not request.wait(0.0) and request.wait(30.0, 0, 7)
+            faults.let_go()
+            assert all(wait.result(10.0) for wait in waits)
+            assert request.quiet(10.0)
     pump.close(1.0)
 
 

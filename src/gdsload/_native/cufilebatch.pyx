@@ -286,7 +286,9 @@ cdef void retire_for_retry(Batches *self, Wave *wave, int code) noexcept nogil:
     set_up(self, wave)
 
 
-cdef int reap_batches(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_batches(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef Batches *self = <Batches *>engine
     cdef int64_t until = monotonic_ns() + wait_ns
     cdef timespec pause
@@ -297,7 +299,7 @@ cdef int reap_batches(void *engine, Completion *out, int room, int64_t wait_ns) 
             if self.waves[i].left > 0:
                 look(self, &self.waves[i])
                 waiting += self.waves[i].left
-        if self.ready_count > 0 or waiting == 0 or monotonic_ns() >= until:
+        if self.ready_count >= wanted or waiting == 0 or monotonic_ns() >= until:
             break
         pause.tv_sec = 0
         pause.tv_nsec = LOOK_NS

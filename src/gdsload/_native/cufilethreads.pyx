@@ -35,6 +35,7 @@ cdef struct Pool:
     Completion *done                 # ring of `depth` completions
     int first_done
     int done_count
+    int wanted                       # completions that reap waits for
     int in_flight                    # taken by submit, not yet handed out by reap
     int depth
     int closing
@@ -88,7 +89,8 @@ cdef void *serve(void *arg) noexcept nogil:
         result = read_one(self, &read)
         pthreads.pthread_mutex_lock(&self.lock)
         put_done(self, &read, result)
-        pthreads.pthread_cond_signal(&self.finished)
+        if self.done_count >= self.wanted:
+            pthreads.pthread_cond_signal(&self.finished)
     pthreads.pthread_mutex_unlock(&self.lock)
     return NULL
 
@@ -143,13 +145,18 @@ cdef int submit_pool(void *engine, const Read *reads, int count) noexcept nogil:
     return taken
 
 
-cdef int reap_pool(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_pool(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef Pool *self = <Pool *>engine
     cdef timespec until
     cdef int taken = 0
     pthreads.deadline_in(&until, wait_ns)
     pthreads.pthread_mutex_lock(&self.lock)
-    while self.done_count == 0 and self.in_flight > 0:
+    if wanted > self.in_flight:
+        wanted = self.in_flight
+    self.wanted = wanted
+    while self.done_count < wanted:
         if pthreads.pthread_cond_timedwait(&self.finished, &self.lock, &until) != 0:
             break
     while taken < room and self.done_count > 0:

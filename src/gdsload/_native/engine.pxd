@@ -28,8 +28,12 @@ cdef struct EngineOps:
     int (*open)(void **engine, int depth, const Buffer *buffers, int count, int *fixed) noexcept nogil
     # Takes over as many of the reads as there is room for: how many, or -errno of the first.
     int (*submit)(void *engine, const Read *reads, int count) noexcept nogil
-    # Waits up to `wait_ns` for a completion, then hands out up to `room`: how many, or -errno.
-    int (*reap)(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil
+    # Waits up to `wait_ns` for `wanted` completions, of those that are in flight, then hands out up
+    # to `room`: how many, or -errno. With fewer nobody could do anything yet: an engine that can
+    # sleeps through them. One that cannot may come back sooner.
+    int (*reap)(
+        void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+    ) noexcept nogil
     # Asks for everything in flight to be given up. The completions still come through reap.
     void (*cancel)(void *engine) noexcept nogil
     # Only with nothing in flight.

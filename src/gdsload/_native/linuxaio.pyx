@@ -110,7 +110,9 @@ cdef int submit_aio(void *engine, const Read *reads, int count) noexcept nogil:
     return <int>accepted
 
 
-cdef int reap_aio(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_aio(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef LinuxAio *self = <LinuxAio *>engine
     cdef io_event events[REAP_BATCH]
     cdef timespec wait
@@ -120,8 +122,10 @@ cdef int reap_aio(void *engine, Completion *out, int room, int64_t wait_ns) noex
     wait.tv_nsec = wait_ns % 1000000000
     if room > REAP_BATCH:
         room = REAP_BATCH
+    if wanted > room:
+        wanted = room
     seen = syscall(
-        SYS_io_getevents, self.context, <long>(1 if wait_ns else 0), <long>room, events, &wait
+        SYS_io_getevents, self.context, <long>(wanted if wait_ns else 0), <long>room, events, &wait
     )
     if seen < 0:
         return 0 if errno == EINTR else -errno

@@ -154,7 +154,9 @@ cdef int submit_posix(void *engine, const Read *reads, int count) noexcept nogil
     return taken
 
 
-cdef int reap_posix(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_posix(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef PosixAio *self = <PosixAio *>engine
     cdef Slot *slot
     cdef timespec wait

@@ -33,15 +33,20 @@ from gdsload._native.pthreads cimport (
     start_quiet_thread,
 )
 from gdsload._native.pumping cimport (
+    BATCH,
+    BUSY_WAIT_NS,
     ECANCELED,
+    IDLE_WAIT_NS,
     PENDING,
     CPump,
     CRequest,
     Op,
+    any_cancelled,
     count_load,
     describe,
     free_request,
     handle,
+    look_away,
     release_pump,
     settle,
 )
@@ -49,12 +54,7 @@ from gdsload._native.region cimport UNIT_BYTES, region_ready
 from gdsload._native.traffic cimport CTraffic, traffic_admits
 
 cdef enum:
-    BATCH = 64                 # reads handed to the engine, or taken from it, at a time
-    # How long the pump looks away, at most. Completions wake it; only a new post, a cancellation
-    # or populated memory has to wait for the end of a look.
-    IDLE_WAIT_NS = 20000000
     PARKED_WAIT_NS = 10000000000   # with no request at all: a post wakes it
-    BUSY_WAIT_NS = 500000
     # A read that waits this long for its memory goes ahead and faults the pages in itself.
     STARVED_NS = 20000000
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not asked in a tight loop
@@ -153,15 +153,6 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
     self.again_count = 0
 
 
-cdef int any_cancelled(CPump *self) noexcept nogil:
-    cdef CRequest *request = self.first
-    while request != NULL:
-        if request.cancelled and request.in_flight > 0:
-            return 1
-        request = request.next_posted
-    return 0
-
-
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
     cdef Read staged[BATCH]
@@ -170,11 +161,12 @@ cdef void *serve(void *arg) noexcept nogil:
     cdef timespec until
     cdef int64_t now, wait
     cdef int staged_count = 0
-    cdef int taken, seen, i, pause, cancel_sent = 0
+    cdef int taken, seen, i, pause, wanted, cancel_sent = 0
     pthread_mutex_lock(&self.lock)
     self.broken = self.ops.open(
         &self.engine, self.depth, self.buffers, self.buffer_count, &self.fixed
     )
+    pthread_cond_broadcast(&self.settled)  # whoever made the pump waits for its engine
     while not self.broken:
         now = monotonic_ns()
         staged_count = unstage(self, staged, staged_count, now)
@@ -191,7 +183,8 @@ cdef void *serve(void *arg) noexcept nogil:
             staged_count += 1
         # Also a request that ends without a completion (cancelled while it was to be asked again)
         # has somebody who waits for it.
-        if drop_quiet(self) or (self.in_flight == 0 and staged_count == 0):
+        if drop_quiet(self) or self.fulfilled:
+            self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if self.in_flight == 0 and staged_count == 0:
             if self.closing and self.first == NULL:
@@ -206,7 +199,7 @@ cdef void *serve(void *arg) noexcept nogil:
             cancel_sent = 1
         else:
             cancel_sent = 0
-        wait = IDLE_WAIT_NS if self.in_flight + staged_count >= self.depth else BUSY_WAIT_NS
+        wait = look_away(self, staged_count, &wanted)
         pthread_mutex_unlock(&self.lock)
 
         pause = 0
@@ -214,8 +207,10 @@ cdef void *serve(void *arg) noexcept nogil:
         seen = 0
         if staged_count:
             taken = self.ops.submit(self.engine, staged, staged_count)
+        if taken < staged_count:
+            wanted = 1  # the next that comes makes room
         if self.in_flight + (taken if taken > 0 else 0) > 0:
-            seen = self.ops.reap(self.engine, completions, BATCH, wait)
+            seen = self.ops.reap(self.engine, completions, BATCH, wanted, wait)
 
         pthread_mutex_lock(&self.lock)
         now = monotonic_ns()
@@ -236,7 +231,8 @@ cdef void *serve(void *arg) noexcept nogil:
         self.in_flight -= seen
         for i in range(seen):
             pause |= handle(self, <Op *>completions[i].cookie, completions[i].result, now)
-        if seen or taken == 1:  # one that was refused at the door has settled too
+        if self.fulfilled:
+            self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if pause:
             deadline_in(&until, BACK_OFF_NS)

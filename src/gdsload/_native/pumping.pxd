@@ -31,6 +31,15 @@ cdef enum:
     DONE = 1
     FAILED = 2
 
+cdef enum:
+    BATCH = 64                 # reads handed to the engine, or taken from it, at a time
+    # How long the pump looks away, at most. Completions wake it; only a new post, a cancellation
+    # or populated memory has to wait for the end of a look.
+    IDLE_WAIT_NS = 20000000
+    ALONE_WAIT_NS = 5000000    # nobody waits: who comes shall not find what he wants there, untold
+    LAST_WAIT_NS = 2000000     # the engine has room for a new post
+    BUSY_WAIT_NS = 500000
+
 cdef struct File:
     int buffered_fd
     int direct_fd              # -1: this file is read through the page cache
@@ -56,6 +65,13 @@ cdef struct Op:
     int64_t posted_ns
     int64_t done_ns
 
+# Somebody who waits for some ops of a request, on his own stack.
+cdef struct Waiter:
+    int first
+    int last
+    int left                   # of these, ops that have not settled
+    Waiter *next
+
 cdef struct CRequest:
     Op *ops
     int count
@@ -78,6 +94,7 @@ cdef struct CRequest:
     int64_t retries
     int64_t progress_ns        # when a byte last arrived
     CPopulator *populator
+    Waiter *waiters
     CRequest *next_posted
 
 cdef struct CPump:
@@ -98,6 +115,7 @@ cdef struct CPump:
     Buffer *buffers
     int buffer_count
     CRequest *first            # posted and not yet quiet, oldest first
+    int fulfilled              # a waiter has all that it waits for
     Op **again                 # ops to be asked once more
     int again_count
     CTraffic *traffic          # of all pumps
@@ -134,14 +152,21 @@ cdef inline void release_pump(CPump *self) noexcept nogil:
 
 cdef inline void settle(CPump *self, Op *op, int error, int64_t now) noexcept nogil:
     cdef CRequest *request = op.request
+    cdef Waiter *waiter = request.waiters
+    cdef int place = <int>(op - request.ops)
     op.state = FAILED if error else DONE
     op.error = error
     op.done_ns = now
-    request.order[request.settled] = <int>(op - request.ops)
+    request.order[request.settled] = place
     request.settled += 1
     request.in_flight -= 1
     if error:
         request.failed += 1
+    while waiter != NULL:
+        if waiter.first <= place <= waiter.last:
+            waiter.left -= 1
+            self.fulfilled |= waiter.left == 0
+        waiter = waiter.next
 
 
 cdef inline void ask_again(CPump *self, Op *op) noexcept nogil:
@@ -224,3 +249,47 @@ cdef inline void describe(Op *op, Read *read) noexcept nogil:
     read.offset = op.offset + start
     read.buffer = op.buffer
     read.cookie = <uint64_t>op
+
+
+cdef inline int64_t look_away(CPump *self, int staged, int *wanted) noexcept nogil:
+    """How long to look away, and how many completions to sleep through: waking up for one costs
+    several times as much as what is to be done about it.
+
+    There is nothing to do before the engine has a quarter of its depth to spare, or somebody has
+    the last op that he waits for.
+    """
+    cdef CRequest *request = self.first
+    cdef Waiter *waiter
+    cdef int under_way = self.in_flight + staged
+    cdef int left = 0, held = 0, cancelled = 0
+    while request != NULL:
+        held |= request.next < request.count and not request.cancelled
+        cancelled |= request.cancelled
+        waiter = request.waiters
+        while waiter != NULL:
+            if left == 0 or waiter.left < left:
+                left = waiter.left
+            waiter = waiter.next
+        request = request.next_posted
+    wanted[0] = 1
+    if under_way < self.depth and (held or left == 0 or cancelled):
+        return BUSY_WAIT_NS
+    if cancelled:
+        return IDLE_WAIT_NS
+    # With nothing left to hand over, only who waits counts.
+    wanted[0] = self.depth // 4 if under_way >= self.depth else under_way
+    if left > 0 and left < wanted[0]:
+        wanted[0] = left
+    wanted[0] = min(max(wanted[0], 1), <int>BATCH)
+    if under_way < self.depth:
+        return LAST_WAIT_NS
+    return IDLE_WAIT_NS if left else ALONE_WAIT_NS
+
+
+cdef inline int any_cancelled(CPump *self) noexcept nogil:
+    cdef CRequest *request = self.first
+    while request != NULL:
+        if request.cancelled and request.in_flight > 0:
+            return 1
+        request = request.next_posted
+    return 0

@@ -30,6 +30,7 @@ from gdsload._native.pumping cimport (
     CRequest,
     File,
     Op,
+    Waiter,
     count_load,
     free_request,
 )
@@ -197,7 +198,9 @@ cdef class Request:
         cdef CPump *pump = self.to
         cdef CRequest *request = self.request
         cdef timespec until
-        cdef int i = first
+        cdef Waiter waiter
+        cdef Waiter **link
+        cdef int i, late = 0
         if last < 0:
             last = request.count - 1
         if last >= request.count or first < 0:
@@ -206,15 +209,23 @@ cdef class Request:
         with nogil:
             deadline_in(&until, <int64_t>(timeout * 1e9))
             pthread_mutex_lock(&pump.lock)
+            # The pump counts down what is left of it, and tells of it once, not of every op.
+            waiter.first, waiter.last = first, last
+            waiter.next = request.waiters
+            request.waiters = &waiter
             while True:
-                while i <= last and request.ops[i].state != PENDING:
-                    i += 1
-                if i > last or not request.posted or pump.finished:
+                waiter.left = 0  # counted anew: meanwhile it may have been posted again
+                for i in range(first, last + 1):
+                    waiter.left += request.ops[i].state == PENDING
+                if waiter.left == 0 or not request.posted or pump.finished or late:
                     break
-                if pthread_cond_timedwait(&pump.settled, &pump.lock, &until) != 0:
-                    break
+                late = pthread_cond_timedwait(&pump.settled, &pump.lock, &until)
+            link = &request.waiters
+            while link[0] != &waiter:
+                link = &link[0].next
+            link[0] = waiter.next
             pthread_mutex_unlock(&pump.lock)
-        return i > last
+        return waiter.left == 0
 
     def news(self):
         """The ops that have settled since it was last asked, in the order in which they did."""

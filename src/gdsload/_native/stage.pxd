@@ -48,9 +48,11 @@ cdef enum:
     MOST_LANDINGS = 262144
 
 cdef enum:
-    # How long to look away while a copy is on its way: a slot of 4 MiB takes some 80 us at
-    # 55 GB/s, and costs nothing while it waits to be noticed.
+    # How long to look away while a copy is on its way, at least, and the bytes that are not copied
+    # sooner: a slot of 4 MiB takes some 80 us at 55 GB/s, and costs nothing while it waits to be
+    # noticed.
     COPY_LOOK_NS = 20000
+    COPIED_IN_A_LOOK = 4194304
 
 cdef enum:
     # An engine's answer -LOST - errno: the read failed, and may still write to its slot.

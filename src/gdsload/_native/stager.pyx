@@ -21,6 +21,7 @@ from gdsload._native.pthreads cimport (
     pthread_mutex_unlock,
 )
 from gdsload._native.stage cimport (
+    COPIED_IN_A_LOOK,
     COPY_LOOK_NS,
     LANDING_SHIFT,
     LOST,
@@ -170,10 +171,10 @@ cdef void look_at_copies(Runner *self) noexcept nogil:
         copied(self, slot)
 
 
-cdef int look_at_reads(Runner *self, int64_t wait_ns) noexcept nogil:
+cdef int look_at_reads(Runner *self, int wanted, int64_t wait_ns) noexcept nogil:
     cdef Completion completions[BATCH]
     cdef int seen, i
-    seen = self.stage.ops.reap(self.engine, completions, BATCH, wait_ns)
+    seen = self.stage.ops.reap(self.engine, completions, BATCH, wanted, wait_ns)
     for i in range(seen):
         arrived(self, <Slot *>completions[i].cookie, completions[i].result)
     return seen
@@ -296,33 +297,45 @@ cdef int hand_out(Runner *self, Completion *out, int room) noexcept nogil:
     return given
 
 
-cdef int reap_stage(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int64_t copies_take(Runner *self, int count) noexcept nogil:
+    """How soon so many copies can have ended: nobody needs to look before."""
+    cdef int64_t nbytes = <int64_t>count * <int64_t>self.stage.ring.slot_bytes
+    return max(<int64_t>COPY_LOOK_NS, nbytes * COPY_LOOK_NS // COPIED_IN_A_LOOK)
+
+
+cdef int reap_stage(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef Runner *self = <Runner *>engine
     cdef int64_t until = monotonic_ns() + wait_ns
     cdef int64_t left
     cdef timespec pause
-    cdef int seen
+    cdef int missing, seen, looked = 0
     while True:
         look_at_copies(self)
-        left = until - monotonic_ns()
-        if self.ready_count >= room:
+        missing = wanted - self.ready_count
+        left = max(until - monotonic_ns(), <int64_t>0) if missing > 0 else 0
+        if self.ready_count >= room or (looked and left == 0):
             return hand_out(self, out, room)
-        if self.ready_count > 0 or left < 0:
-            left = 0
         if self.reading > 0:
-            # While something is being copied, it is looked at again soon.
-            seen = look_at_reads(
-                self, left if self.copying_count == 0 or left < COPY_LOOK_NS else COPY_LOOK_NS
-            )
+            if missing > self.copying_count:
+                # However soon the copies end, there will not be enough of them. Never more than
+                # half of the reads: what has come is on its way while the others are read.
+                missing = min(missing - self.copying_count, (self.reading + 1) // 2)
+            elif missing > 0:
+                # The copies that are under way would do.
+                left = min(left, copies_take(self, missing))
+                missing = 1
+            seen = look_at_reads(self, max(missing, 1), left)
             if seen < 0:
                 return seen
         elif self.copying_count > 0 and left > 0:
             pause.tv_sec = 0
-            pause.tv_nsec = COPY_LOOK_NS
+            pause.tv_nsec = min(left, copies_take(self, min(missing, self.copying_count)))
             nanosleep(&pause, NULL)
-        if self.ready_count > 0 or left == 0 or self.reading + self.copying_count == 0:
-            look_at_copies(self)
+        else:
             return hand_out(self, out, room)
+        looked = 1
 
 
 cdef void cancel_stage(void *engine) noexcept nogil:
@@ -343,7 +356,7 @@ cdef void close_stage(void *engine) noexcept nogil:
     cdef Runner *self = <Runner *>engine
     cdef int64_t until
     cdef timespec pause
-    while self.reading > 0 and look_at_reads(self, CLOSE_LOOK_NS) >= 0:
+    while self.reading > 0 and look_at_reads(self, 1, CLOSE_LOOK_NS) >= 0:
         pass
     until = monotonic_ns() + LAST_COPIES_NS
     look_at_copies(self)

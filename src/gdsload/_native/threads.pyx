@@ -45,6 +45,7 @@ cdef struct Threads:
     Completion *done             # ring of `depth` completions
     int first_done
     int done_count
+    int wanted                   # completions that reap waits for
     int in_flight                # taken by submit, not yet handed out by reap
     int depth
     int closing
@@ -73,7 +74,8 @@ cdef void *serve(void *arg) noexcept nogil:
         self.done[(self.first_done + self.done_count) % self.depth].cookie = read.cookie
         self.done[(self.first_done + self.done_count) % self.depth].result = result
         self.done_count += 1
-        pthread_cond_signal(&self.finished)
+        if self.done_count >= self.wanted:
+            pthread_cond_signal(&self.finished)
     pthread_mutex_unlock(&self.lock)
     return NULL
 
@@ -123,13 +125,18 @@ cdef int submit_threads(void *engine, const Read *reads, int count) noexcept nog
     return taken
 
 
-cdef int reap_threads(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_threads(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef Threads *self = <Threads *>engine
     cdef timespec until
     cdef int taken = 0
     deadline_in(&until, wait_ns)
     pthread_mutex_lock(&self.lock)
-    while self.done_count == 0 and self.in_flight > 0:
+    if wanted > self.in_flight:
+        wanted = self.in_flight
+    self.wanted = wanted
+    while self.done_count < wanted:
         if pthread_cond_timedwait(&self.finished, &self.lock, &until) != 0:
             break
     while taken < room and self.done_count > 0:

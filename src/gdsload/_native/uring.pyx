@@ -170,7 +170,9 @@ cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil
     return taken
 
 
-cdef int reap_uring(void *engine, Completion *out, int room, int64_t wait_ns) noexcept nogil:
+cdef int reap_uring(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
     cdef Uring *self = <Uring *>engine
     cdef io_uring_cqe *cqes[REAP_BATCH]
     cdef __kernel_timespec wait
@@ -178,7 +180,7 @@ cdef int reap_uring(void *engine, Completion *out, int room, int64_t wait_ns) no
     cdef unsigned seen, i
     wait.tv_sec = wait_ns // 1000000000
     wait.tv_nsec = wait_ns % 1000000000
-    error = io_uring_submit_and_wait_timeout(&self.ring, cqes, 1, &wait, NULL)
+    error = io_uring_submit_and_wait_timeout(&self.ring, cqes, <unsigned>wanted, &wait, NULL)
     if error == -EAGAIN or error == -EBUSY:
         # The kernel has no room now, and says so at once: asked in a loop, it would burn a core.
         usleep(BACK_OFF_US)
