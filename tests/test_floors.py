@@ -19,7 +19,7 @@ FLOORS = (
     "_native collector errors dtypes quiet version",
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
-    "arena progress gpu ring residency report claims order cuts verdicts",
+    "arena progress gpu device ring residency report claims order cuts verdicts",
     "segments hostpool backends outcome roads blocks",
     "load doctor vram tensors early ahead opening",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"

@@ -19,8 +19,8 @@ from typing import Any
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, cut, whole
 from gdsload.destinations import Kind, Target, kinds_of, target_of
+from gdsload.device import device_name
 from gdsload.dtypes import known_dtype
-from gdsload.vram import device_name
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 

@@ -20,7 +20,7 @@ from gdsload.backends.base import DRAM, Failure
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
-from gdsload.errors import PlacementError, ReadError, StallError
+from gdsload.errors import ReadError, StallError
 from gdsload.outcome import (
     describe,
     note,
@@ -37,7 +37,7 @@ from gdsload.segments import Intake
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CACHES", "STALL_SECONDS", "Batch", "Session", "require_device"]
+__all__ = ["CACHES", "STALL_SECONDS", "Batch", "Session"]
 
 # Without a single byte for this long, storage is taken for dead. Longer than an NFS server's
 # restart usually takes.
@@ -409,25 +409,3 @@ class Batch:
             whole = self._complete and hostpool.unchanged(checkpoint)
             self._intake.end(checkpoint if whole else None)
             self._intake = None
-
-
-def require_device(device: object) -> str:
-    """The name of a device that is there, "cuda:0" for 0; torch is asked for all but the CPU.
-
-    Raises PlacementError, before a byte is read, for what is no device or not on this machine.
-    """
-    if isinstance(device, int) and not isinstance(device, bool):
-        device = f"cuda:{device}"
-    text = str(device)
-    if text in ("cpu", "cpu:0"):
-        return "cpu"
-    import torch
-
-    if not isinstance(device, (str, torch.device)):
-        raise PlacementError(f"{device!r} is not a device")
-    try:
-        found = torch.empty(0, device=text).device
-    except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
-        why = str(error).partition("\n")[0] or repr(error)
-        raise PlacementError(f"device {text!r} cannot be used: {why}") from error
-    return str(found)  # with its number: "cuda" is the current one

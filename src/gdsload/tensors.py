@@ -17,8 +17,9 @@ from gdsload import vram
 from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import rows_of, runs_of, whole
+from gdsload.device import require_device
 from gdsload.errors import CheckpointError
-from gdsload.load import STALL_SECONDS, Batch, Session, require_device
+from gdsload.load import STALL_SECONDS, Batch, Session
 from gdsload.order import in_layers
 from gdsload.plan import wanted_info, wanted_infos
 from gdsload.report import LoadReport

@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
 
 
-def device_name(device: Any) -> str:
-    """A device as we write it: "cuda:1" for 1, and the current one for "cuda"."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return f"cuda:{device}"
-    text = str(device)
-    return f"cuda:{_torch_cuda().current_device()}" if text == "cuda" else text
-
-
 def reached(target: str, backend: str) -> str:
     """The device that reads can go to for this target: itself, or "cpu" where what was read has to
     be moved on by torch."""
