@@ -164,17 +164,6 @@ class Session:
             self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
         return spots
 
-    def pinned(self, pieces: Sequence[Piece]) -> dict[str, Spot] | None:
-        """Where all of these are in the pinned memory of an open pool, for a device to copy from
-        and nobody to write to; None where any is not."""
-        spots = hostpool.find(self.checkpoint, pieces, {}, pinned=True)
-        wanted = [piece for piece in pieces if piece.nbytes]
-        if not wanted or len(spots) < len(wanted):
-            return None
-        nbytes = sum(piece.nbytes for piece in wanted)
-        self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
-        return spots
-
     def claims_of(self, spots: Mapping[str, Spot]) -> dict[str, Claim]:
         """The claims behind these spots, once: their bytes may still be on the way."""
         return {name: self._claims.pop(name) for name in spots if name in self._claims}

@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gdsload import vram
-from gdsload.arena import hand_over
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.cuts import rows_of, runs_of, whole
+from gdsload.cuts import rows_of
 from gdsload.device import require_device
 from gdsload.errors import CheckpointError
 from gdsload.load import STALL_SECONDS, Batch, Session
@@ -82,11 +81,6 @@ def load_file(
             )
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
-        pieces = runs_of(map(whole, infos))
-        if target != "cpu" == session.device and (kept := session.pinned(pieces)) is not None:
-            with report.phase("copy"):
-                checkpoint.verify_unchanged()
-                return {name: t.to(target) for name, t in hand_over(infos, kept).items()}
         if session.device != "cpu":
             return vram.load(session, infos, bar.moved)
         if target != "cpu":

@@ -9,18 +9,15 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
+from posix.unistd cimport getpid
 
 import atexit
-import os
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, describe, drop_capsule
 
 from gdsload._native.cuda import CudaFailure
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 cdef struct CBlock:
     CudaApi *cuda
@@ -85,7 +82,7 @@ cdef class Block:
         cdef CBlock *made
         if length == 0:
             raise ValueError("a block of no bytes cannot be")
-        if device.cuda.pid != os.getpid():
+        if device.cuda.pid != getpid():
             raise RuntimeError("CUDA was started before this process was forked from its parent")
         functions, _ = device.handles()
         made = <CBlock *>calloc(1, sizeof(CBlock))

@@ -9,8 +9,7 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc
-
-import os
+from posix.unistd cimport getpid
 
 from gdsload._native.cuda cimport (
     CU_MEMHOSTREGISTER_PORTABLE,
@@ -19,9 +18,6 @@ from gdsload._native.cuda cimport (
     CudaApi,
 )
 from gdsload._native.dynamic cimport dlclose, fill_table, open_library
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 # In the order of CudaApi: a table of pointers is filled from a table of names.
 _SYMBOLS = (
@@ -75,7 +71,7 @@ cdef class Cuda:
                 dlclose(library)
                 raise OSError(f"{path} has no {name}: this CUDA driver is too old")
         self.path = path
-        self.pid = os.getpid()
+        self.pid = getpid()
         with nogil:
             code = self.api.init(0)
         self.require("cuInit", code)
@@ -142,7 +138,7 @@ cdef class Device:
     cdef enter(self):
         if self.context == NULL:
             raise RuntimeError(f"device {self.ordinal} is closed")
-        if self.cuda.pid != os.getpid():
+        if self.cuda.pid != getpid():
             raise RuntimeError("CUDA was started before this process was forked from its parent")
         self.cuda.require("cuCtxPushCurrent", self.cuda.api.push_current(self.context))
 
@@ -273,7 +269,7 @@ cdef class Device:
         if self.context == NULL:
             return
         self.context = NULL
-        if self.cuda.pid == os.getpid():
+        if self.cuda.pid == getpid():
             with nogil:
                 self.cuda.api.primary_release(self.handle)
 

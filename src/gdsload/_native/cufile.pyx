@@ -10,6 +10,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
+from posix.unistd cimport getpid
 
 import os
 
@@ -96,11 +97,11 @@ cdef class CuFile:
                 dlclose(library)
                 raise OSError(f"{path} has no {name}")
         self.path = path
-        self.pid = os.getpid()
+        self.pid = getpid()
 
     cdef own(self):
         # Its threads, locks and device descriptors stayed in the parent.
-        if self.pid != os.getpid():
+        if self.pid != getpid():
             raise RuntimeError("libcufile was opened before this process was forked")
 
     cdef lacks(self, str name):

@@ -10,6 +10,7 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
+from posix.unistd cimport getpid
 
 import os
 
@@ -232,7 +233,7 @@ cdef class Pool:
         pthread_mutex_init(&self.pool.lock, NULL)
         self.pool.references = 1
         self.pool.limit = limit
-        self.pid = os.getpid()
+        self.pid = getpid()
 
     def take(self, uint64_t length):
         """A region of at least ``length`` bytes: an idle one that fits, or a fresh one. What makes
@@ -355,7 +356,7 @@ cdef class Pool:
     def __dealloc__(self):
         if self.pool == NULL:
             return
-        if self.pid == os.getpid():
+        if self.pid == getpid():
             self.close()
         release_pool(self.pool)
 

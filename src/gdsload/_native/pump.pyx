@@ -12,6 +12,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, malloc
 from posix.time cimport timespec
+from posix.unistd cimport getpid
 
 import os
 
@@ -278,7 +279,7 @@ cdef class Pump:
         monotonic_cond_init(&made.news)
         monotonic_cond_init(&made.settled)
         self.pump = made
-        self.pid = os.getpid()
+        self.pid = getpid()
         made.again = <Op **>malloc((depth + BATCH) * sizeof(void *))
         made.buffer_count = len(buffers) if buffers else 0
         made.buffers = <Buffer *>calloc(made.buffer_count + 1, sizeof(Buffer))
@@ -338,7 +339,7 @@ cdef class Pump:
         if not pump.running:
             return True
         pump.running = 0  # whoever closes it at the same time must not join the thread again
-        if self.pid != os.getpid():  # the thread stayed behind in the parent
+        if self.pid != getpid():  # the thread stayed behind in the parent
             return True
         with nogil:
             deadline_in(&until, wait_ns)

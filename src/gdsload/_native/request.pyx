@@ -10,8 +10,7 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
 from posix.time cimport timespec
-
-import os
+from posix.unistd cimport getpid
 
 from gdsload._native.atomics cimport gds_load, gds_store
 from gdsload._native.populator cimport CPopulator
@@ -129,7 +128,7 @@ cdef class Request:
     cdef int look(self, int *word) noexcept:
         """A number that the pump's thread writes."""
         cdef int value
-        if self.pid != os.getpid():
+        if self.pid != getpid():
             return word[0]
         with nogil:
             pthread_mutex_lock(&self.to.lock)
@@ -139,7 +138,7 @@ cdef class Request:
 
     cdef require_own_process(self):
         # After a fork the lock may be held for good, by a thread that stayed in the parent.
-        if self.pid != os.getpid():
+        if self.pid != getpid():
             raise OSError(9, "the pump stayed behind in the process that forked this one")
 
     def post(self):
@@ -150,7 +149,7 @@ cdef class Request:
         cdef CPump *pump = self.to
         cdef CRequest **link
         cdef int error = 0
-        if pump.broken or not pump.running or self.pid != os.getpid():
+        if pump.broken or not pump.running or self.pid != getpid():
             raise OSError(-pump.broken or 9, "the pump has ended")
         with nogil:
             pthread_mutex_lock(&pump.lock)
@@ -242,7 +241,7 @@ cdef class Request:
     def cancel(self):
         """No further op is submitted; those in flight are called back where that can be done."""
         cdef CPump *pump = self.to
-        if self.pid != os.getpid():
+        if self.pid != getpid():
             return
         with nogil:
             pthread_mutex_lock(&pump.lock)
@@ -256,7 +255,7 @@ cdef class Request:
         cdef CPump *pump = self.to
         cdef timespec until
         cdef int posted
-        if self.pid != os.getpid():
+        if self.pid != getpid():
             return True
         with nogil:
             deadline_in(&until, <int64_t>(timeout * 1e9))
@@ -334,7 +333,7 @@ cdef class Request:
         cdef int gone = 1
         if self.request == NULL:
             return
-        if self.pump is not None and self.pid == os.getpid():
+        if self.pump is not None and self.pid == getpid():
             # Reads may still be in flight into memory that this request keeps alive: then the
             # pump, which will hear of them, frees it instead.
             pump = self.to
