@@ -1,5 +1,6 @@
 """Pictures of kept results: bars with their spread, disk throughput over time, rates by block size,
-costs by number. matplotlib draws them; where it is missing there are tables and no pictures.
+costs by number, timelines. matplotlib draws them; where it is missing there are tables and no
+pictures.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from . import costs, sweep, tables
+from . import costs, start, sweep, tables
 from .records import Refused
 from .scale import PLANS
 
@@ -132,12 +133,38 @@ def curves(result: dict[str, Any], path: Path) -> Path:
     return save(figure, path)
 
 
+PHASES = {"imports": "0.75", "loaded": OURS, "ready": LIMITS}
+
+
+def timeline(result: dict[str, Any], path: Path) -> Path:
+    """From process start: imports, loading and touching, and below each what was read ahead."""
+    found = tables.grouped(result)
+    figure, ((plot,),) = axes(9, 2.8)
+    for row, arm in enumerate(start.MODELS):
+        median = start.median_run(found[arm])
+        last = 0.0
+        for name, shade in PHASES.items():
+            plot.barh(row, median["marks"][name] - last, left=last, height=0.4, color=shade)
+            last = median["marks"][name]
+        plot.text(last, row, f" {last:.2f} s", va="center")
+        reads = [(begin, end - begin) for _, begin, end in median["reads"]]
+        plot.broken_barh(reads, (row + 0.22, 0.15), color="tab:orange")
+    plot.axvline(start.floor(result), color="0.3", linestyle=":", linewidth=1)
+    plot.set_yticks(range(len(start.MODELS)), start.MODELS)
+    plot.margins(x=0.1)
+    plot.set_xlabel("seconds since the process started; grey: imports, blue: load, green: touch,\n"
+                    "orange: reads ahead; dotted: max(imports alone, reading alone)")  # fmt: skip
+    plot.set_title(start.title(result), fontsize=9)
+    return save(figure, path)
+
+
 # What is drawn of each kind of result, by the ending of its file.
 KINDS: dict[str, dict[str, Callable[[dict[str, Any], Path], Path]]] = {
     "loads": {"": bars, "-throughput": throughput},
     "compare": {"": bars},
     "io": {"": rates},
     "scale": {"": curves},
+    "start": {"": timeline},
 }
 
 

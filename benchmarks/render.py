@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import compare, costs, engines, pictures, pipeline, sweep, tables
+from . import compare, costs, engines, pictures, pipeline, start, sweep, tables
 from .places import CHECKOUT, RESULTS, ROOT
 from .records import Refused
 
@@ -41,6 +41,7 @@ KINDS = {
     "compare": Shown(tables.title, compare.table, compare.notes),
     "io": Shown(sweep.title, sweep.table, sweep.notes),
     "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
+    "start": Shown(start.title, start.table, start.notes),
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
 }
 

@@ -1,14 +1,13 @@
 """Process start to a ready model, every parameter touched: with prefetch, without, and stock.
 
-    python -m benchmarks.start DIRECTORY [--rounds 5] [--json OUT [--add]] [--picture OUT.svg]
-    python -m benchmarks.start --from RESULTS.json --picture OUT.svg
+    gdsload bench start DIRECTORY [--rounds 7] [--output RESULT.json]
 
 Each figure is of a fresh process; the arms take turns, and the weights are put out of the page
 cache before each. `imports` and `read` are the two halves alone: with prefetch the whole should
 cost what the longer of them costs. The files of Python's packages are warm, and compiled to
 bytecode, by a process that is not counted. "Touched" is a byte of every page of every tensor; the
 checksum over all of them, the same for all arms, is taken after the clock has stopped. The picture
-is the timeline of the median run of each arm.
+(`gdsload bench report RESULT.json`) is the timeline of the median run of each arm.
 """
 
 from __future__ import annotations
@@ -16,22 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gdsload import residency
 
-from . import machine
+from . import records, tables
+from .records import Refused
 
-ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
 MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
+# What "within" the longer of the two halves shall mean.
+AIM = 0.10
 
 # CLOCK_MONOTONIC is the same for all processes: the parent's `begin` is the process's start.
 CHILD = """
@@ -98,120 +98,115 @@ def environment() -> dict[str, str]:
 
 
 def child(arm: str, source: Path) -> dict[str, Any]:
-    """What a fresh process says of itself."""
+    """What a fresh process says of itself. Raises Refused where it fails."""
     begin = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, arm, str(source), repr(begin)],
         capture_output=True, text=True, check=False, env=environment(),
     )  # fmt: skip
     if ran.returncode:
-        raise SystemExit(f"{arm}: {ran.stderr}")
+        raise Refused(f"{arm}: {ran.stderr}")
     facts: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return facts
 
 
 def run(arm: str, source: Path) -> dict[str, Any]:
-    """One fresh process, with the weights out of the page cache."""
+    """One fresh process, with the weights out of the page cache. Raises Refused where some stay."""
     for file in sorted(source.glob("*.safetensors")):
         left = residency.evict(file)
         if left:
-            raise SystemExit(f"{file}: {left} bytes stay in the page cache: no cold figure here")
-    return child(arm, source)
+            raise Refused(f"{file}: {left} bytes stay in the page cache: no cold figure here")
+    facts = child(arm, source)
+    return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
 
 
-def measure(source: Path, rounds: int, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Adds so many runs of each arm; each round starts with another arm."""
+def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
+    """So many runs of each arm; each round starts with another one. Raises Refused where the
+    models differ."""
     child("imports", source)
-    for _ in range(rounds):
-        place = len(runs[ARMS[-1]]) % len(ARMS)
-        for arm in ARMS[place:] + ARMS[:place]:
-            runs[arm].append(run(arm, source))
-    sums = {one["checksum"] for arm in MODELS for one in runs[arm]}
+    runs = []
+    for number in range(rounds):
+        place = number % len(ARMS)
+        runs += [run(arm, source) for arm in ARMS[place:] + ARMS[:place]]
+    sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
     if len(sums) != 1:
-        raise SystemExit(f"the arms do not agree on the weights: {sums}")
+        raise Refused(f"the arms do not agree on the weights: {sums}")
+    return runs
 
 
-def medians(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    return {
-        arm: statistics.median(one["marks"]["ready"] for one in some) for arm, some in runs.items()
-    }
+def median_run(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The run whose timeline is shown."""
+    order = sorted(runs, key=lambda one: float(one["seconds"]))
+    return order[len(order) // 2]
 
 
-def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(runs, key=lambda one: one["marks"]["ready"])[len(runs) // 2]
+def floor(result: dict[str, Any]) -> float:
+    """Seconds of the longer of the two halves."""
+    found = tables.grouped(result)
+    return max(tables.seconds_of(found[arm]).median for arm in ("imports", "read"))
 
 
-def verdict(seconds: dict[str, float]) -> str:
-    """How far the whole is from the longer of its halves."""
-    floor = max(seconds["imports"], seconds["read"])
+def title(result: dict[str, Any]) -> str:
+    rounds = len(tables.grouped(result)["stock"])
     return (
-        f"prefetch {seconds['prefetch']:.2f} s, max(imports, read) {floor:.2f} s:"
-        f" {seconds['prefetch'] / floor - 1:+.0%}"
+        f"{result['name']}, {result['bytes'] / 1e9:.2f} GB; process start to a ready model, weights"
+        f" cold; {rounds} repeats"
     )
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None:
-    """The timeline: imports, loading and touching above, each read below."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = title  # the same runs make the same file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 2.8))
-    colours = {"imports": "0.75", "loaded": "tab:blue", "ready": "tab:green"}
-    for row, arm in enumerate(MODELS):
-        median = median_run(runs[arm])
-        marks = median["marks"]
-        last = 0.0
-        for name, colour in colours.items():
-            axes.barh(row, marks[name] - last, left=last, height=0.4, color=colour)
-            last = marks[name]
-        axes.text(last, row, f" {last:.2f} s", va="center")
-        reads = [(start, end - start) for _, start, end in median["reads"]]
-        axes.broken_barh(reads, (row + 0.22, 0.15), color="tab:orange")
-    floor = max(medians(runs)["imports"], medians(runs)["read"])
-    axes.axvline(floor, color="0.3", linestyle=":", linewidth=1)
-    axes.set_yticks(range(len(MODELS)), MODELS)
-    axes.set_xlim(0, max(one["marks"]["ready"] for arm in MODELS for one in runs[arm]) * 1.05)
-    axes.set_xlabel("seconds since the process started; grey: imports, blue: load, green: touch,\n"
-                    "orange: reads ahead; dotted: max(imports alone, reading alone)")  # fmt: skip
-    axes.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+def table(result: dict[str, Any]) -> str:
+    """Seconds of each arm, its phases in the median run, and how far it is from the limit."""
+    found, least = tables.grouped(result), floor(result)
+    rows = []
+    for arm in ARMS:
+        took, marks = tables.seconds_of(found[arm]), median_run(found[arm])["marks"]
+        loaded = marks.get("loaded", marks["ready"])
+        rows.append([
+            arm, f"{took.median:.2f}", f"{took.low:.2f} to {took.high:.2f}",
+            f"{marks['imports']:.2f}",
+            f"{loaded - marks['imports']:.2f}" if arm in MODELS else "",
+            f"{marks['ready'] - loaded:.2f}" if arm in MODELS else "",
+            f"{took.median / least - 1:+.0%}" if arm in MODELS else "",
+        ])  # fmt: skip
+    head = ["arm", "median s", "min to max", "imports s", "load s", "touch s", "beside the limit"]
+    return tables.markdown(head, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, nargs="?")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="keep the runs here")
-    parser.add_argument("--add", action="store_true", help="to the runs that are there")
-    parser.add_argument("--from", type=Path, dest="kept", help="runs that were kept: no new ones")
-    parser.add_argument("--picture", type=Path)
-    words = parser.parse_args(arguments)
-    if (words.source is None) == (words.kept is None):
-        parser.error("either a DIRECTORY to measure with, or --from RESULTS")
-    found = words.kept or (words.json if words.add and words.json.exists() else None)
-    kept = json.loads(found.read_text()) if found else {"runs": {arm: [] for arm in ARMS}}
-    runs = kept["runs"]
-    if words.source is not None:
-        measure(words.source, words.rounds, runs)
-        kept = {
-            "model": words.source.name,
-            "commit": machine.commit(ROOT),
-            "machine": machine.describe(words.source),
-            "seconds": medians(runs),
-            "runs": runs,
-        }
-    for arm, took in medians(runs).items():
-        print(f"{arm:10} {took:7.3f} s")
-    print(verdict(medians(runs)))
-    if words.json:
-        words.json.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
-    if words.picture:
-        draw(runs, kept["model"], words.picture)
+def notes(result: dict[str, Any]) -> str:
+    found = tables.grouped(result)
+    took = tables.seconds_of(found["prefetch"]).median
+    over = took / floor(result) - 1
+    said = "met" if over <= AIM else "missed"
+    return "\n".join([
+        f"- {records.described(result)}",
+        "- each run in a fresh process, arms in turn; weights evicted before each, the files of"
+        " Python's packages warm; all checksums equal; phases are those of the median run",
+        f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
+        f" {over:+.0%}, within {AIM:.0%} was wanted: {said}",
+    ])  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="gdsload bench start", description=(__doc__ or "").partition("\n")[0]
+    )
+    records.add_source(parser)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(arguments)
+    try:
+        with records.source_of(options) as source:
+            name = records.name_of(options, source)
+            size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+            runs = measured(source, options.rounds)
+            arms = [{"label": arm} for arm in ARMS]
+            result = records.record("start", source, name=name, bytes=size, arms=arms, runs=runs)
+    except Refused as error:
+        print(f"bench start: {error}", file=sys.stderr)
+        return 1
+    path = records.keep(result, options.output, f"start-{name}")
+    print(f"{title(result)}\n\n{table(result)}\n\n{notes(result)}\nkept in {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

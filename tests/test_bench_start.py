@@ -1,0 +1,88 @@
+"""What `gdsload bench start` keeps and refuses. No test looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import synth
+from gdsload.cli import measuring
+
+start, render, pictures, tables = (
+    measuring.program(name) for name in ("start", "render", "pictures", "tables")
+)
+READY = {"imports": 3.0, "read": 1.0, "stock": 5.0, "gdsload": 4.5, "prefetch": 3.2}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    synth.write("tiny", tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def told(arm: str, source: Path) -> dict[str, Any]:
+    """What a child would say that took the time of its arm."""
+    marks = {"imports": min(READY["imports"], READY[arm]), "loaded": READY[arm] - 0.1}
+    return {
+        "marks": {**marks, "ready": READY[arm]},
+        "checksum": 7 if arm in start.MODELS else None,
+        "phases": {},
+        "reads": [["read", 0.1, 0.9]] if arm == "prefetch" else [],
+    }
+
+
+def test_a_fresh_process_tells_when_it_had_read_all(source: Path) -> None:
+    found = start.run("read", source)
+    assert found["arm"] == "read"
+    assert 0 < found["marks"]["imports"] <= found["seconds"] == found["marks"]["ready"]
+    assert found["reads"]
+
+
+def test_a_child_that_fails_is_no_figure(tmp_path: Path) -> None:
+    with pytest.raises(start.Refused, match="CheckpointNotFound"):
+        start.child("read", tmp_path)
+
+
+def test_kept_shown_and_drawn(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(start, "child", told)
+    path = tmp_path / "start-tiny.json"
+    assert start.main([str(source), "--rounds", "3", "--output", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [len(runs) for runs in tables.grouped(result).values()] == [3] * len(start.ARMS)
+    assert [run["arm"] for run in result["runs"][::5]] == ["imports", "read", "stock"]  # in turn
+    assert start.floor(result) == READY["imports"]
+    shown = render.rendered(path.name, tmp_path)
+    assert "| prefetch |" in shown
+    assert "+7%" in shown
+    assert "within 10% was wanted: met" in shown
+    assert shown.splitlines()[3] in capsys.readouterr().out
+    for run in result["runs"]:
+        if run["arm"] == "prefetch":
+            run["seconds"] = 3.4
+    assert "missed" in start.notes(result)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
+    (picture,) = pictures.draw(result, tmp_path / "start-tiny")
+    assert picture.read_text().count("3.20 s") == 1
+
+
+def test_models_that_differ_are_no_result(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        start, "child", lambda arm, source: {**told(arm, source), "checksum": len(arm)}
+    )
+    path = tmp_path / "start.json"
+    assert start.main([str(source), "--rounds", "1", "--output", str(path)]) == 1
+    assert "do not agree" in capsys.readouterr().err
+    assert not path.exists()
