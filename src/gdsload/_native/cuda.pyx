@@ -11,6 +11,8 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc
 from posix.unistd cimport getpid
 
+import os
+
 from gdsload._native.cuda cimport (
     CU_MEMHOSTREGISTER_PORTABLE,
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE,

@@ -1,4 +1,5 @@
-# Libraries that are opened at run time: one, and a table of its functions.
+# Libraries that are opened at run time: one, and a table of its functions. Whoever cimports this also
+# imports os, which it uses.
 
 import os
 
