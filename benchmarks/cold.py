@@ -106,13 +106,6 @@ def chosen(
     return [arm for arm in arms if arm.label not in left_out], left_out
 
 
-def order(arms: list[Arm], repeat: int) -> list[Arm]:
-    """Another one first in each round, and every second round backwards: nobody always follows
-    the same neighbour."""
-    turned = arms[repeat % len(arms) :] + arms[: repeat % len(arms)]
-    return turned[::-1] if repeat % 2 else turned
-
-
 class Measured(NamedTuple):
     """All runs of all arms, those that did not count, and the arms that could not run."""
 
@@ -133,7 +126,7 @@ def measure(
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
         for repeat in range(options.repeats):
-            for position, arm in enumerate(order(arms, repeat)):
+            for position, arm in enumerate(records.in_turn(arms, repeat)):
                 if arm.label in left_out:
                     continue
                 checked = repeat == 0 and not options.no_checksums

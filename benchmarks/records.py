@@ -8,14 +8,15 @@ import argparse
 import datetime
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import machine, places
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -66,6 +67,14 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="leave what --model wrote")
     parser.add_argument("--name", help="of the checkpoint; its directory's by default")
     parser.add_argument("--output", type=Path, help="JSON; named by what was measured if absent")
+
+
+def in_turn(arms: Sequence[T], repeat: int) -> list[T]:
+    """Another one first in each round, and every second round backwards: nobody always follows
+    the same neighbour."""
+    first = repeat % len(arms)
+    turned = [*arms[first:], *arms[:first]]
+    return turned[::-1] if repeat % 2 else turned
 
 
 @contextmanager

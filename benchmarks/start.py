@@ -3,8 +3,8 @@
     gdsload bench start DIRECTORY [--rounds 7] [--output RESULT.json]
 
 Each figure is of a fresh process; the arms take turns, and the weights are put out of the page
-cache before each. `imports` and `read` are the two halves alone: with prefetch the whole should
-cost what the longer of them costs. The files of Python's packages are warm, and compiled to
+cache before each, some seconds before the clock starts. `imports` and `read` are the two halves
+alone: with prefetch the whole should cost what the longer of them costs. The files of Python's packages are warm, and compiled to
 bytecode, by a process that is not counted. "Touched" is a byte of every page of every tensor; the
 checksum over all of them, the same for all arms, is taken after the clock has stopped. The picture
 (`gdsload bench report RESULT.json`) is the timeline of the median run of each arm.
@@ -30,6 +30,9 @@ from .records import Refused
 
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
 MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
+# On a virtual machine the host takes back what the last process, and the page cache, have let go:
+# for a second or two that slows down whoever comes next, imports most of all.
+SETTLE_SECONDS = 3.0
 # What "within" the longer of the two halves shall mean.
 AIM = 0.10
 
@@ -116,18 +119,15 @@ def run(arm: str, source: Path) -> dict[str, Any]:
         left = residency.evict(file)
         if left:
             raise Refused(f"{file}: {left} bytes stay in the page cache: no cold figure here")
+    time.sleep(SETTLE_SECONDS)
     facts = child(arm, source)
     return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
-    """So many runs of each arm; each round starts with another one. Raises Refused where the
-    models differ."""
+    """So many runs of each arm, in turn. Raises Refused where the models differ."""
     child("imports", source)
-    runs = []
-    for number in range(rounds):
-        place = number % len(ARMS)
-        runs += [run(arm, source) for arm in ARMS[place:] + ARMS[:place]]
+    runs = [run(arm, source) for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
     sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
     if len(sums) != 1:
         raise Refused(f"the arms do not agree on the weights: {sums}")
