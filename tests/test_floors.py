@@ -23,7 +23,7 @@ FLOORS = (
     "segments hostpool backends outcome roads blocks",
     "load doctor vram tensors early ahead opening",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
-    " destinations filling readiness stopping asynchronous",
+    " destinations filling readiness stopping asynchronous ties",
     "cli integrations bench __main__",
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}

@@ -29,6 +29,7 @@ from gdsload.loading import running, swaps_of_loading, swaps_of_warmup
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
 from gdsload.swaps import Swap, Swaps, held
+from gdsload.ties import swaps_of_ties
 from gdsload.weights import Misfit, Options, Weights
 
 log = logging.getLogger("gdsload")
@@ -243,6 +244,7 @@ def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
         _misfit[module.__name__] = f"_load_pretrained_model takes {', '.join(front)}"
     yield Swap(module, "safe_open", _swapped_open(module.safe_open))
     yield from swaps_of_warmup(module)
+    yield from swaps_of_ties(module, active)
     shard = getattr(module, "_load_state_dict_into_meta_model", None)
     if shard is not None:
 
