@@ -5,10 +5,10 @@
 Each figure is of a fresh process; the arms take turns, and the weights are put out of the page
 cache before each, some seconds before the clock starts. `imports` and `read` are the two halves
 alone: with prefetch the whole should cost what the longer of them costs. The files of Python's
-packages are warm, and compiled to bytecode, by a process that is not counted. "Touched" is a byte of
-every page of every tensor; the checksum over all of them, the same for all arms, is taken after the
-clock has stopped. The picture (`gdsload bench report RESULT.json`) is the timeline of the median run
-of each arm.
+packages are warm, and compiled to bytecode, by a process that is not counted. "Touched" is a byte
+of every page of every tensor; the checksum over all of them, the same for all arms, is taken after
+the clock has stopped. The picture (`gdsload bench report RESULT.json`) is the timeline of the
+median run of each arm.
 """
 
 from __future__ import annotations
