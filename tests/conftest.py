@@ -6,14 +6,16 @@ import functools
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import synth
+from gdsload import load, synth
 from gdsload.backends import OpenFile
 from gpudoubles import Doubles
 
@@ -110,3 +112,18 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
         pytest.skip(reason)
+
+
+@pytest.fixture
+def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a load has claimed something."""
+    event, real = threading.Event(), load.claim_pieces
+
+    def claim(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found[0]:
+            event.set()
+        return found
+
+    monkeypatch.setattr(load, "claim_pieces", claim)
+    return event

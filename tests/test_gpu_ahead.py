@@ -25,7 +25,7 @@ from gdsload.backends import auto, contest, staged
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gpudoubles import CODE, NEGATIVE, Doubles
-from test_vram import device_tensor, raw
+from test_vram import device_tensor, odd_tensors, raw
 
 PATIENCE_SECONDS = 20.0
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
@@ -63,21 +63,6 @@ def expected(source: Path) -> Loaded:
     for shard in sorted(source.glob("*.safetensors")):
         found |= safetensors.torch.load_file(shard)
     return found
-
-
-@pytest.fixture
-def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a load has claimed something."""
-    event, real = threading.Event(), load.claim_pieces
-
-    def claim(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        if found[0]:
-            event.set()
-        return found
-
-    monkeypatch.setattr(load, "claim_pieces", claim)
-    return event
 
 
 def by_load_file(source: Path) -> Loaded:
@@ -500,15 +485,7 @@ def test_two_prefetches_of_the_same_read_it_once(doubles: Doubles, source: Path)
 
 
 def test_odd_tensors(doubles: Doubles, tmp_path: Path) -> None:
-    """What does not fit its dtype where it lies in the file, and what has no bytes."""
-    saved = {
-        "a": torch.arange(7, dtype=torch.uint8),
-        "b": torch.empty(0, 5),
-        "c": torch.arange(333, dtype=torch.int16),
-        "d": torch.tensor(2.5, dtype=torch.float64),
-        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
-        "f": torch.ones(3, 1, dtype=torch.bool),
-    }
+    saved = odd_tensors()
     path = tmp_path / "odd.safetensors"
     safetensors.torch.save_file(saved, path)
     with ahead_of(path) as ahead:

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import claims, early, load, residency
+from gdsload import claims, early, residency
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 
@@ -36,21 +35,6 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 def gate() -> Iterator[Gate]:
     with gated() as gate:
         yield gate
-
-
-@pytest.fixture
-def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a load has claimed something."""
-    event, real = threading.Event(), load.claim_pieces
-
-    def claim(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        if found[0]:
-            event.set()
-        return found
-
-    monkeypatch.setattr(load, "claim_pieces", claim)
-    return event
 
 
 @pytest.fixture(autouse=True)

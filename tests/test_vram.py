@@ -41,6 +41,18 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torc
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """What does not fit its dtype where it lies in the file, and what has no bytes."""
+    return {
+        "a": torch.arange(7, dtype=torch.uint8),
+        "b": torch.empty(0, 5),
+        "c": torch.arange(333, dtype=torch.int16),
+        "d": torch.tensor(2.5, dtype=torch.float64),
+        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "f": torch.ones(3, 1, dtype=torch.bool),
+    }
+
+
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -85,14 +97,7 @@ def test_whole_checkpoints(
 def test_odd_tensors(
     backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path
 ) -> None:
-    saved = {
-        "a": torch.arange(7, dtype=torch.uint8),
-        "b": torch.empty(0, 5),
-        "c": torch.arange(333, dtype=torch.int16),
-        "d": torch.tensor(2.5, dtype=torch.float64),
-        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
-        "f": torch.ones(3, 1, dtype=torch.bool),
-    }
+    saved = odd_tensors()
     path = tmp_path / "odd.safetensors"
     safetensors.torch.save_file(saved, path)
     got = gdsload.load_file(path, "cuda:0", backend=backend, options=options)
