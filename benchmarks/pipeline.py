@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -39,8 +38,8 @@ from gdsload.backends.staged import StagedRoad
 from gdsload.plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.ring import DRAM, release_rings, ring_for
 
-from . import machine, tables
-from .places import RESULTS, ROOT
+from . import records, tables
+from .places import ROOT
 from .records import described
 
 REQUEST_BYTES = 4 << 20
@@ -267,21 +266,18 @@ def main(words: list[str] | None = None) -> int:
         prog="python -m benchmarks.pipeline", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=RESULTS / "pipeline.json")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args(words)
     pipeline, loop = measured(options.repeats)
-    result = {
-        "format": 1,
-        "kind": "pipeline",
-        "machine": machine.describe(ROOT),
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": machine.commit(ROOT),
-        "bytes": LOAD_BYTES,
-        "request_bytes": REQUEST_BYTES,
-        "pipeline": pipeline,
-        "bare": loop,
-    }
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    result = records.record(
+        "pipeline",
+        ROOT,
+        bytes=LOAD_BYTES,
+        request_bytes=REQUEST_BYTES,
+        pipeline=pipeline,
+        bare=loop,
+    )
+    records.keep(result, options.output, "pipeline")
     print(f"{table(result)}\n\n{notes(result)}")
     return 0
 

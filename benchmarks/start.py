@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,26 @@ def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
     return runs
 
 
+def joined(spans: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    """Times in which something was read, of (name, begin, end) that overlap."""
+    found: list[list[Any]] = []
+    for name, begin, end in sorted(spans, key=lambda span: float(span[1])):
+        if found and begin <= found[-1][2]:
+            found[-1][2] = max(found[-1][2], end)
+        else:
+            found.append([name, begin, end])
+    return found
+
+
+def thin(runs: list[dict[str, Any]]) -> None:
+    """Leaves the timeline with the median run of each arm: a picture needs no more."""
+    for arm in ARMS:
+        some = [one for one in runs if one["arm"] == arm]
+        shown = median_run(some)
+        for one in some:
+            one["reads"] = joined(one["reads"]) if one is shown else []
+
+
 def median_run(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The run whose timeline is shown."""
     order = sorted(runs, key=lambda one: float(one["seconds"]))
@@ -199,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
             name = records.name_of(options, source)
             size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
+            thin(runs)
             arms = [{"label": arm} for arm in ARMS]
             result = records.record("start", source, name=name, bytes=size, arms=arms, runs=runs)
     except Refused as error:

@@ -51,6 +51,11 @@ def test_a_child_that_fails_is_no_figure(tmp_path: Path) -> None:
         start.child("read", tmp_path)
 
 
+def test_what_overlaps_is_one_time_of_reading() -> None:
+    spans = [("b", 3.0, 4.0), ("a", 0.0, 1.0), ("c", 0.5, 2.0), ("d", 1.5, 1.7)]
+    assert start.joined(spans) == [["a", 0.0, 2.0], ["b", 3.0, 4.0]]
+
+
 def test_kept_shown_and_drawn(
     source: Path,
     tmp_path: Path,
@@ -64,6 +69,7 @@ def test_kept_shown_and_drawn(
     assert [len(runs) for runs in tables.grouped(result).values()] == [3] * len(start.ARMS)
     assert [run["arm"] for run in result["runs"][::5]] == ["imports", "imports", "stock"]  # in turn
     assert start.floor(result) == READY["imports"]
+    assert [run["reads"] for run in result["runs"] if run["reads"]] == [[["read", 0.1, 0.9]]]
     shown = render.rendered(path.name, tmp_path)
     assert "| prefetch |" in shown
     assert "+7%" in shown

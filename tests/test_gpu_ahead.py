@@ -20,12 +20,12 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import blocks, claims, gpu, load, ring, tensors, vram
-from gdsload.backends import auto, contest, staged
+from gdsload import blocks, claims, gpu, load, ring
+from gdsload.backends import contest, staged
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gpudoubles import CODE, NEGATIVE, Doubles
-from test_vram import device_tensor, odd_tensors, raw
+from test_vram import odd_tensors, raw
 
 PATIENCE_SECONDS = 20.0
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
@@ -35,21 +35,17 @@ Loaded = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
-    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+def doubles(measuring: Doubles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
     monkeypatch.setattr(contest, "LEG_BYTES", 128 << 10)
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
-        for one in prefetches():
-            one.close()
-        assert claims.offered() == []
-        # A ring whose slots are still on their way home when it is forgotten stays pinned.
-        doubles.hold_copies(False)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while ring.release_rings() or ring.rings():
-            assert time.monotonic() < deadline, "somebody has a slot"
+    yield measuring
+    for one in prefetches():
+        one.close()
+    assert claims.offered() == []
+    # A ring whose slots are still on their way home when it is forgotten stays pinned.
+    measuring.hold_copies(False)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while ring.release_rings() or ring.rings():
+        assert time.monotonic() < deadline, "somebody has a slot"
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
     most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
     groups: list[tuple[int, list[tuple[str, int]]]] = []
     held, members = 0, list[tuple[str, int]]()
-    for piece in sorted(pieces, key=lambda piece: (piece.shard, piece.offset)):
+    for piece in sorted(pieces, key=lambda piece: piece.place):
         if not piece.nbytes:
             continue
         if members and held + piece.nbytes > most:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
-from gdsload.arena import POPULATE_THREADS, POPULATED_AHEAD_BYTES, require_room
+from gdsload.arena import (
+    POPULATE_THREADS,
+    POPULATED_AHEAD_BYTES,
+    Spot,
+    bytes_at,
+    require_room,
+)
 from gdsload.errors import PlacementError
 
 if TYPE_CHECKING:
@@ -202,11 +208,7 @@ def _are_tensors(tensors: Any) -> bool:
 
 
 def _tensor(region: Region, offset: int, target: Target) -> torch.Tensor:
-    import torch
-
-    raw = torch.utils.dlpack.from_dlpack(region.view(offset, target.nbytes, (target.nbytes,), 1, 8))
-    found: torch.Tensor = raw.view(target.dtype).view(target.shape)
-    return found
+    return bytes_at(Spot(region, offset), target.nbytes).view(target.dtype).view(target.shape)
 
 
 def kinds_of(

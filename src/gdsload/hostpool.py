@@ -119,15 +119,15 @@ class HostPool:
         *, pinned: bool = False,
     ) -> dict[str, Spot]:  # fmt: skip
         """Where those of the pieces are that it holds. `mappings` are the caller's own, by segment;
-        with `pinned` they are the pinned memory itself, which nobody may write to."""
+        with `pinned`, what is pinned is that memory itself, which nobody may write to."""
         spots: dict[str, Spot] = {}
         with self._lock:
             for piece in pieces:
                 found = self._at(checkpoint.shards[piece.shard].identity, piece)
-                if found is None or (pinned and found.segment.pinned is None):
+                if found is None:
                     continue
                 segment = found.segment
-                region = segment.pinned if pinned else mappings.get(id(segment))
+                region = (segment.pinned if pinned else None) or mappings.get(id(segment))
                 if region is None:
                     region = segment.lease.lend(segment.fd, 0, segment.length, False)
                     mappings[id(segment)] = region

@@ -156,9 +156,9 @@ class Session:
         """What an open pool holds of these."""
         if self.cache == "mapped":
             return {}
-        spots = hostpool.find(self.checkpoint, pieces, self._pooled)
-        if self.device != "cpu":  # whoever copies from there can take the pinned memory itself
-            spots.update(hostpool.find(self.checkpoint, pieces, {}, pinned=True))
+        # Whoever copies from there to a device can take the pinned memory itself.
+        pinned = self.device != "cpu"
+        spots = hostpool.find(self.checkpoint, pieces, self._pooled, pinned=pinned)
         nbytes = sum(piece.nbytes for piece in pieces if piece.name in spots)
         if nbytes:
             self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes

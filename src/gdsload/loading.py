@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from gdsload import readiness, stopping
-from gdsload.swaps import Swap
+from gdsload.swaps import Swap, takes
 from gdsload.weights import Weights
 
 # The load whose inner parts run in this context.
@@ -114,7 +114,7 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
     yield Swap(module, "deepcopy", copied)
     yield Swap(module, "dot_natural_key", natural_key)
     materialize = getattr(module, "_materialize_copy", None)
-    if materialize is not None and _takes(materialize, "tensor", "device", "dtype"):
+    if materialize is not None and takes(materialize, "tensor", "device", "dtype"):
 
         @functools.wraps(materialize)
         def materialized(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
@@ -133,7 +133,7 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
 def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
     """What is replaced in `transformers.modeling_utils` of what is taken for the weights."""
     warm_up = getattr(module, "caching_allocator_warmup", None)
-    if warm_up is None or not _takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
+    if warm_up is None or not takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
         return
 
     @functools.wraps(warm_up)
@@ -148,25 +148,21 @@ def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
     yield Swap(module, "caching_allocator_warmup", warmed_up)
 
 
-def _takes(function: Any, *names: str) -> bool:
-    return tuple(inspect.signature(function).parameters) == names
-
-
 _CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs")
 _PATTERNS = ("source_pattern", "target_patterns")
 
 
 def _swaps_of_merging(module: ModuleType) -> Iterator[Swap]:
     stack = getattr(module, "MergeModulelist", None)
-    if stack is not None and _takes(stack.convert, *_CONVERT):
+    if stack is not None and takes(stack.convert, *_CONVERT):
         for asked in ("input_size", "input_dict"):  # the latter before 5.9
-            if _takes(stack.get_target_pattern, "self", asked, *_PATTERNS):
+            if takes(stack.get_target_pattern, "self", asked, *_PATTERNS):
                 yield Swap(stack, "convert", _swapped_stack(stack.convert, asked))
     join = getattr(module, "Concatenate", None)
     if (
         join is not None
-        and _takes(join.convert, *_CONVERT)
-        and _takes(join.get_target_pattern, "self", "target_patterns")
+        and takes(join.convert, *_CONVERT)
+        and takes(join.get_target_pattern, "self", "target_patterns")
     ):
         yield Swap(join, "convert", _swapped_join(join.convert))
 

@@ -41,6 +41,11 @@ class Piece(NamedTuple):
     offset: int
     nbytes: int
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """What puts pieces in the order of the files: shard and offset."""
+        return self.shard, self.offset
+
 
 class Extent(NamedTuple):
     """A run of bytes in one shard."""
@@ -222,7 +227,7 @@ def plan_reads(
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
-        ordered = sorted(window, key=_place)
+        ordered = sorted(window, key=lambda piece: piece.place)
         for extent, members in _extents(ordered, gap_bytes, limits.block):
             wanted += sum(piece.nbytes for piece in members)
             extents.append(extent)
@@ -261,12 +266,8 @@ def plan_reads(
 
 def extents_of(pieces: Sequence[Piece], gap_bytes: int = GAP_BYTES) -> list[Extent]:
     """The runs of bytes that these pieces make up, in file order."""
-    ordered = sorted(pieces, key=_place)
+    ordered = sorted(pieces, key=lambda piece: piece.place)
     return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
-
-
-def _place(piece: Piece) -> tuple[int, int]:
-    return piece.shard, piece.offset
 
 
 def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Piece]]:

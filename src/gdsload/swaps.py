@@ -8,6 +8,7 @@ leaves, everything is as it was. Ctrl-C may come between any two steps: whoever 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,11 @@ class Swap(NamedTuple):
     owner: Any
     name: str
     value: Any
+
+
+def takes(function: Any, *names: str) -> bool:
+    """Whether these are a function's parameters: it may be replaced by what was written for it."""
+    return tuple(inspect.signature(function).parameters) == names
 
 
 class _Done(NamedTuple):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.swaps import Swap
+from gdsload.swaps import Swap, takes
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +46,7 @@ def swaps_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[
     """What is replaced in `transformers.modeling_utils`, for callers for whom `wanted()` is not
     None. A transformers that has no such function calls torch itself, and is left alone."""
     compare = getattr(module, _COMPARE, None)
-    if compare is None or tuple(inspect.signature(compare).parameters) != ("source", "target"):
+    if compare is None or not takes(compare, "source", "target"):
         return
 
     @functools.wraps(compare)

@@ -190,7 +190,7 @@ class CuFileBackend(Backend):
         request.start()
 
     def yield_to_loads(self, request: StagedRequest, ahead: bool) -> None:
-        request.native.ahead = ahead
+        request.yield_to_loads(ahead)
 
     def check(self, request: StagedRequest) -> Progress:
         return request.progress()
