@@ -81,6 +81,59 @@ def test_a_script_that_cannot_be_changed(qwen: Path, tmp_path: Path) -> None:
     assert done.stdout.split()[0] == FIRST, done.stderr
 
 
+# What a script finds of itself, also when its own thread has ended.
+ITSELF = """
+import atexit, os, pickle, sys, threading
+
+class Own: pass
+
+def tell():
+    main = sys.modules["__main__"]
+    own = pickle.loads(pickle.dumps(Own())).__class__ is Own
+    print(__name__, sys.argv, vars(main) is globals(), own)
+
+def later():
+    threading.main_thread().join()
+    tell()
+
+print(__file__, __package__, __spec__ and __spec__.name, sys.path[0])
+threading.Thread(target=later).start()
+atexit.register(tell)
+if len(sys.argv) > 1:
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["own.py"], 0), (["own.py", "7"], 7), (["-m", "own", "3"], 3), (["-m", "pack"], 0),
+     (["pack"], 0), (["link.py"], 0), (["nowhere.py"], 2), (["-m", "nowhere"], 1)],
+)  # fmt: skip
+def test_a_script_is_run_as_python_does(
+    words: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    for name in ("own.py", "pack/__main__.py"):
+        (tmp_path / name).write_text(ITSELF)
+    (tmp_path / "link.py").symlink_to(tmp_path / "pack" / "__main__.py")
+    monkeypatch.chdir(tmp_path)
+    plain, run = ran(*words), ran("-m", "gdsload", "run", *words)
+    assert (run.stdout, run.returncode) == (plain.stdout, plain.returncode), run.stderr
+    assert plain.returncode == code
+    assert ("Traceback" in run.stderr) == ("Traceback" in plain.stderr), run.stderr
+
+
+def test_threads_that_outlive_the_script_find_it_installed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import threading\nfrom gdsload import seam\n"
+        "def later():\n    threading.main_thread().join()\n    print(seam.active())\n"
+        "threading.Thread(target=later).start()\n"
+    )
+    done = ran("-m", "gdsload", "run", str(tmp_path / "script.py"), GDSLOAD_BACKEND="posix")
+    assert "posix" in done.stdout, done.stderr
+
+
 def test_running_nothing() -> None:
     assert "usage: python -m gdsload run" in ran("-m", "gdsload", "run").stderr
 
