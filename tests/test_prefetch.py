@@ -245,10 +245,21 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
     with gdsload.prefetch(checkpoint, backend="gated", **READ):
         gate.request(0)
         with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
-            assert again.wait(PATIENCE_SECONDS) and len(gate.requests) == 1
+            assert again.wait(0.1) is False  # the first one still reads it
             gate.open(0)
+            assert again.wait(PATIENCE_SECONDS) and len(gate.requests) == 1
             gdsload.load_file(checkpoint)
             assert set(gdsload.last_report().roads) == {"prefetched"}
+
+
+def test_one_that_relied_on_another_tells_what_became_of_it(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
+        gate.request(0)
+        with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
+            assert again.wait(0.1) is False
+            first.cancel()
+            with pytest.raises(PrefetchCancelled, match="another"):
+                again.wait(PATIENCE_SECONDS)
 
 
 def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:
@@ -322,6 +333,103 @@ def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
             os._exit(0 if prefetches() == [] == claims.offered() else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert prefetches() == [ahead]
+
+
+def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, gate: Gate) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        gate.request(0)
+        with ahead._lock, ahead._ahead._lock:  # type: ignore[union-attr]
+            child = os.fork()
+        if child == 0:
+            try:
+                ahead.wait(PATIENCE_SECONDS)
+            except PrefetchCancelled:
+                ahead.close()
+                os._exit(0 if ahead.progress().state == "cancelled" else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        gate.open(0)
+        assert ahead.wait(PATIENCE_SECONDS)
+
+
+# The signal comes while its own thread is asking, with the locks that this takes.
+IN_A_HANDLER = """
+import signal, sys, threading, gdsload
+from gdsload.ahead import Ahead
+
+gdsload.warmup.limit_bandwidth(1000)
+ahead, look = gdsload.prefetch(sys.argv[1], cache="buffered"), Ahead._look
+raised, seen = [], []
+
+def handler(*_):
+    seen.append(ahead.progress().state)
+    gdsload.warmup.status(), gdsload.resume()
+    ahead.close()
+    seen.append(ahead.progress().state)
+
+def looked(self):
+    if threading.current_thread() is threading.main_thread() and not raised:
+        raised.append(True)
+        signal.raise_signal(signal.SIGUSR1)
+    return look(self)
+
+signal.signal(signal.SIGUSR1, handler)
+Ahead._look = looked
+while ahead.progress().state == "opening":
+    pass
+while not seen:
+    ahead.progress()
+ahead._thread.join(30)
+print(seen, ahead._thread.is_alive(), ahead.progress().state)
+"""
+
+
+def test_a_signal_handler_may_close_what_is_being_asked(checkpoint: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_A_HANDLER, checkpoint],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("['reading', 'closed'] False closed\n", "")
+
+
+def test_ctrl_c_leaves_no_prefetch_that_nobody_has(
+    checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(early.Prefetch, "_run", lambda self: None)
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gdsload.prefetch(checkpoint, backend="gated", **READ)
+    assert prefetches() == [] and claims.offered() == []
+
+
+# Ctrl-C while the first of our native modules is imported, and then once more without it.
+INTERRUPTED_IMPORT = """
+import sys
+sys.modules.pop("inspect", None)
+
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == "inspect":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+try:
+    import gdsload._native.memory
+except KeyboardInterrupt:
+    import gdsload._native.memory
+    print("imported")
+"""
+
+
+def test_ctrl_c_may_come_while_it_is_imported() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "imported\n", "")
 
 
 def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:

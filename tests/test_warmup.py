@@ -16,7 +16,7 @@ import pytest
 import gdsload
 from command import answer, process, run
 from gated import Gate, gated
-from gdsload import early, residency, warmup
+from gdsload import early, residency, underway, warmup
 from gdsload.errors import CheckpointNotFound
 
 PATIENCE_SECONDS = 30
@@ -58,15 +58,24 @@ def test_status_tells_of_what_ended_and_of_what_failed(checkpoint: Path, tmp_pat
 
 
 def test_status_forgets_in_the_end(checkpoint: Path) -> None:
-    for _ in range(early.REMEMBERED + 1):
+    for _ in range(underway.REMEMBERED + 1):
         gdsload.prefetch(checkpoint, names=[]).close()
-    assert len(warmup.status()) == early.REMEMBERED
+    assert len(warmup.status()) == underway.REMEMBERED
 
 
 def test_a_hook_is_a_plain_function(checkpoint: Path) -> None:
     hook = warmup.hook(checkpoint, wait=True, cache="buffered")
     ahead = hook()
     assert ahead.progress().state == "landed" and hook() is ahead
+
+
+def test_a_hook_starts_anew_what_was_closed(checkpoint: Path) -> None:
+    start = warmup.hook(checkpoint)
+    first = start()
+    assert start() is first
+    first.close()
+    with start() as second:
+        assert second is not first and second.wait(PATIENCE_SECONDS)
 
 
 def test_a_hook_is_the_life_of_an_application(checkpoint: Path, gate: Gate) -> None:

@@ -37,7 +37,8 @@ class Ahead(Batch):
     ) -> None:  # fmt: skip
         super().__init__(session, plan, spots, memory)
         self.error: ReadError | None = None
-        self._lock = threading.Lock()
+        # A signal handler may ask while its own thread does: hence one that can be taken again.
+        self._lock = threading.RLock()
         self._states = bytearray(len(plan.transfers))
         self._left = len(plan.transfers)
         self._idle_seconds = 0.0
@@ -68,14 +69,23 @@ class Ahead(Batch):
         return rows
 
     def look(self) -> bool:
-        """Notes what has landed since it was last asked; True when nothing more will."""
-        with self._lock:
+        """Notes what has landed since it was last asked; True when nothing more will.
+
+        Returns at once where another thread looks: a signal handler may have stopped that one here,
+        and wait for this one to end.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             return self._look()
+        finally:
+            self._lock.release()
 
     def _look(self) -> bool:
-        if self._request is None:
+        request = self._request
+        if request is None:
             return True
-        progress = self.session.backend.check(self._request)
+        progress = self.session.backend.check(request)
         for place in progress.settled:
             self._states[place] = _HERE
         for failure in progress.failures:
@@ -114,12 +124,13 @@ class Ahead(Batch):
     @property
     def landed_bytes(self) -> int:
         """Bytes that have come: whole transfers only."""
-        with self._lock:
-            transfers, states = self.plan.transfers, self._states
-            return sum(t.wanted for t, state in zip(transfers, states, strict=True) if state == 1)
+        transfers, states = self.plan.transfers, bytes(self._states)
+        return sum(t.wanted for t, state in zip(transfers, states, strict=True) if state == _HERE)
 
     def release(self) -> None:
         """Ends the request, finished or not; what has landed stays."""
+        if self._request is None:
+            return
         with self._lock:
             if self._request is not None:
                 self._look()

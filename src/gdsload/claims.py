@@ -79,7 +79,7 @@ class Landing:
         self.pid = os.getpid()
         self.device = "cpu"
         self.claimed_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known = threading.Event()
         self._flight: Flight | None = None
         self._free: dict[Identity, list[Stretch]] = {}
@@ -172,7 +172,7 @@ def _start(row: Stretch) -> int:
     return row.start
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _offered: list[Landing] = []
 
 
@@ -255,7 +255,7 @@ def waiting_on(
 def _forget() -> None:
     """In a child: the reads stayed in the parent, and so did whoever held the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _offered.clear()
 
 

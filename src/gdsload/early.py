@@ -9,16 +9,14 @@ has to be passed along.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gdsload import claims, hostpool, quiet, residency
+from gdsload import claims, hostpool, quiet, residency, underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, GdsloadError, StallError
@@ -50,7 +48,10 @@ HEAD_START_SECONDS = 0.01
 # load that waits for them cannot take it back.
 NICENESS = 5
 _LOOK_SECONDS = 0.1
-REMEMBERED = 32  # prefetches that `warmup.status` can still tell of when they have ended
+_GLANCE_SECONDS = 0.01  # `close` is held up by that where another prefetch is waited for
+# `close` waits so long for the thread that reads. It ends at once, unless a signal handler closes
+# while its own thread holds a lock.
+_CLOSE_SECONDS = 2.0
 
 
 class Prefetch:
@@ -73,7 +74,7 @@ class Prefetch:
         self._warm_bytes = 0
         self._start = time.monotonic()
         self._seconds = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # signal handlers may ask, too
         self._posted = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdsload-prefetch", daemon=True)
@@ -81,11 +82,13 @@ class Prefetch:
     def _begin(self) -> None:
         claims.offer(self._landing)
         quiet.hold(self)
-        with _lock:
-            _alive.append(self)
-            _started.append(self)
-        self._thread.start()
-        self._posted.wait(HEAD_START_SECONDS)
+        underway.begin(self)
+        try:
+            self._thread.start()
+            self._posted.wait(HEAD_START_SECONDS)
+        except BaseException:  # Ctrl-C: nobody will have it to close it
+            self._stop(CLOSED)
+            raise
 
     def _run(self) -> None:
         session, names, where = self._arguments
@@ -139,7 +142,7 @@ class Prefetch:
                 own = threading.get_native_id()
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
-        pieces = [piece for piece in pieces if not self._elsewhere(session, piece)]
+        pieces, others = self._shared(session, pieces)
         ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
         try:
             stretches = ahead.stretches(pieces)
@@ -167,16 +170,29 @@ class Prefetch:
                 raise ahead.error
         finally:
             ahead.release()
+        for other in others:
+            while self._state == READING and not other._ended.wait(_GLANCE_SECONDS):
+                pass
+            if other._state in (CANCELLED, FAILED):
+                raise PrefetchCancelled(
+                    f"{self.source}: another prefetch was reading the same, and was {other._state}"
+                )
 
-    def _elsewhere(self, session: Session, piece: Piece) -> bool:
-        """Whether another prefetch reads it already, into the same tier and device."""
-        file = session.checkpoint.shards[piece.shard].identity
-        return any(
-            other is not self
-            and (other.tier, other._landing.device) == (self.tier, session.device)
-            and other._landing.has(file, piece)
-            for other in prefetches()
-        )
+    def _shared(
+        self, session: Session, pieces: Sequence[Piece]
+    ) -> tuple[list[Piece], list[Prefetch]]:
+        """The pieces without those that other prefetches read already, into the same tier and
+        device; and these prefetches."""
+        shards = session.checkpoint.shards
+        mine, others = list(pieces), []
+        for other in prefetches():
+            if other is self or (other.tier, other._landing.device) != (self.tier, session.device):
+                continue
+            left = [p for p in mine if not other._landing.has(shards[p.shard].identity, p)]
+            if len(left) < len(mine):
+                mine = left
+                others.append(other)
+        return mine, others
 
     def _measure(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
         if self.tier == "pagecache":
@@ -211,9 +227,7 @@ class Prefetch:
 
     def _withdraw(self) -> None:
         claims.withdraw(self._landing)
-        with _lock:
-            if self in _alive:
-                _alive.remove(self)
+        underway.end(self)
 
     def progress(self) -> Progress:
         """How far it is, at once."""
@@ -256,7 +270,7 @@ class Prefetch:
         """Ends the reads and lets go of what nobody has claimed. May be called again."""
         self._stop(CLOSED)
         if self._thread is not threading.current_thread():
-            self._thread.join(_LOOK_SECONDS if self._state == OPENING else None)
+            self._thread.join(_LOOK_SECONDS if self._state == OPENING else _CLOSE_SECONDS)
 
     def _stop(self, state: str) -> None:
         with self._lock:
@@ -277,6 +291,19 @@ class Prefetch:
 
     def wake(self) -> None:
         """Nothing to take back."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it reads no more and holds nothing that a load could take."""
+        return self._ended.is_set() and self._landing.empty
+
+    def orphan(self) -> None:
+        """In a child: what was read, or still is, stayed in the parent."""
+        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._landing, self._ahead = claims.Landing(self.source), None
+        if self._state in (OPENING, READING):
+            self._state = CANCELLED
+        self._ended.set()
 
     def __enter__(self) -> Prefetch:
         return self
@@ -353,39 +380,9 @@ def prefetch(
 
 def prefetches() -> list[Prefetch]:
     """Those of this process that still read, or hold what nobody has taken; oldest first."""
-    pid = os.getpid()
-    with _lock:
-        mine = [one for one in _alive if one._landing.pid == pid]
-        for one in mine:
-            if one._ended.is_set() and one._landing.empty:
-                _alive.remove(one)
-                mine = [other for other in mine if other is not one]
-    return mine
+    return [one for one in underway.current() if isinstance(one, Prefetch)]
 
 
 def started() -> list[Prefetch]:
     """The last ones of this process, oldest first, ended or not."""
-    with _lock:
-        return list(_started)
-
-
-_lock = threading.Lock()
-_alive: list[Prefetch] = []
-_started: deque[Prefetch] = deque(maxlen=REMEMBERED)
-
-
-def _close_all() -> None:
-    for one in prefetches():
-        one.close()
-
-
-def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _alive.clear()
-    _started.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-# Daemon threads that wake while the interpreter goes down are stopped for good: end them before.
-atexit.register(_close_all)
+    return [one for one in underway.started() if isinstance(one, Prefetch)]

@@ -94,13 +94,13 @@ class _Held(NamedTuple):
 
 
 _never = threading.Event()
-_lock = threading.Lock()
+_lock = threading.RLock()
 _holders: list[_Held] = []
 
 
 def _forget() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _holders.clear()
 
 

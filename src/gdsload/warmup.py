@@ -7,15 +7,16 @@ is never imported here.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gdsload import hostpool
 from gdsload.early import TIERS, Prefetch, prefetch, started
 from gdsload.hostpool import HostPool
+from gdsload.progress import CANCELLED, CLOSED
 
 __all__ = [
     "Hook",
@@ -97,12 +98,15 @@ class Hook:
         self._wait = wait
         self._words = dict(words)
         self._prefetch: Prefetch | None = None
+        self._lock = threading.Lock()
 
     def start(self) -> Prefetch:
         """Starts it; what was started before and not closed is returned as it is."""
-        if self._prefetch is None:
-            self._prefetch = prefetch(self._source, **self._words)
-        return self._prefetch
+        with self._lock:
+            ahead = self._prefetch
+            if ahead is None or ahead.progress().state in (CANCELLED, CLOSED):
+                ahead = self._prefetch = prefetch(self._source, **self._words)
+            return ahead
 
     def __call__(self, app: object = None) -> Any:
         if app is not None:
@@ -113,12 +117,16 @@ class Hook:
         return ahead
 
     async def __aenter__(self) -> dict[str, Prefetch]:
+        import asyncio  # it takes longer than all of this, and a script that is run needs none
+
         ahead = self.start()
         if self._wait:
             await asyncio.to_thread(ahead.wait)
         return {"gdsload": ahead}
 
     async def __aexit__(self, *_: object) -> None:
+        import asyncio
+
         ahead, self._prefetch = self._prefetch, None
         if ahead is not None:
             await asyncio.to_thread(ahead.close)
