@@ -129,10 +129,8 @@ class Prefetch:
             return None
         from gdsload.opening import Opening  # not before a device is asked for
 
-        options = session["options"] or {}
-        staged = session["backend"] in ("auto", "posix") and not options.get("in_place")
-        ring = self.tier == "pagecache" and staged
-        return Opening(self.report.device, options, ring=ring)
+        ring = self.tier == "pagecache" and session["backend"] in ("auto", "posix")
+        return Opening(self.report.device, session["options"] or {}, ring=ring)
 
     def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
