@@ -26,7 +26,7 @@ typedef struct { int ordinal; } context_t;
 static context_t contexts[8];
 static range_t device[ROOM], pinned[ROOM];
 static int device_count = 1, ranges, pins, streams, events, retained;
-static size_t used, capacity = (size_t)1 << 40;
+static size_t used, kept, residue, capacity = (size_t)1 << 40;
 static int patience, held, sticky, weightless;
 static copy_t queue[OPS];          /* one queue: what every stream does, in one order */
 static long asked_for, done;
@@ -74,6 +74,7 @@ EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int 
     pthread_mutex_lock(&lock);
     device_count = devices; capacity = bytes; patience = wanted_patience; integrated = unified;
     held = sticky = 0;
+    used -= kept; kept = residue = 0;
     pthread_mutex_unlock(&lock);
 }
 EXPORT void cuda_double_hold(int hold)
@@ -82,6 +83,8 @@ EXPORT void cuda_double_hold(int hold)
     held = hold;
     pthread_mutex_unlock(&lock);
 }
+/* What a driver takes for itself with the first stream, and keeps. */
+EXPORT void cuda_double_residue(size_t bytes) { residue = bytes; }
 EXPORT void cuda_double_break(int code) { sticky = code; }
 /* Copies are counted and not made, wherever they go: for measuring what asks for them. */
 EXPORT void cuda_double_weightless(int wanted) { weightless = wanted; }
@@ -340,6 +343,7 @@ EXPORT int cuStreamCreate(void **stream, unsigned flags)
     ENTER(1);
     if (flags != 1) broken("a stream that waits for the default one");
     *stream = malloc(1);
+    used += residue; kept += residue; residue = 0;
     streams++;
     return leave(0);
 }
