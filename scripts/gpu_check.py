@@ -5,8 +5,8 @@
 Without a checkpoint, synthetic ones are written below the system's temporary directory. Each road
 loads each checkpoint three times: once for what a driver takes for itself, and keeps, when it is
 first asked for streams and pins; then twice, and the second of these must register nothing. Then a
-prefetch brings each to the device, where a load must adopt it. Ends with a table, a JSON file and exit status 1 where bytes
-were wrong or read twice, memory was left or no road led to the device.
+prefetch brings each to the device, where a load must adopt it. Ends with a table, a JSON file and
+exit status 1 where bytes were wrong or read twice, memory was left or no road led to the device.
 """
 
 from __future__ import annotations
