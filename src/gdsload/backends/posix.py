@@ -35,8 +35,9 @@ from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# What passes through DRAM on its way to a device, at most (gdsload.ring).
-RING_BYTES = 512 << 20
+# What passes through DRAM on its way to a device, at most (gdsload.ring). A road has 2 * DEPTH
+# requests under way, and pinning is what the first load of a process waits for: two roads' worth.
+RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The kernel takes no larger buffer, and takes them when the ring is made.
 LARGEST_BUFFER_BYTES = 1 << 30
 # How long a release, and then a close, waits for reads that cannot be called back before it leaves
