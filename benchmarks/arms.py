@@ -16,9 +16,9 @@ from .loaded import CPU, CUDA, OURS, PEERS, PREFETCH, Kind
 BOTH = (CPU, CUDA)
 # What each is at its best here, by benchmarks/tune.py: see docs/benchmarks.md.
 KINDS: dict[str, Kind] = {
-    "gdsload": Kind(OURS, ("torch",), loaders.open_gdsload, {}, devices=BOTH),
+    "gdsload": Kind(OURS, ("torch",), loaders.open_gdsload, {}, devices=BOTH, maps=True),
     "safetensors-mmap": Kind(
-        PEERS, ("safetensors", "torch"), loaders.open_safetensors_mmap, {}, devices=BOTH
+        PEERS, ("safetensors", "torch"), loaders.open_safetensors_mmap, {}, devices=BOTH, maps=True
     ),
     "safetensors-pread": Kind(
         PEERS, ("safetensors", "torch"), loaders.open_safetensors_pread, {}, devices=BOTH
@@ -62,7 +62,7 @@ KINDS: dict[str, Kind] = {
         BOTH,
     ),
     "gdsload-model": Kind(
-        OURS, ("transformers", "torch"), loaders.open_gdsload_model, {}, "model", BOTH
+        OURS, ("transformers", "torch"), loaders.open_gdsload_model, {}, "model", BOTH, maps=True
     ),
 }  # fmt: skip
 
@@ -97,13 +97,15 @@ def parse(text: str) -> Arm:
     return Arm(text, kind, settings)
 
 
-def why_not(kind: Kind, device: str, nbytes: int, room: int) -> str:
+def why_not(kind: Kind, device: str, nbytes: int, room: int, *, warm: bool = False) -> str:
     """Why an arm cannot load so many bytes to a device, with so much memory; empty where it may."""
     if device.partition(":")[0] not in kind.devices:
         return f"it loads to {' and '.join(kind.devices)} devices only"
-    if nbytes * kind.copies > room:
+    copies = kind.copies + (warm and not kind.maps)
+    if nbytes * copies > room:
+        beside = ", the page cache's among them" if warm else ""
         return (
-            f"it holds {kind.copies} copies, {nbytes * kind.copies / 1e9:.1f} GB, and there are"
+            f"it holds {copies} copies{beside}, {nbytes * copies / 1e9:.1f} GB, and there are"
             f" {room / 1e9:.1f}"
         )
     return ""

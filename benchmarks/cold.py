@@ -103,7 +103,10 @@ def chosen(
         arm.label: why
         for arm in arms
         if arm.kind in KINDS
-        and (why := why_not(KINDS[arm.kind], options.device, nbytes, room) or hangs(arm, options))
+        and (
+            why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
+            or hangs(arm, options)
+        )
     }
     try:
         build_bare()
@@ -199,7 +202,7 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = files_of(source)
     nbytes = sum(file.stat().st_size for file in files)
     room = machine.available_bytes() - SPARE_BYTES
-    if room < nbytes * (2 if options.warm else 1):
+    if room < nbytes:
         raise Refused(f"{room / 1e9:.1f} GB of memory are too little for this checkpoint")
     prepare = 0
     if options.state != "none":
@@ -212,6 +215,8 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
     with ExitStack() as stack:
         arms, left_out = chosen(options, source, room)
+        if not arms:
+            raise Refused(f"no arm can run here: {left_out}")
         models = any(KINDS[arm.kind].gives == "model" for arm in arms if arm.kind in KINDS)
         conditions = {}
         for kind in ("tensors", "model") if models else ("tensors",):

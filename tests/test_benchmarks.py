@@ -171,6 +171,10 @@ def test_an_arm_says_which_devices_it_reaches() -> None:
     assert why_not(KINDS["bare"], "cuda:0", 1, 2) == "it loads to cpu devices only"
     twice = why_not(KINDS["fastsafetensors-parallel"], "cpu", 15 * 10**9, 22 * 10**9)
     assert twice == "it holds 2 copies, 30.0 GB, and there are 22.0"
+    for maps in ("gdsload", "safetensors-mmap"):
+        assert why_not(KINDS[maps], "cpu", 15 * 10**9, 22 * 10**9, warm=True) == ""
+    cached = why_not(KINDS["bare"], "cpu", 15 * 10**9, 22 * 10**9, warm=True)
+    assert cached == "it holds 2 copies, the page cache's among them, 30.0 GB, and there are 22.0"
 
 
 def test_sums_on_a_device_are_those_of_the_cpu() -> None:

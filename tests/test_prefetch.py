@@ -18,6 +18,7 @@ from safetensors.torch import load_file as reference_load_file
 import gdsload
 from gated import Gate, gated
 from gdsload import claims, early, residency
+from gdsload.ahead import Ahead
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 
@@ -258,6 +259,22 @@ def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:
         assert "reading" in repr(ahead)
 
 
+def test_who_waits_in_the_main_thread_imports_nothing(
+    checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(Ahead, "hurry", lambda self: waits.append(threading.current_thread().name))
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        gate.request()
+        ahead.wait(0.0)
+        thread = threading.Thread(target=ahead.wait, args=(0.01,))
+        thread.start()
+        thread.join()
+        assert waits == []
+        ahead.wait(0.01)
+        assert set(waits) == {threading.main_thread().name}
+
+
 def test_errors_come_where_somebody_waits(tmp_path: Path, checkpoint: Path) -> None:
     with gdsload.prefetch(tmp_path / "nowhere") as ahead, pytest.raises(CheckpointError):
         ahead.wait(PATIENCE_SECONDS)
@@ -334,6 +351,33 @@ def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:
         [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "landed False False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "eased", "after"),
+    [
+        ("", "gdsload.load_file(source)", True, "as before"),
+        ("", "ahead.close()", True, "as before"),
+        ("", "gc.set_threshold(5, 6, 7); gdsload.load_file(source)", True, (5, 6, 7)),
+        ("gc.set_threshold(20_000)", "ahead.close()", False, "as before"),
+        ("gc.disable()", "ahead.close()", False, "as before"),
+        ("import torch", "ahead.close()", False, "as before"),
+    ],
+)
+def test_the_collector_comes_less_often_until_the_imports_are_done(
+    checkpoint: Path, before: str, then: str, eased: bool, after: object
+) -> None:
+    code = (
+        f"import gc, sys\n{before}\nimport gdsload; source = sys.argv[1]\n"
+        "thresholds = gc.get_threshold()\n"
+        "ahead = gdsload.prefetch(source, cache='buffered'); again = gdsload.prefetch(source)\n"
+        f"eased = gc.get_threshold() == (10_000, *thresholds[1:])\n{then}\n"
+        "print([eased, 'as before' if gc.get_threshold() == thresholds else gc.get_threshold()])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"{[eased, after]}\n"), ran.stderr
 
 
 def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:

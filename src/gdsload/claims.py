@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
+from gdsload.collector import imports_done
 from gdsload.plan import Piece
 
 # What has become of bytes that somebody reads ahead.
@@ -216,6 +217,7 @@ def claim_pieces(
     Waits up to `seconds` for a prefetch that is still opening what may be the same files. Without
     `mapped`, what lands in the page cache is left.
     """
+    imports_done()
     claims: dict[str, Claim] = {}
     givers: list[Landing] = []
     shards = checkpoint.shards
