@@ -314,7 +314,8 @@ def _extents(
         if piece.nbytes == 0:
             continue
         near = members and piece.shard == shard and piece.offset <= end + gap
-        wish = _modulo([piece], border)  # None of little ones: they go along with the others
+        # None of little ones: they go along with the others.
+        wish = _modulo([piece], border) if border > 1 else None
         if near and (place is None or wish is None or wish == place):
             place = place if wish is None else wish
             members.append(piece)
