@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdsload.backends import cufile
+
 from . import fio, machine, records, tables
 from .arms import KINDS, Arm, parse, why_not
 from .judge import ArmFailed, Conditions, Judge
@@ -34,6 +36,8 @@ ARMS = (
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
 GPU_ROADS = ("backend=gds", "backend=gds_mt")
+# Where cuFile has no way of its own, this is how it is at its best.
+GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 # Some loaders hold a second copy of a file for a while: enough is touched for them, too.
 PREPARE_FACTOR = 2.1
 SPARE_BYTES = 2 << 30
@@ -85,8 +89,9 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        roads = GPU_ROADS if options.device != CPU else ()
+        roads, arms_there = ((), ()) if options.device == CPU else (GPU_ROADS, GPU_ARMS)
         names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
+        names += arms_there
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         best = json.loads(options.best.read_text())["best"]
@@ -98,13 +103,23 @@ def chosen(
         arm.label: why
         for arm in arms
         if arm.kind in KINDS
-        and (why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm))
+        and (
+            why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
+            or hangs(arm, options)
+        )
     }
     try:
         build_bare()
     except ArmFailed as error:
         left_out |= {arm.label: str(error) for arm in arms if arm.kind == "bare"}
     return [arm for arm in arms if arm.label not in left_out], left_out
+
+
+def hangs(arm: Arm, options: argparse.Namespace) -> str:
+    """Why an arm would not come back from opening cuFile; empty where it may, or does not."""
+    if options.device == CPU or not KINDS[arm.kind].cufile or arm.settings.get("nogds"):
+        return ""
+    return cufile.obstacle()
 
 
 class Measured(NamedTuple):

@@ -8,6 +8,7 @@ a result: it is kept among the discarded ones with its reason, and made again.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import select
@@ -21,8 +22,8 @@ from typing import Any
 from gdsload import residency
 
 from . import machine, places
-from .arms import KINDS, Arm
-from .loaded import CPU, OURS, files_of
+from .arms import KINDS, Arm, versions
+from .loaded import CPU, OURS, PREFETCH, files_of
 from .records import Refused
 
 PATIENCE_SECONDS = 900.0
@@ -201,13 +202,17 @@ class Judge:
 
 
 def python_of(arm: Arm) -> Path:
-    """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
-    if KINDS[arm.kind].environment == OURS:
-        return Path(sys.executable)
-    python = places.python_of(KINDS[arm.kind].environment)
-    if not python.exists():
-        raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
-    return python
+    """The interpreter of an arm's environment; ours where that was not made, but has what it needs.
+    Raises ArmFailed where there is none."""
+    kind = KINDS[arm.kind]
+    python = places.python_of(kind.environment)
+    if kind.environment != OURS and python.exists():
+        return python
+    if kind.environment != PREFETCH:  # which wants another safetensors than the peers
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions(kind)
+            return Path(sys.executable)
+    raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
 
 
 class Worker:
