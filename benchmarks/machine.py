@@ -71,6 +71,12 @@ def disk_reads() -> dict[str, int]:
     return found
 
 
+def own_read_bytes() -> int | None:
+    """What this process made storage read, by the kernel's account; None where it keeps none."""
+    text = fields("/proc/self/io").get("read_bytes", "")
+    return int(text) if text else None
+
+
 class Samples:
     """What a disk has read, looked at again and again while something else goes on."""
 
@@ -119,15 +125,19 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    return int(fields("/proc/meminfo").get("MemAvailable", "0 kB").split()[0]) << 10
-
-
 def choice(text: str) -> str:
     """The chosen word of a setting that lists them all: "always [madvise] never"."""
     found = re.search(r"\[(.*?)\]", text)
     return found[1] if found else text
+
+
+def backing_file(path: Path) -> Path | None:
+    """The file that a loop device below a path is made of; None where there is none to be seen."""
+    key = diskstats_key(path)
+    device = Path(f"/sys/dev/block/{key}").resolve()
+    disk = device.parent if (device / "partition").exists() else device
+    name = first_line(disk / "loop/backing_file") if key else ""
+    return Path(name) if name and Path(name).is_file() else None
 
 
 def block_device(path: Path) -> dict[str, Any]:
@@ -146,6 +156,7 @@ def block_device(path: Path) -> dict[str, Any]:
         "read_ahead_kib": first_line(queue / "read_ahead_kb"),
         "requests": first_line(queue / "nr_requests"),
         "largest_request_kib": first_line(queue / "max_sectors_kb"),
+        **({"file": True} if (disk / "loop").exists() else {}),
     }
 
 
@@ -164,8 +175,8 @@ def commit(root: Path = places.ROOT) -> str:
         changed = subprocess.run(
             [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of somebody else's
+        return gdsload.__version__
     return head.stdout.strip() + ("+" if changed.stdout else "")
 
 

@@ -64,6 +64,8 @@ def bars(result: dict[str, Any], path: Path) -> Path:
 
 def throughput(result: dict[str, Any], path: Path) -> Path:
     """What the disk read while the median run of each of the fastest arms went on."""
+    if result["conditions"]["warm"]:
+        raise Refused("a warm load reads nothing from the disk")
     runs = tables.grouped(result)
     order = sorted(runs, key=lambda label: tables.seconds_of(runs[label]).median)
     figure, ((plot,),) = axes(9, 3.5)
@@ -123,7 +125,8 @@ def curves(result: dict[str, Any], path: Path) -> Path:
                       yerr=[[one.median - one.low for one in found],
                             [one.high - one.median for one in found]])  # fmt: skip
         if name != "loads":
-            beside = [costs.beside(entry) for entry in entries]
+            # A logarithm has no place for what is lost among the reads of a few bytes.
+            beside = [rest if rest > 0 else None for rest in map(costs.beside, entries)]
             plot.plot(where, beside, marker=".", linestyle="--", label="beside reading")
         plot.set_xscale("log")
         plot.set_yscale("log")
