@@ -157,7 +157,9 @@ class Judge:
         if read > most:
             if self.conditions.neighbours and own is not None and least <= own <= most:
                 return None
-            return f"{who} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            why = f"{who} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            others = own is not None and least <= own <= most
+            return why + ("; others use this disk: --neighbours allows it" if others else "")
         return None
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:

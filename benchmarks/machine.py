@@ -46,7 +46,10 @@ def mount_of(path: Path) -> dict[str, str]:
         before, _, after = line.partition(" - ")
         words, (kind, source, *rest) = before.split(), after.split()
         if words[2] == wanted:
-            flags = dict.fromkeys(f"{words[5]},{rest[-1]}".split(","))
+            # Without paths, such as those of the layers of an overlay.
+            flags = dict.fromkeys(
+                flag for flag in f"{words[5]},{rest[-1]}".split(",") if "/" not in flag
+            )
             best = {"filesystem": kind, "source": source, "options": ",".join(flags)}
     return best
 

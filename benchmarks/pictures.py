@@ -114,7 +114,9 @@ def rates(result: dict[str, Any], path: Path) -> Path:
 
 def curves(result: dict[str, Any], path: Path) -> Path:
     """Seconds against what varied, both on logarithmic scales."""
-    sections = {name: entries for name, entries in result["sections"].items() if name != PLANS}
+    sections = {
+        name: entries for name, entries in result["sections"].items() if entries and name != PLANS
+    }
     if not sections:
         raise Refused("plans alone make no curve")
     figure, (plots,) = axes(3.2 * len(sections), 3.2, len(sections))
