@@ -1,4 +1,4 @@
-"""Puts the kept results into docs/benchmarks.md: no figure there is typed by hand.
+"""Puts the kept results into docs/benchmarks.md: no table there is typed by hand.
 
     gdsload bench report                 the page of a checkout, and its pictures
     gdsload bench report --check         changes nothing, and fails where the page is behind
