@@ -386,6 +386,9 @@ def test_counts_decide_the_exit_code(
     assert instructions.main(words) == 0
     counts["open"] = 1200
     assert instructions.main(words) == 1
+    said = capsys.readouterr().err
+    assert "worse: open: 1,200 instructions, +20.0% against the baseline" in said
+    assert "make bench-baseline" in said
     monkeypatch.setattr(instructions, "valgrind", lambda: "valgrind-1")
     assert instructions.main(words) == 2
     assert "baseline is of valgrind valgrind-0" in capsys.readouterr().err

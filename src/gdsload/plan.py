@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -45,6 +46,10 @@ class Piece(NamedTuple):
     def place(self) -> tuple[int, int]:
         """What puts pieces in the order of the files: shard and offset."""
         return self.shard, self.offset
+
+
+# `place` without a step of the interpreter for each piece: plans sort a hundred thousand of them.
+_PLACE = attrgetter("shard", "offset")
 
 
 class Extent(NamedTuple):
@@ -227,7 +232,7 @@ def plan_reads(
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
-        ordered = sorted(window, key=lambda piece: piece.place)
+        ordered = sorted(window, key=_PLACE)
         for extent, members in _extents(ordered, gap_bytes, limits.block):
             wanted += sum(piece.nbytes for piece in members)
             extents.append(extent)
@@ -266,7 +271,7 @@ def plan_reads(
 
 def extents_of(pieces: Sequence[Piece], gap_bytes: int = GAP_BYTES) -> list[Extent]:
     """The runs of bytes that these pieces make up, in file order."""
-    ordered = sorted(pieces, key=lambda piece: piece.place)
+    ordered = sorted(pieces, key=_PLACE)
     return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
 
 
