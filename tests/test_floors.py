@@ -20,7 +20,7 @@ FLOORS = (
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
     "arena progress gpu device ring residency report claims order cuts verdicts",
-    "segments hostpool backends outcome roads blocks",
+    "segments hostpool backends outcome roads blocks shared",
     "load doctor vram tensors early ahead opening",
     "model headstart warmup run seam loading weights labels slices feed devicefeed swaps"
     " destinations filling readiness stopping asynchronous ties",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import gdsload
+import gpudoubles
 from contract import BLOCK, BackendContract
 from gdsload import ring, verdicts, vram
 from gdsload.backends import VRAM, Memory, OpenFile, contest
@@ -172,9 +173,9 @@ def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Pat
 
 
 def test_a_device_that_shares_the_hosts_memory(doubles: Doubles, checkpoint: Path) -> None:
-    doubles.set(unified=True)
+    doubles.set(unified=gpudoubles.GB10)
     report = load(checkpoint)
-    assert "shares the host's memory" in report.refusals["in place"]
+    assert "options={'in_place': True} asks for it" in report.refusals["in place"]
 
 
 def test_options_that_one_road_alone_has(doubles: Doubles, checkpoint: Path) -> None:

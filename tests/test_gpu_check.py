@@ -53,6 +53,8 @@ def test_every_road(
     exact = [row["road"] for row in facts["rows"] if row["verdict"] == "exact"]
     assert {"posix/threads", "gds_mt", "gds", "prefetch"} <= set(exact)
     assert all(row["left_bytes"] == 0 for row in facts["rows"] if row["verdict"] == "exact")
+    refused = [row["road"] for row in facts["rows"] if row["verdict"].startswith("refused")]
+    assert refused == ["posix in place"]
     assert facts["machine"]["gpu"]["name"] == "Double 0"
     assert "gds_mt/nvfs" in shown
 

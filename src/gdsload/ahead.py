@@ -46,12 +46,13 @@ class Ahead(Batch):
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
         """Puts them on their way and returns at once. Raises PlacementError, before anything is
         read, where there is no room for them."""
-        plan, spots = session.arrange(pieces)
-        memory = None
-        if session.device != "cpu" and plan.transfers:
-            from gdsload.vram import in_blocks  # not before a device is asked for
+        if session.device == "cpu":
+            return cls(session, *session.arrange(pieces))
+        from gdsload.vram import arranged, in_blocks  # not before a device is asked for
 
-            spots, memory = in_blocks(session.device, plan, pieces)
+        plan, spots, memory = arranged(session, pieces)
+        if memory is None and plan.transfers:
+            plan, spots, memory = in_blocks(session, plan, pieces)
         return cls(session, plan, spots, memory)
 
     def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:

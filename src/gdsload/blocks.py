@@ -59,21 +59,27 @@ def take(ordinal: int, pieces: Sequence[Piece]) -> dict[str, Spot]:
     too full, BackendUnavailable where it cannot be used.
     """
     groups = grouped(pieces)
-    device = gpu.device(ordinal)
-    nbytes = sum(length for length, _ in groups)
-    gpu.require_room(ordinal, nbytes)
-    blocks: list[Block] = []
-    for length, _ in groups:
-        try:
-            blocks.append(Block(device, length))
-        except CudaFailure as error:
-            blocks.clear()  # the error may be kept, and with it this frame
-            raise PlacementError(
-                f"no {length:,} bytes on cuda:{ordinal} for some of {nbytes:,}: {error}",
-                missing_bytes=length,
-            ) from error
+    gpu.require_room(ordinal, sum(length for length, _ in groups))
+    blocks = allocated(ordinal, [length for length, _ in groups])
     return {
         name: Spot(block, place)
         for block, (_, members) in zip(blocks, groups, strict=True)
         for name, place in members
     }
+
+
+def allocated(ordinal: int, lengths: Sequence[int], *, managed: bool = False) -> list[Block]:
+    """A block of each length. Raises PlacementError, with nothing taken, where one cannot be had,
+    BackendUnavailable where the device cannot be used."""
+    device = gpu.device(ordinal)
+    blocks: list[Block] = []
+    for length in lengths:
+        try:
+            blocks.append(Block(device, length, managed))
+        except CudaFailure as error:
+            blocks.clear()  # the error may be kept, and with it this frame
+            raise PlacementError(
+                f"no {length:,} bytes on cuda:{ordinal} for some of {sum(lengths):,}: {error}",
+                missing_bytes=length,
+            ) from error
+    return blocks

@@ -15,7 +15,7 @@ from gdsload.cuts import Cut, runs_of
 from gdsload.feed import WINDOW_BYTES, Stage
 from gdsload.load import Batch, Session
 from gdsload.plan import Piece, ReadPlan
-from gdsload.vram import Shelf, read_to_blocks
+from gdsload.vram import Shelf, arranged, read_to_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -25,21 +25,27 @@ class DeviceStage(Stage):
     """Cuts on their way into tensors of the session's device."""
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+        self,
+        session: Session,
+        plan: ReadPlan,
+        spots: dict[str, Spot],
+        memory: list[Memory] | None,
+        cuts: Sequence[Cut],
     ) -> None:
         """Raises PlacementError where the device is too full."""
         self._shelf = Shelf(session, cuts, spots)
+        self._shared = memory
         super().__init__(session, plan, spots, cuts)
 
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceStage:
         """Puts them on their way and returns at once. Their memory is torch's, but for what a
-        prefetch brings."""
-        plan, spots = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
-        return cls(session, plan, spots, cuts)
+        prefetch brings, or is read in place."""
+        found = arranged(session, runs_of(cuts), window_bytes=WINDOW_BYTES)
+        return cls(session, *found, cuts)
 
     def _take_memory(self) -> list[Memory]:
-        return self._shelf.memory(self.plan)
+        return self._shelf.memory(self.plan) if self._shared is None else self._shared
 
     def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
         return read_to_blocks(self.session, pieces)

@@ -76,7 +76,7 @@ class Session:
         self.stall_seconds = stall_seconds
         self._wanted = backend
         self._expected_bytes = expected_bytes
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self._backend: Backend | None = None
         self._mapped: dict[int, Region] = {}
         self._adopts = adopt and cache != "mapped"
@@ -86,7 +86,7 @@ class Session:
         self._givers: list[Landing] = []
         self.posted = 0  # batches whose reads may still be under way
         quiet.hold(self)
-        if backend != "auto" or self._options:
+        if backend != "auto" or self.options:
             self._open_backend()  # what was asked for by name must work, also when all is warm
 
     @property
@@ -99,7 +99,7 @@ class Session:
 
     def _open_backend(self) -> Backend:
         expected = self._expected_bytes or self.report.wanted_bytes
-        backend = open_backend(self.device, self._wanted, self._options, self.report, expected)
+        backend = open_backend(self.device, self._wanted, self.options, self.report, expected)
         self._backend = backend
         describe(self.report, backend)
         return backend

@@ -26,9 +26,11 @@ class Opening:
     """One device on its way to being ready."""
 
     def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:
-        """Begins at once. `options` are the load's; without `ring` it is the context alone."""
+        """Begins at once. `options` are the load's; without `ring`, or where that reads in place,
+        it is the context alone."""
         self.refusal = ""
-        self._device, self._options, self._ring = device, dict(options), ring
+        self._device, self._options = device, dict(options)
+        self._ring = ring and not options.get("in_place")
         self._thread = threading.Thread(target=self._run, name="gdsload-device", daemon=True)
         self._thread.start()
 

@@ -109,6 +109,12 @@ def open_backend(
         from gdsload import gpu
         from gdsload.backends.auto import AutoBackend  # not before a device is asked for
 
+        if options.get("in_place"):
+            # Only one backend can, and what was asked for must work.
+            report.choice = "posix: in_place was asked for"
+            return choose(device, "posix" if wanted == "auto" else wanted, options).backend(
+                **options
+            )
         if why := gpu.why_staged(device):
             report.refusals["in place"] = why
         if wanted == "auto" and AutoBackend.probe(device).usable:

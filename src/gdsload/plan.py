@@ -30,6 +30,8 @@ GAP_BYTES = 64 << 10
 # Extents that lie further apart than this do not share a target: address space is cheap, but a
 # system that does not overcommit counts it.
 TARGET_GAP_BYTES = 64 << 20
+# Pieces smaller than this are not worth memory apart for the sake of their alignment.
+LITTLE_BYTES = 64 << 10
 # Where a file does not say how direct I/O is to be aligned.
 DEFAULT_BLOCK_BYTES = 4096
 
@@ -98,13 +100,18 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight."""
+    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight. What
+    lands in one target is, but for little pieces, at the same place modulo `border`: memory for it
+    can be taken so that all of that lies on one."""
 
     max_request: int = 4 << 20
     block: int = DEFAULT_BLOCK_BYTES
     depth: int = 16
+    border: int = 1
 
     def __post_init__(self) -> None:
+        if self.border < 1:
+            raise ValueError(f"there are no borders of {self.border} bytes")
         if self.block < 1 or self.block & (self.block - 1):
             raise ValueError(f"a block of {self.block} bytes is not a power of two")
         if self.max_request < self.block or self.max_request % self.block:
@@ -232,15 +239,18 @@ def plan_reads(
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
+        place: int | None = None
         ordered = sorted(window, key=_PLACE)
-        for extent, members in _extents(ordered, gap_bytes, limits.block):
+        for extent, members in _extents(ordered, gap_bytes, limits.block, limits.border):
+            last, place = place, _modulo(members, limits.border)
             wanted += sum(piece.nbytes for piece in members)
             extents.append(extent)
             block = blocks[extent.shard] if blocks else limits.block
             align = max(block, DEFAULT_BLOCK_BYTES)  # a whole page: targets begin on one
             start = extent.offset // align * align
             end = -(-extent.end // align) * align
-            target = _place_target(targets, extent.shard, start, end, fresh=len(transfers) == first)
+            fresh = len(transfers) == first or place != last
+            target = _place_target(targets, extent.shard, start, end, fresh=fresh)
             base = targets[target].offset
             number = len(transfers)
             step = max(limits.max_request // align * align, align)
@@ -292,29 +302,44 @@ def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Pi
 
 
 def _extents(
-    ordered: Sequence[Piece], gap_bytes: int, block: int
+    ordered: Sequence[Piece], gap_bytes: int, block: int, border: int = 1
 ) -> Iterator[tuple[Extent, list[Piece]]]:
-    """Joins pieces that lie close together; pieces of no bytes are left out.
+    """Joins pieces that lie close together, and at the same place modulo `border`; pieces of no
+    bytes are left out.
 
     Never less than a block is a gap: two extents would read the same block twice, the second time
-    perhaps over a tensor that its owner has changed already.
+    perhaps over a tensor that its owner has changed already. Those that are parted by the border
+    alone read it into targets of their own.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
     members: list[Piece] = []
     shard = start = end = -1
+    place: int | None = None
     for piece in ordered:
         if piece.nbytes == 0:
             continue
-        if members and piece.shard == shard and piece.offset <= end + gap:
+        near = members and piece.shard == shard and piece.offset <= end + gap
+        wish = _modulo([piece], border)  # None of little ones: they go along with the others
+        if near and (place is None or wish is None or wish == place):
+            place = place if wish is None else wish
             members.append(piece)
             end = max(end, piece.offset + piece.nbytes)
             continue
         if members:
             yield Extent(shard, start, end - start), members
-        members = [piece]
+        members, place = [piece], wish
         shard, start, end = piece.shard, piece.offset, piece.offset + piece.nbytes
     if members:
         yield Extent(shard, start, end - start), members
+
+
+def _modulo(members: Iterable[Piece], border: int) -> int | None:
+    """Where the first of them that is not little lies modulo `border`; None where all are little,
+    and where there is but one place."""
+    if border == 1:
+        return None
+    large = (piece for piece in members if piece.nbytes >= LITTLE_BYTES)
+    return next((piece.offset % border for piece in large), None)
 
 
 def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:

@@ -78,15 +78,16 @@ class Roads:
         if self._known[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
-        direct = self._direct_twin(shard) if self.cache in ("auto", "direct") else -1
+        direct, align = self._direct_twin(shard) if self.cache in ("auto", "direct") else (-1, 1)
         self._known[shard] = backend.register(
-            OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard])
+            OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard], align)
         )
 
-    def _direct_twin(self, shard: int) -> int:
-        """A descriptor for direct reads of a shard, or -1 with the reason in the report."""
+    def _direct_twin(self, shard: int) -> tuple[int, int]:
+        """A descriptor for direct reads of a shard, or -1 with the reason in the report; and what
+        their addresses must be multiples of."""
         opened = self._checkpoint.shards[shard]
-        twin, self.blocks[shard], refusal = open_direct(opened)
+        twin, self.blocks[shard], align, refusal = open_direct(opened)
         if twin is None:
             if self.cache == "direct":
                 raise ReadError(
@@ -96,9 +97,9 @@ class Roads:
                     hint="cache='auto' reads it through the page cache",
                 )
             self._report.refusals[f"direct I/O on {opened.name}"] = refusal
-            return -1
+            return -1, 1
         self._twins.append(twin)
-        return twin
+        return twin, align
 
     def close(self, backend: Backend | None) -> None:
         """Gives registrations and twins back. May be called again; registering starts anew."""
@@ -113,10 +114,12 @@ class Roads:
 
 class Twin(NamedTuple):
     """A second descriptor of a file, which bypasses the page cache and is its taker's to close; or
-    None and the reason. Direct reads start and end on multiples of `block` bytes."""
+    None and the reason. Direct reads start and end on multiples of `block` bytes, in the file and,
+    of `address_block`, in memory."""
 
     fd: int | None
     block: int
+    address_block: int
     refusal: str
 
 
@@ -125,9 +128,11 @@ def open_direct(shard: Shard) -> Twin:
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
         refusal = "its filesystem says that it does no direct I/O"
-        return Twin(None, DEFAULT_BLOCK_BYTES, refusal)
+        return Twin(None, DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES, refusal)
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
+    address_block = (alignment[0] or block) if alignment is not None else block
     try:
-        return Twin(shard.reopen_direct(), block, "its filesystem does no direct I/O")
+        twin, refusal = shard.reopen_direct(), "its filesystem does no direct I/O"
     except OSError as error:
-        return Twin(None, block, f"it cannot be opened for direct I/O: {error.strerror}")
+        twin, refusal = None, f"it cannot be opened for direct I/O: {error.strerror}"
+    return Twin(twin, block, address_block, refusal)

@@ -127,7 +127,7 @@ def _load(
             weights = stack.enter_context(Weights([str(f) for f in files], options, report))
             weights.foresee(model, config)
         except BackendUnavailable as error:
-            if options.backend != "auto":
+            if options.backend != "auto" or options.options.get("in_place"):
                 raise
             note(report, STOCK, str(error))
             return stock()

@@ -1,6 +1,7 @@
 """Loads into the memory of a GPU: tensors are taken from torch's allocator, one by one and in the
 order of the file, and the bytes land in them by way of a ring. Nothing but the ring passes through
-anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies.
+anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies,
+and so does what is read in place, into memory that it shares with the host (`shared`).
 
 torch carves tensors that are asked for one after the other out of one block where it has one, as it
 has after transformers' warm-up: what lies side by side in the file then lies side by side on the
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdsload import blocks, gpu
+from gdsload import blocks, gpu, shared
 from gdsload._native.block import Block
 from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.backends import VRAM, Memory, reaches
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
 
 
-def reached(target: str, backend: str) -> str:
+def reached(target: str, backend: str, options: Mapping[str, Any] | None = None) -> str:
     """The device that reads can go to for this target: itself, or "cpu" where what was read has to
     be moved on by torch."""
     if target.partition(":")[0] != "cuda" or not reaches(backend, VRAM):
         return "cpu"
-    if backend == "auto" or backend == "posix":
+    if backend in ("auto", "posix") and not (options or {}).get("in_place"):
         return "cpu" if gpu.why_not(target) else target
     return target  # it was asked for by name, and says itself what is in its way
 
@@ -44,10 +45,30 @@ def session_for(
     checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **how: Any
 ) -> Session:
     """A session whose reads go as near to the target as they can; `nbytes` are expected of it."""
-    device = reached(target, backend)
+    device = reached(target, backend, how.get("options"))
     return Session(
         checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **how
     )  # fmt: skip
+
+
+def in_place(session: Session) -> bool:
+    """Whether its reads go to memory that the host and its device share."""
+    return session.device != "cpu" and bool(session.options.get("in_place"))
+
+
+def arranged(
+    session: Session, pieces: Sequence[Piece], *, window_bytes: int = 0
+) -> tuple[ReadPlan, dict[str, Spot], list[Memory] | None]:
+    """The reads for these pieces, the spots of what others have read, and where reads are in place
+    the memory behind each target; else None, and it is to be taken."""
+    if not in_place(session):
+        return *session.arrange(pieces, window_bytes=window_bytes), None
+    # Each window is a block: it goes back with its last tensor, and so not all of them in one.
+    plan, spots = session.arrange(pieces, window_bytes=window_bytes or blocks.LEAST_BYTES)
+    if not plan.transfers:
+        return plan, spots, None
+    plan, there, memory = in_blocks(session, plan, pieces)
+    return plan, {**spots, **there}, memory
 
 
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
@@ -75,17 +96,21 @@ class DeviceBatch(Batch):
     """Cuts on their way into tensors of a device."""
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], cuts: Sequence[Cut]
+        self,
+        session: Session,
+        plan: ReadPlan,
+        spots: dict[str, Spot],
+        memory: list[Memory] | None,
+        cuts: Sequence[Cut],
     ) -> None:
         """Raises PlacementError, before anything is read, where the device is too full."""
         self._shelf = Shelf(session, cuts, spots)
-        super().__init__(session, plan, spots)
+        super().__init__(session, plan, spots, memory)
 
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        plan, spots = session.arrange(runs_of(cuts))
-        return cls(session, plan, spots, cuts)
+        return cls(session, *arranged(session, runs_of(cuts)), cuts)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
@@ -102,23 +127,34 @@ class DeviceBatch(Batch):
 def read_to_blocks(session: Session, pieces: Sequence[Piece]) -> Batch:
     """Puts pieces on their way into memory of the session's device that is no tensor's yet. Raises
     PlacementError where the device is too full."""
-    plan = session.plan(pieces)
-    spots, memory = in_blocks(session.device, plan, pieces)
-    return Batch(session, plan, spots, memory)
+    return Batch(session, *in_blocks(session, session.plan(pieces), pieces))
 
 
 def in_blocks(
-    device: str, plan: ReadPlan, pieces: Sequence[Piece]
-) -> tuple[dict[str, Spot], list[Memory]]:
-    """Memory of a device for what a plan reads: where each piece will lie, and what is behind each
-    target of the plan. Raises PlacementError where the device is too full."""
+    session: Session, plan: ReadPlan, pieces: Sequence[Piece]
+) -> tuple[ReadPlan, dict[str, Spot], list[Memory]]:
+    """Memory of the session's device for what a plan reads: the plan as it is to be read then,
+    where each piece will lie, and what is behind each target. Raises PlacementError where the
+    device is too full."""
+    device = session.device
+    if in_place(session):
+        read = [piece for piece in pieces if piece.name in plan.homes]
+        reroute = session.cache != "direct"
+        laid = shared.lay_out(device, plan, read, session.files, reroute=reroute)
+        if laid.rerouted_bytes:
+            session.report.refusals["direct I/O in place"] = (
+                f"some tensors do not lie on {blocks.ALIGN_BYTES} bytes in their files, and direct"
+                " reads do not reach where they do: read through the page cache"
+            )
+        return laid.plan, laid.spots, laid.memory
     spots = blocks.take(gpu.ordinal_of(device), pieces)
     runs = [
         (piece.name, piece.nbytes, spot.region.address + spot.offset)
         for piece in pieces
         if (spot := spots.get(piece.name)) is not None
     ]
-    return spots, memory_of(device, plan, runs, {spot.region for spot in spots.values()})
+    memory = memory_of(device, plan, runs, {spot.region for spot in spots.values()})
+    return plan, spots, memory
 
 
 @collector_paused()
@@ -161,8 +197,8 @@ class Shelf:
     """Tensors of a device for some cuts, by their keys, and where in them each run of bytes goes.
 
     The runs of a cut lie one behind the other in one tensor, so that nothing has to be stacked.
-    What a prefetch brings to the device is a tensor where it lies; what it, or a pool, has in the
-    memory of the host, and a run among others, is copied from there.
+    What a prefetch, or a read in place, brings to the device is a tensor where it lies, if that is
+    on a border; what is not, or a run among others, or in the memory of the host, is copied.
     """
 
     def __init__(self, session: Session, cuts: Sequence[Cut], spots: Mapping[str, Spot]) -> None:
@@ -178,10 +214,22 @@ class Shelf:
         self._cuts = [cut for cut in cuts if not _lies_there(cut, spots)]
         ordinal = gpu.ordinal_of(self.device)
         nbytes = sum(cut.nbytes for cut in self._cuts)
+        if nbytes and in_place(session):
+            self._tell_copied(max(self._cuts, key=lambda cut: cut.nbytes), nbytes)
         if nbytes:
             gpu.require_room(ordinal, nbytes, reusable_bytes(ordinal))
         for cut in sorted(self._cuts, key=lambda cut: cut.parts[0].place):
             self.tensors[cut.key] = self._take(cut)
+
+    def _tell_copied(self, largest: Cut, nbytes: int) -> None:
+        report, road = self._session.report, f"copied on {self.device}"
+        report.roads[road] = report.roads.get(road, 0) + nbytes
+        report.refusals.setdefault(
+            "in place",
+            f"tensor {largest.parts[0].name!r}, and perhaps others, cannot stay where it was"
+            f" read: it is put together of several parts, does not lie on {blocks.ALIGN_BYTES}"
+            " bytes, or is in the host's own memory",
+        )
 
     def _take(self, cut: Cut) -> torch.Tensor:
         first = cut.parts[0]
@@ -240,9 +288,13 @@ class Shelf:
 
 
 def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
-    """Whether a cut is one run that others bring to the device."""
+    """Whether a cut is one run that comes to the device by itself, to where a tensor may lie."""
     spot = spots.get(cut.parts[0].name) if len(cut.parts) == 1 else None
-    return spot is not None and isinstance(spot.region, Block)
+    return (
+        spot is not None
+        and isinstance(spot.region, Block)
+        and (spot.region.address + spot.offset) % blocks.ALIGN_BYTES == 0
+    )
 
 
 def follow(session: Session) -> None:

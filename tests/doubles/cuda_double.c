@@ -18,7 +18,7 @@
 #define ROOM 4096
 #define OPS 65536
 
-typedef struct { char *base; size_t length; char *raw; } range_t;
+typedef struct { char *base; size_t length; char *raw; int managed; } range_t;
 typedef struct { char *to; const char *from; size_t length; } copy_t;
 typedef struct { int asked; long after; void *stream; int recorded; } event_t;
 typedef struct { int ordinal; } context_t;
@@ -31,7 +31,8 @@ static int patience, held, sticky, weightless;
 static copy_t queue[OPS];          /* one queue: what every stream does, in one order */
 static long asked_for, done;
 static int64_t copies, copied, allocations, frees;
-static int integrated;
+static int unified;                /* of these: */
+enum { INTEGRATED = 1, HOST_PAGE_TABLES = 2, CONCURRENT_MANAGED = 4 };
 static __thread context_t *stack[16];
 static __thread int depth;
 
@@ -69,10 +70,10 @@ static int leave(int code) { pthread_mutex_unlock(&lock); return code; }
 
 /* --- what tests set and see ------------------------------------------------------------------ */
 
-EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int unified)
+EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int wanted_unified)
 {
     pthread_mutex_lock(&lock);
-    device_count = devices; capacity = bytes; patience = wanted_patience; integrated = unified;
+    device_count = devices; capacity = bytes; patience = wanted_patience; unified = wanted_unified;
     held = sticky = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -91,6 +92,14 @@ EXPORT int cuda_double_is_device(const void *at, size_t length)
     int found = range_of(device, ranges, at, length) != NULL;
     pthread_mutex_unlock(&lock);
     return found;
+}
+EXPORT int cuda_double_is_managed(const void *at, size_t length)
+{
+    pthread_mutex_lock(&lock);
+    range_t *found = range_of(device, ranges, at, length);
+    int managed = found && found->managed;
+    pthread_mutex_unlock(&lock);
+    return managed;
 }
 EXPORT void cuda_double_log(int64_t *out)
 {
@@ -131,7 +140,10 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int ordinal)
     ENTER(0);
     (void)ordinal;
     switch (attribute) {
-    case 18: case 100: *value = integrated; break;    /* integrated, host page tables */
+    case 18: *value = (unified & INTEGRATED) != 0; break;
+    case 83: *value = 1; break;                       /* managed memory */
+    case 89: *value = (unified & CONCURRENT_MANAGED) != 0; break;
+    case 100: *value = (unified & HOST_PAGE_TABLES) != 0; break;
     case 75: *value = 9; break;                       /* compute capability */
     case 33: *value = ordinal + 1; break;             /* PCI bus */
     case 41: case 99: case 116: *value = 1; break;    /* unified addresses, host register, RDMA */
@@ -219,19 +231,30 @@ EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
     return leave(0);
 }
 /* 256 bytes past a page: aligned as CUDA promises, and no better. */
-EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+static int allocated(uint64_t *address, size_t bytes, int managed)
 {
     char *raw;
-    ENTER(1);
-    if (bytes == 0) return leave(INVALID);
+    if (bytes == 0) return INVALID;
     if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
-        return leave(OUT_OF_MEMORY);
+        return OUT_OF_MEMORY;
     memset(raw, 0xA5, bytes + 8192);
-    device[ranges++] = (range_t){ raw + 256, bytes, raw };
+    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed };
     used += bytes;
     allocations++;
     *address = (uint64_t)(raw + 256);
-    return leave(0);
+    return 0;
+}
+EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
+{
+    ENTER(1);
+    return leave(allocated(address, bytes, 0));
+}
+EXPORT int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags)
+{
+    ENTER(1);
+    if (flags != 1) broken("managed memory that is not for every stream");
+    if (!(unified & CONCURRENT_MANAGED)) broken("managed memory that the CPU may not use meanwhile");
+    return leave(allocated(address, bytes, 1));
 }
 EXPORT int cuMemFree_v2(uint64_t address)
 {
@@ -257,7 +280,7 @@ EXPORT int cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags)
     (void)flags;
     if (range_of(pinned, pins, at, 1)) { broken("memory was pinned twice"); return leave(712); }
     if (pins == ROOM) return leave(OUT_OF_MEMORY);
-    pinned[pins++] = (range_t){ at, bytes, NULL };
+    pinned[pins++] = (range_t){ at, bytes, NULL, 0 };
     return leave(0);
 }
 EXPORT int cuMemHostUnregister(void *at)
@@ -400,7 +423,8 @@ EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t at)
     case 2: *(unsigned *)value = found == host ? 1 : 2; break;
     case 3: case 4: *(uint64_t *)value = at; break;
     case 7: *(uint64_t *)value = (uint64_t)found->base; break;
-    case 8: case 9: *(int *)value = 0; break;
+    case 8: *(int *)value = found->managed; break;
+    case 9: *(int *)value = 0; break;
     case 11: *(uint64_t *)value = (uint64_t)found->base; break;
     case 12: *(size_t *)value = found->length; break;
     default: *(int *)value = 0;

@@ -2,7 +2,8 @@
 
 A `Block` is one allocation of the CUDA driver. `Block.view` hands out a DLPack capsule: the tensor
 made from it shares the block's ownership, and the memory goes back to the device with the last of
-them, on whichever thread that ends and without the GIL.
+them, on whichever thread that ends and without the GIL. A managed one is the host's memory as well:
+files can be read into it, and such a read shares the ownership, too.
 """
 
 cimport cython
@@ -14,8 +15,9 @@ from posix.unistd cimport getpid
 import atexit
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
-from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi
+from gdsload._native.cuda cimport CU_MEM_ATTACH_GLOBAL, CUDA_SUCCESS, CudaApi
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, describe, drop_capsule
+from gdsload._native.region cimport CRegion, release_region
 
 from gdsload._native.cuda import CudaFailure
 
@@ -27,7 +29,8 @@ cdef struct CBlock:
     int pid
     uint64_t address
     uint64_t length
-    int64_t references  # the Python object and each tensor
+    int managed         # the CPU may use it as well, at any time
+    int64_t references  # the Python object, each tensor, and each handle with its reads
 
 cdef struct View:
     DLManagedTensor managed
@@ -60,6 +63,14 @@ cdef void release_block(CBlock *block) noexcept nogil:
     free(block)
 
 
+cdef void leave_block(void *block) noexcept nogil:
+    release_block(<CBlock *>block)
+
+
+cdef void drop_handle(object capsule) noexcept:
+    release_region(<CRegion *>PyCapsule_GetPointer(capsule, b"gdsload.region"))
+
+
 cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef View *view = <View *>managed.manager_ctx
     release_block(view.block)
@@ -72,8 +83,9 @@ cdef class Block:
 
     cdef CBlock *block
 
-    def __cinit__(self, device, uint64_t length):
-        """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least.
+    def __cinit__(self, device, uint64_t length, bint managed=False):
+        """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least. With
+        ``managed`` the CPU may use them as well.
 
         Raises CudaFailure where the device has no such room, RuntimeError after a fork.
         """
@@ -92,6 +104,7 @@ cdef class Block:
         made.ordinal = device.ordinal
         made.pid = getpid()
         made.length = length
+        made.managed = managed
         made.references = 1
         call = "cuDevicePrimaryCtxRetain"
         with nogil:
@@ -99,11 +112,16 @@ cdef class Block:
             if code == CUDA_SUCCESS:
                 code = made.cuda.primary_retain(&made.context, made.device)
         if code == CUDA_SUCCESS:
-            call = "cuMemAlloc"
+            call = "cuMemAllocManaged" if managed else "cuMemAlloc"
             with nogil:
                 code = made.cuda.push_current(made.context)
                 if code == CUDA_SUCCESS:
-                    code = made.cuda.allocate(&made.address, length)
+                    if managed:
+                        code = made.cuda.allocate_managed(
+                            &made.address, length, CU_MEM_ATTACH_GLOBAL
+                        )
+                    else:
+                        code = made.cuda.allocate(&made.address, length)
                     made.cuda.pop_current(&popped)
                 if code != CUDA_SUCCESS:
                     made.cuda.primary_release(made.device)
@@ -136,8 +154,25 @@ cdef class Block:
 
     @property
     def references(self):
-        """How many owners it has: this object, and tensors."""
+        """How many owners it has: this object, tensors, and handles with their reads."""
         return gds_load(&self.block.references)
+
+    def handle(self):
+        """What the pump reads into, as `gdsload._native.memory.Region.handle` gives it. Raises
+        ValueError for memory that only the device can write to."""
+        cdef CRegion *region
+        if not self.block.managed:
+            raise ValueError("only the device can write to this block")
+        region = <CRegion *>calloc(1, sizeof(CRegion))
+        if region == NULL:
+            raise MemoryError("no memory to keep count of the reads into a block")
+        region.base = <char *><uintptr_t>self.block.address
+        region.length = self.block.length
+        region.references = 1
+        region.owner = self.block
+        region.leave = leave_block
+        gds_add(&self.block.references, 1)
+        return PyCapsule_New(region, b"gdsload.region", drop_handle)
 
     def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):
         """A DLPack capsule over ``nbytes`` bytes at ``offset``: a tensor of the device.

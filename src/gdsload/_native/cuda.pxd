@@ -12,6 +12,7 @@ cdef enum:
     CU_EVENT_DISABLE_TIMING = 2
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+    CU_MEM_ATTACH_GLOBAL = 1
 
 cdef struct CudaApi:
     int (*init)(unsigned int flags) noexcept nogil
@@ -30,6 +31,7 @@ cdef struct CudaApi:
     int (*synchronize)() noexcept nogil
     int (*memory_info)(size_t *free, size_t *total) noexcept nogil
     int (*allocate)(uint64_t *address, size_t nbytes) noexcept nogil
+    int (*allocate_managed)(uint64_t *address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*release)(uint64_t address) noexcept nogil
     int (*host_register)(void *address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*host_unregister)(void *address) noexcept nogil

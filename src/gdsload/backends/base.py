@@ -49,13 +49,15 @@ class Support:
 
 class OpenFile(NamedTuple):
     """A file to register: its descriptor stays the caller's. `direct_fd` is its O_DIRECT twin, or
-    -1; direct reads start and end on multiples of `block` bytes."""
+    -1; direct reads start and end on multiples of `block` bytes, and go to addresses that are
+    multiples of `address_block`."""
 
     path: str
     fd: int
     size: int
     direct_fd: int = -1
     block: int = 4096
+    address_block: int = 4096
 
 
 class Memory(NamedTuple):
@@ -63,7 +65,8 @@ class Memory(NamedTuple):
     library's own; `reused` says that many requests will read into it.
 
     VRAM is on `device`, and may be in pieces: `shares` are (place, bytes, address), and what lies
-    between them is read and dropped; `region` is then whatever keeps all of them alive."""
+    between them is read and dropped; `region` is then whatever keeps all of them alive. DRAM with a
+    `device` is memory that the two share."""
 
     kind: str
     address: int

@@ -7,7 +7,8 @@ shows.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from gdsload._native.memory import Region
@@ -49,7 +50,8 @@ MOST_DEPTH = 4096
 
 
 class PosixBackend(Backend):
-    """Reads files into DRAM in place, and into VRAM by way of a pinned ring."""
+    """Reads files into DRAM in place, be it a device's as well, and into VRAM by way of a pinned
+    ring."""
 
     name: ClassVar[str] = "posix"
     memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM, VRAM})
@@ -64,6 +66,8 @@ class PosixBackend(Backend):
             )
         if not 0 < depth <= MOST_DEPTH:
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
+        if self.settings["in_place"] not in (True, False):
+            raise ValueError(f"in_place={self.settings['in_place']!r} is neither True nor False")
         self.refusals: dict[str, str] = {}
         self.engine = self._choose_engine(self.settings["engine"])
         self._pump: Pump | None = None
@@ -81,6 +85,7 @@ class PosixBackend(Backend):
             Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
+            Option("in_place", False, "read into memory that the host and an integrated GPU share"),
         )
 
     @classmethod
@@ -98,6 +103,16 @@ class PosixBackend(Backend):
                 return Support(True, tuple(reasons))
             reasons.append(f"engine {engine}: {answer}")
         return Support(False, tuple(reasons))
+
+    @classmethod
+    def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
+        """The same; and in place only where that is right."""
+        if options.get("in_place") and device.partition(":")[0] != "cpu":
+            from gdsload.backends import posix_vram
+
+            if why := posix_vram.why_not_in_place(device):
+                return Support(False, (f"in_place was asked for, and {why}",))
+        return cls.probe(device)
 
     def _choose_engine(self, wanted: str) -> str:
         if wanted != "auto":
@@ -119,7 +134,12 @@ class PosixBackend(Backend):
         raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
 
     def limits(self, device: str = "cpu") -> Limits:
-        return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
+        found = Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
+        if not self.settings["in_place"] or device == "cpu":
+            return found
+        from gdsload.blocks import ALIGN_BYTES
+
+        return replace(found, border=ALIGN_BYTES)
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
@@ -213,7 +233,11 @@ class PosixBackend(Backend):
 
     def roads(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
-        return {f"posix/{self.engine}/direct": direct, f"posix/{self.engine}/buffered": buffered}
+        way = " in place" if isinstance(request, PosixRequest) and request.shared else ""
+        return {
+            f"posix/{self.engine}/direct{way}": direct,
+            f"posix/{self.engine}/buffered{way}": buffered,
+        }
 
     def close(self) -> None:
         while self._device_roads:
@@ -236,6 +260,7 @@ class PosixRequest(PumpedRequest):
         memory: Sequence[Registration],
     ) -> None:
         self.populator: Populator | None = None
+        self.shared = any(isinstance(e.what, Memory) and e.what.device for e in memory)
         table, direct, buffered = file_table(files)
         handles = [getattr(entry.what, "region", None) for entry in memory]
         regions = [None if region is None else region.handle() for region in handles]
@@ -280,15 +305,15 @@ def _spare_threads() -> int:
 
 
 def populator_for(
-    transfers: Sequence[Transfer], regions: Sequence[Region | None], threads: int, huge: bool
+    transfers: Sequence[Transfer], regions: Sequence[Any], threads: int, huge: bool
 ) -> Populator | None:
     """Threads that make the memory of these transfers ready, in their order; None for too little
-    to be worth a thread, memory that is ready, or that is not the library's."""
+    to be worth a thread, memory that is ready, or that is no mapping of the library's."""
     parts: list[tuple[object, int, int]] = []
     last, reach, total = -1, 0, 0
     for transfer in transfers:
         region = regions[transfer.target]
-        if region is None:
+        if not isinstance(region, Region):
             return None
         if region.populated(transfer.target_offset, transfer.length):
             continue

@@ -33,8 +33,8 @@ def _cuda(device: str) -> Fact:
         return Fact(device, NO, why, "install NVIDIA's driver, or give the container its devices")
     found = gpu.facts(gpu.ordinal_of(device))
     where = f"NUMA node {found.node}" if found.node >= 0 else "NUMA node unknown"
-    kind = ", its memory is the host's: bytes are staged all the same" if found.unified else ""
-    return Fact(device, YES, f"{found.name} at {found.bus}, {where}{kind}")
+    why = gpu.why_staged(device)
+    return Fact(device, YES, f"{found.name} at {found.bus}, {where}{'; ' * bool(why)}{why}")
 
 
 def _libcufile() -> Fact:
