@@ -316,19 +316,21 @@ def _extents(
     shard = start = end = -1
     place: int | None = None
     for piece in ordered:
-        if piece.nbytes == 0:
+        _, its_shard, offset, nbytes = piece
+        if nbytes == 0:
             continue
-        near = members and piece.shard == shard and piece.offset <= end + gap
-        wish = _modulo([piece], border)  # None of little ones: they go along with the others
+        near = members and its_shard == shard and offset <= end + gap
+        # None of little ones: they go along with the others. As in _modulo, without its call.
+        wish = None if border == 1 or nbytes < LITTLE_BYTES else offset % border
         if near and (place is None or wish is None or wish == place):
             place = place if wish is None else wish
             members.append(piece)
-            end = max(end, piece.offset + piece.nbytes)
+            end = max(end, offset + nbytes)
             continue
         if members:
             yield Extent(shard, start, end - start), members
         members, place = [piece], wish
-        shard, start, end = piece.shard, piece.offset, piece.offset + piece.nbytes
+        shard, start, end = its_shard, offset, offset + nbytes
     if members:
         yield Extent(shard, start, end - start), members
 
