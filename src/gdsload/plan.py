@@ -320,8 +320,8 @@ def _extents(
         if nbytes == 0:
             continue
         near = members and its_shard == shard and offset <= end + gap
-        # None of little ones: they go along with the others. As in _modulo, without its call.
-        wish = None if border == 1 or nbytes < LITTLE_BYTES else offset % border
+        # None of little ones: they go along with the others.
+        wish = _modulo([piece], border) if border > 1 else None
         if near and (place is None or wish is None or wish == place):
             place = place if wish is None else wish
             members.append(piece)
