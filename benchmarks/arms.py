@@ -28,11 +28,11 @@ KINDS: dict[str, Kind] = {
     ),
     "fastsafetensors": Kind(
         PEERS, ("fastsafetensors", "torch"), loaders.open_fastsafetensors, {"max_threads": 16},
-        devices=BOTH,
+        devices=BOTH, cufile=True,
     ),
     "fastsafetensors-parallel": Kind(
         PEERS, ("fastsafetensors", "torch"), loaders.open_fastsafetensors_parallel,
-        {"max_threads": 16}, devices=BOTH, copies=2,
+        {"max_threads": 16}, devices=BOTH, copies=2, cufile=True,
     ),
     "runai": Kind(
         PEERS, ("runai-model-streamer", "torch"), loaders.open_runai, {}, devices=BOTH
@@ -50,7 +50,7 @@ KINDS: dict[str, Kind] = {
     ),
     "nixl-gds-mt": Kind(
         PEERS, ("nixl", "torch"), others.open_nixl, {"plugin": "GDS_MT", "chunk_kib": 16384},
-        devices=(CUDA,),
+        devices=(CUDA,), cufile=True,
     ),
     "bare": Kind(
         OURS, (), loaders.open_bare,

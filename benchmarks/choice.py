@@ -8,6 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
+from gdsload.backends import cufile
+
 from . import fio
 from .arms import KINDS, Arm, parse, why_not
 from .judge import ArmFailed, python_of
@@ -24,6 +26,8 @@ ARMS = (
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
 GPU_ROADS = ("backend=gds", "backend=gds_mt")
+# Where cuFile has no way of its own, this is how it is at its best.
+GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 
 
 def chosen(
@@ -36,8 +40,9 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        roads = GPU_ROADS if options.device != CPU else ()
+        roads, arms_there = ((), ()) if options.device == CPU else (GPU_ROADS, GPU_ARMS)
         names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
+        names += arms_there
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         try:
@@ -52,7 +57,10 @@ def chosen(
         arm.label: why
         for arm in arms
         if arm.kind in KINDS
-        and (why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm))
+        and (
+            why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
+            or hangs(arm, options)
+        )
     }
     try:
         build_bare()
@@ -65,6 +73,13 @@ def chosen(
     if not arms:
         raise Refused("no arm can run here\n" + reasons(left_out))
     return arms, left_out
+
+
+def hangs(arm: Arm, options: argparse.Namespace) -> str:
+    """Why an arm would not come back from opening cuFile; empty where it may, or does not."""
+    if options.device == CPU or not KINDS[arm.kind].cufile or arm.settings.get("nogds"):
+        return ""
+    return cufile.obstacle()
 
 
 def _missing(arm: Arm) -> str:

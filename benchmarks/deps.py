@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 from . import places
 
@@ -13,9 +14,18 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gdsload bench deps", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.parse_args(words)
-    script = places.PACKAGE / "deps.sh"
-    return subprocess.run(["sh", script, places.CACHE, sys.executable], check=False).returncode
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="no network: take what is there, and everything else from the environment that this"
+        " Python is of",
+    )
+    options = parser.parse_args(words)
+    command = ["sh", places.PACKAGE / "deps.sh", places.CACHE, sys.executable]
+    if options.wheels:
+        command.append(options.wheels.absolute())
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

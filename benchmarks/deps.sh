@@ -1,7 +1,10 @@
 #!/bin/sh
 # Makes the environments of the loaders that the benchmarks compare with, in DIRECTORY:
 #
-#   sh benchmarks/deps.sh [DIRECTORY [PYTHON]]      (.cache/bench, .venv/bin/python)
+#   sh benchmarks/deps.sh [DIRECTORY [PYTHON [WHEELS]]]      (.cache/bench, .venv/bin/python)
+#
+# With WHEELS, a directory of them, nothing is fetched: what is there is installed, and everything
+# else (torch!) is taken from the environment of PYTHON.
 #
 #   peers      requirements-peers.txt
 #   prefetch   requirements-prefetch.txt: needs another safetensors, and a GPU; without one, nothing
@@ -11,6 +14,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 directory=${1:-$here/../.cache/bench}
 python=${2:-$here/../.venv/bin/python}
+wheels=${3:-}
 
 say() { printf 'bench-deps: %s\n' "$*"; }
 
@@ -34,6 +38,31 @@ install() { # environment requirement...
     fi
 }
 
+purelib() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+install_wheel() { # python requirement
+    if [ -n "$uv" ]; then
+        "$uv" pip install -q --python "$1" --no-index --no-deps --find-links "$wheels" "$2"
+    else
+        "$python" -m pip --python "$1" install -q --no-index --no-deps --find-links "$wheels" "$2"
+    fi
+}
+
+make_from_wheels() { # name
+    env=$directory/$1
+    wanted=$here/requirements-$1.txt
+    say "making $env of what is in $wheels"
+    rm -rf "$env"
+    mkdir -p "$directory"
+    "$python" -m venv --without-pip "$env"
+    # A venv of a venv sees what the system has, not what its parent has.
+    purelib "$python" >"$(purelib "$env/bin/python")/parent.pth"
+    grep -v '^#' "$wanted" | while read -r requirement; do
+        install_wheel "$env/bin/python" "$requirement" >/dev/null 2>&1 ||
+            say "no wheel: $requirement"
+    done
+}
+
 make_environment() { # name
     env=$directory/$1
     wanted=$here/requirements-$1.txt
@@ -51,6 +80,11 @@ make_environment() { # name
     cp "$wanted" "$env/stamp"
 }
 
+if [ -n "$wheels" ]; then
+    make_from_wheels peers
+    make_from_wheels prefetch
+    exit 0
+fi
 make_environment peers
 if command -v nvidia-smi >/dev/null 2>&1; then make_environment prefetch; fi
 command -v fio >/dev/null 2>&1 || say "fio is not installed: its arm will be left out"

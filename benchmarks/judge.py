@@ -22,8 +22,8 @@ from typing import Any
 from gdsload import residency
 
 from . import cache, machine, places
-from .arms import KINDS, Arm
-from .loaded import CPU, OURS, PEERS, files_of
+from .arms import KINDS, Arm, versions
+from .loaded import CPU, OURS, PREFETCH, files_of
 from .records import Refused
 
 PATIENCE_SECONDS = 900.0
@@ -216,24 +216,17 @@ class Judge:
             raise NotWhatItSays(f"{arm.label} did not load {', '.join(missing[:5])}")
 
 
-def installed(packages: tuple[str, ...]) -> bool:
-    """Whether the environment of this process has them."""
-    try:
-        return all(importlib.metadata.version(package) for package in packages)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def python_of(arm: Arm) -> Path:
-    """The interpreter of an arm's environment. Raises ArmFailed where there is none."""
-    if KINDS[arm.kind].environment == OURS:
-        return Path(sys.executable)
+    """The interpreter of an arm's environment; ours where that was not made, but has what it needs.
+    Raises ArmFailed where there is none."""
     kind = KINDS[arm.kind]
     python = places.python_of(kind.environment)
-    if python.exists():
+    if kind.environment != OURS and python.exists():
         return python
-    if kind.environment == PEERS and installed(kind.packages):
-        return Path(sys.executable)  # what gdsload itself is used with: safetensors, transformers
+    if kind.environment != PREFETCH:  # which wants another safetensors than the peers
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions(kind)
+            return Path(sys.executable)
     raise ArmFailed("not installed: make bench-deps, or gdsload bench deps")
 
 

@@ -66,12 +66,16 @@ def diskstats_key(path: Path) -> str | None:
 
 
 def disk_reads() -> dict[str, int]:
-    """Bytes read from each block device since the machine started."""
-    found = {}
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        words = line.split()
-        found[f"{words[0]}:{words[1]}"] = int(words[5]) * SECTOR_BYTES
-    return found
+    """Bytes read from each block device since the machine started; none in a sandbox whose kernel
+    tells nothing of disks."""
+    return {disk: int(words[5]) * SECTOR_BYTES for disk, words in _disks()}
+
+
+def _disks() -> list[tuple[str, list[str]]]:
+    with contextlib.suppress(OSError):
+        rows = [line.split() for line in Path("/proc/diskstats").read_text().splitlines()]
+        return [(f"{words[0]}:{words[1]}", words) for words in rows]
+    return []
 
 
 def own_read_bytes() -> int | None:
@@ -114,17 +118,15 @@ class Samples:
 
 def disk_busy_seconds() -> dict[str, float]:
     """How long each block device has had something to do, by its own account (io_ticks)."""
-    found = {}
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        words = line.split()
-        found[f"{words[0]}:{words[1]}"] = int(words[12]) / 1e3
-    return found
+    return {disk: int(words[12]) / 1e3 for disk, words in _disks()}
 
 
 def busy_seconds() -> float:
     """CPU seconds that the whole machine has worked, kernel threads included."""
-    words = [int(word) for word in first_line("/proc/stat").split()[1:9]]
-    user, nice, system, _idle, _wait, irq, soft, _steal = words
+    words = [int(word) for word in first_line("/proc/stat").split()[1:8]]
+    if len(words) < 7:
+        return 0.0
+    user, nice, system, _idle, _wait, irq, soft = words
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 

@@ -28,10 +28,13 @@ def build_bare() -> None:
         return
     places.BARE.parent.mkdir(parents=True, exist_ok=True)
     command = [os.environ.get("CC", "cc"), "-O2", "-Wall", "-shared", "-fPIC"]
-    ran = subprocess.run(
-        [*command, "-o", str(places.BARE), str(source), "-luring"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    try:
+        ran = subprocess.run(
+            [*command, "-o", str(places.BARE), str(source), "-luring"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise ArmFailed(f"bare.c was not compiled: {command[0]}: {error.strerror}") from error
     if ran.returncode:
         raise ArmFailed(f"bare.c was not compiled: {ran.stderr.strip().splitlines()[0]}")
 

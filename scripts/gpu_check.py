@@ -3,9 +3,10 @@
     python scripts/gpu_check.py [--device cuda:0] [--json FILE] [CHECKPOINT ...]
 
 Without a checkpoint, synthetic ones are written below the system's temporary directory. Each road
-loads each checkpoint twice: the second load must register nothing. Then a prefetch brings each to
-the device, where a load must adopt it. Ends with a table, a JSON file and exit status 1 where bytes
-were wrong or read twice, memory was left or no road led to the device.
+loads each checkpoint three times: once for what a driver takes for itself, and keeps, when it is
+first asked for streams and pins; then twice, and the second of these must register nothing. Then a
+prefetch brings each to the device, where a load must adopt it. Ends with a table, a JSON file and
+exit status 1 where bytes were wrong or read twice, memory was left or no road led to the device.
 """
 
 from __future__ import annotations
@@ -75,19 +76,23 @@ def held(device: str) -> int:
 def check(
     label: str, backend: str, options: dict[str, Any], source: Path, device: str
 ) -> dict[str, Any]:
-    """One road and one checkpoint: what came of two loads."""
+    """One road and one checkpoint: what came of its loads."""
     row: dict[str, Any] = {"road": label, "checkpoint": source.name, "verdict": "exact"}
     wanted = expected(source)
+
+    def load(pass_: str) -> None:
+        got = gdsload.load_file(source, device, backend=backend, options=options)
+        row[pass_] = gdsload.last_report().to_dict()
+        if wrong := differs(got, wanted):
+            row["verdict"] = f"WRONG: {wrong}"
+
     ring.release_rings()
-    before = held(device)
     try:
-        for pass_ in ("first", "again"):
-            got = gdsload.load_file(source, device, backend=backend, options=options)
-            report = gdsload.last_report()
-            row[pass_] = report.to_dict()
-            if wrong := differs(got, wanted):
-                row["verdict"] = f"WRONG: {wrong}"
-            del got
+        load("settling")
+        ring.release_rings()
+        before = held(device)
+        load("first")
+        load("again")
     except GdsloadError as error:
         refused = isinstance(error, gdsload.BackendUnavailable)
         row["verdict"] = f"{'refused' if refused else 'FAILED'}: {error}"
@@ -99,15 +104,21 @@ def check_ahead(source: Path, device: str) -> dict[str, Any]:
     """What a prefetch brings to the device: adopted by a load, to the bit, and given back."""
     row: dict[str, Any] = {"road": "prefetch", "checkpoint": source.name, "verdict": "exact"}
     wanted = expected(source)
-    ring.release_rings()
-    before = held(device)
-    try:
+
+    def adopted() -> dict[str, torch.Tensor]:
         with gdsload.prefetch(source, device) as ahead:
             ahead.wait()
             row["first"] = ahead.report.to_dict()
-            got = gdsload.load_file(source, device)
-            report = gdsload.last_report()
-            row["again"] = report.to_dict()
+            return gdsload.load_file(source, device)
+
+    ring.release_rings()
+    try:
+        adopted()
+        ring.release_rings()
+        before = held(device)
+        got = adopted()
+        report = gdsload.last_report()
+        row["again"] = report.to_dict()
     except GdsloadError as error:
         row["verdict"] = f"FAILED: {error}"
         return row

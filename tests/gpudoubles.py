@@ -62,6 +62,7 @@ def library(name: str) -> ctypes.CDLL:
     lib.double_said.restype = ctypes.c_char_p
     if name == "cuda_double":
         lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        lib.cuda_double_residue.argtypes = [ctypes.c_size_t]
         lib.cuda_double_is_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         lib.cuda_double_is_managed.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     else:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+import gdsload
 import gpudoubles
-from gdsload import opening, tensors, vram
+from gdsload import gpu, opening, tensors, vram
+from gdsload._native.block import Block
 from gpudoubles import NEGATIVE, Doubles
 from test_vram import device_tensor
 
@@ -67,6 +69,30 @@ def test_a_road_that_fails(
     assert code == 1
     (row,) = [row for row in facts["rows"] if row["road"] == "gds_mt"]
     assert row["verdict"].startswith("FAILED: ") and "5044" in row["verdict"]
+
+
+def test_memory_of_the_driver_and_memory_that_was_left(
+    script: ModuleType, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a driver takes once is no leak; what every load leaves is."""
+    road = ("posix/threads", "posix", {"engine": "threads"}, tiny_checkpoint, "cuda:0")
+    doubles.cuda.cuda_double_residue(4 << 20)
+    row = script.check(*road)
+    assert (row["verdict"], row["left_bytes"]) == ("exact", 0)
+    doubles.cuda.cuda_double_residue(4 << 20)
+    row = script.check_ahead(tiny_checkpoint, "cuda:0")
+    assert (row["verdict"], row["left_bytes"]) == ("exact", 0)
+
+    left: list[Block] = []
+    load_file = gdsload.load_file
+
+    def careless(*words: Any, **more: Any) -> dict[str, torch.Tensor]:
+        left.append(Block(gpu.device(0), 1 << 20))
+        return load_file(*words, **more)
+
+    monkeypatch.setattr(gdsload, "load_file", careless)
+    row = script.check(*road)
+    assert row["verdict"].startswith("LEFT: ") and row["left_bytes"] >= 2 << 20
 
 
 def test_a_prefetch_that_is_of_no_use(

@@ -4,10 +4,17 @@
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
+cdef enum:
+    # How a read goes.
+    DIRECT = 0
+    CACHED = 1            # through the page cache: to be copied from there, if it is there
+    APART = 2             # the same, and not by the thread that asks for it: many are copied at once
+
 cdef struct Read:
     int fd                # open descriptor to read from
     int slot              # its place in the engine's table of registered files
     int buffer            # index of the registered buffer that holds `address`, or -1
+    int way               # one of the above
     char *address
     uint64_t length       # bytes, at most 1 GiB
     uint64_t offset       # bytes from the start of the file

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free
 
 from gdsload._native.atomics cimport gds_add, gds_store
-from gdsload._native.engine cimport Buffer, EngineOps, Read
+from gdsload._native.engine cimport CACHED, DIRECT, Buffer, EngineOps, Read
 from gdsload._native.populator cimport CPopulator
 from gdsload._native.pthreads cimport (
     pthread_cond_destroy,
@@ -241,10 +241,12 @@ cdef inline void describe(Op *op, Read *read) noexcept nogil:
         read.fd = file.direct_fd
         read.slot = file.direct_slot
         read.length = op.length - start
+        read.way = DIRECT
     else:
         read.fd = file.buffered_fd
         read.slot = file.buffered_slot
         read.length = op.wanted - start
+        read.way = CACHED
     read.address = op.address + start
     read.offset = op.offset + start
     read.buffer = op.buffer

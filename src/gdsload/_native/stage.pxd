@@ -147,9 +147,9 @@ cdef inline int copy_on(
     """
     cdef Share *share
     cdef uint64_t end = place + length
-    cdef uint64_t start, stop
+    cdef uint64_t start, stop, nbytes = 0
     cdef int i = first_share(landing, place)
-    cdef int made = 0, code
+    cdef int made = 0, code = CUDA_SUCCESS
     while i < landing.count:
         share = &landing.shares[i]
         if share.start >= end:
@@ -163,12 +163,13 @@ cdef inline int copy_on(
             stop - start, stage.stream,
         )
         if code != CUDA_SUCCESS:
-            return -code
-        gds_add(&stage.copies, 1)
-        gds_add(&stage.copied_bytes, <int64_t>(stop - start))
+            break
+        nbytes += stop - start
         made += 1
         i += 1
-    return made
+    gds_add(&stage.copies, made)
+    gds_add(&stage.copied_bytes, <int64_t>nbytes)
+    return made if code == CUDA_SUCCESS else -code
 
 cdef inline void release_stage(CStage *stage) noexcept nogil:
     cdef void *popped

@@ -14,7 +14,7 @@ from posix.time cimport timespec
 
 from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport CU_EVENT_DISABLE_TIMING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS
-from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
+from gdsload._native.engine cimport APART, CACHED, Buffer, Completion, EngineOps, Read
 from gdsload._native.pthreads cimport (
     monotonic_ns,
     pthread_mutex_lock,
@@ -48,6 +48,7 @@ cdef enum:
     BATCH = 64
     CLOSE_LOOK_NS = 20000000
     LAST_COPIES_NS = 1000000000
+    APART_BYTES = 262144   # 20 us of copying: less is done sooner than handed to somebody
 
 cdef enum:
     IDLE = 0
@@ -273,6 +274,10 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
         inner[prepared] = reads[prepared]
         inner[prepared].address = stage.ring.base + <uint64_t>number * stage.ring.slot_bytes
         inner[prepared].buffer = 0 if self.fixed else -1
+        if inner[prepared].way == CACHED and inner[prepared].length >= APART_BYTES:
+            # One core copies a fraction of what a device takes; and copies to it are to be started
+            # meanwhile.
+            inner[prepared].way = APART
         inner[prepared].cookie = <uint64_t>slot
         prepared += 1
         next_slot += 1

@@ -9,7 +9,7 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
+from gdsload._native.engine cimport APART, Buffer, Completion, EngineOps, Read
 
 cdef extern from "<sys/uio.h>" nogil:
     cdef struct iovec:
@@ -27,6 +27,7 @@ cdef extern from "<liburing.h>" nogil:
         IORING_ASYNC_CANCEL_ANY
         IORING_ASYNC_CANCEL_ALL
         IOSQE_FIXED_FILE
+        IOSQE_ASYNC
     cdef struct io_uring:
         pass
     cdef struct io_uring_params:
@@ -43,6 +44,7 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_queue_exit(io_uring *)
     int io_uring_register_files_sparse(io_uring *, unsigned count)
     int io_uring_register_files_update(io_uring *, unsigned slot, const int *fds, unsigned count)
+    int io_uring_register_iowq_max_workers(io_uring *, unsigned *values)
     int io_uring_register_buffers(io_uring *, const iovec *, unsigned count)
     io_uring_sqe *io_uring_get_sqe(io_uring *)
     void io_uring_prep_read(io_uring_sqe *, int fd, void *, unsigned length, uint64_t offset)
@@ -67,6 +69,7 @@ cdef enum:
     SLOTS = 1024       # files in the ring's table; a file beyond it is read by its descriptor
     REAP_BATCH = 64
     BACK_OFF_US = 1000
+    MOST_WORKERS = 16  # kernel threads of a ring that copy from the page cache, as the threads engine
 
 cdef uint64_t CANCEL_COOKIE = 0xFFFFFFFFFFFFFFFF
 
@@ -101,6 +104,7 @@ cdef int open_uring(
 ) noexcept nogil:
     cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
     cdef iovec *vectors
+    cdef unsigned[2] workers
     cdef int error, i
     fixed[0] = 0
     if self == NULL:
@@ -111,6 +115,8 @@ cdef int open_uring(
         free(self)
         return error
     self.depth = depth
+    workers[0], workers[1] = MOST_WORKERS, 0  # 0: as it was
+    io_uring_register_iowq_max_workers(&self.ring, workers)
     self.has_table = io_uring_register_files_sparse(&self.ring, SLOTS) == 0
     for i in range(SLOTS):
         self.slot_fd[i] = -1
@@ -162,6 +168,9 @@ cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil
             io_uring_prep_read(sqe, fd, read.address, <unsigned>read.length, read.offset)
         if by_slot:
             sqe.flags |= IOSQE_FIXED_FILE
+        if read.way == APART:
+            # By the kernel's workers: what the page cache holds would be copied inside the submission.
+            sqe.flags |= IOSQE_ASYNC
         io_uring_sqe_set_data64(sqe, read.cookie)
         self.in_flight += 1
         taken += 1

@@ -36,8 +36,9 @@ from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# What passes through DRAM on its way to a device, at most (gdsload.ring).
-RING_BYTES = 512 << 20
+# What passes through DRAM on its way to a device, at most (gdsload.ring). A road has 2 * DEPTH
+# requests under way, and pinning is what the first load of a process waits for: two roads' worth.
+RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The kernel takes no larger buffer, and takes them when the ring is made.
 LARGEST_BUFFER_BYTES = 1 << 30
 # How long a release, and then a close, waits for reads that cannot be called back before it leaves
@@ -206,6 +207,10 @@ class PosixBackend(Backend):
         from gdsload.backends import posix_vram
 
         if device not in self._device_roads:
+            if self.engine == "linuxaio" and self.settings["engine"] == "auto" and not self._pump:
+                # It copies what is in the page cache one read after the other; a device takes
+                # several times as much. From storage threads are as quick.
+                self.engine = self._first_engine(("threads", "linuxaio"))
             capsule = engines.engine_module(self.engine).engine()
             self._device_roads[device] = posix_vram.open_road(
                 device, self.engine, capsule, self.settings, self.refusals

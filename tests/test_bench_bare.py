@@ -1,0 +1,91 @@
+"""Benchmarks on a machine that has little: no network, no disk statistics, no compiler, a
+cuFile that would not come back from being opened."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from gdsload.backends import cufile
+from gdsload.cli import measuring
+
+arms, choice, judge, machine, places, prepare = (
+    measuring.program(name)
+    for name in ("arms", "choice", "judge", "machine", "places", "prepare")
+)  # fmt: skip
+
+
+def test_a_kernel_that_tells_nothing_of_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sandbox: there is no account of the disk then, and no crash."""
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert machine.disk_reads() == machine.disk_busy_seconds() == {}
+    assert machine.busy_seconds() == 0.0
+
+
+def test_without_environments_ours_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "CACHE", tmp_path)
+    assert judge.python_of(arms.parse("gdsload")) == Path(sys.executable)
+    assert judge.python_of(arms.parse("safetensors-mmap")) == Path(sys.executable)
+    with pytest.raises(judge.ArmFailed, match="not installed"):
+        judge.python_of(arms.parse("instanttensor"))
+    with pytest.raises(judge.ArmFailed, match="not installed"):  # it wants another safetensors
+        judge.python_of(arms.parse("safetensors-prefetch"))
+    own = tmp_path / "peers/bin/python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert judge.python_of(arms.parse("safetensors-mmap")) == own
+
+
+def test_who_opens_cufile_is_left_out_where_it_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = argparse.Namespace(device="cuda:0"), argparse.Namespace(device="cpu")
+    monkeypatch.setattr(cufile, "obstacle", lambda: "it would spin")
+    for name in ("fastsafetensors", "nixl-gds-mt"):
+        assert choice.hangs(arms.parse(name), gpu) == "it would spin"
+        assert choice.hangs(arms.parse(name), cpu) == ""
+    assert choice.hangs(arms.parse("fastsafetensors:nogds=1"), gpu) == ""
+    assert choice.hangs(arms.parse("gdsload"), gpu) == ""
+
+
+def test_without_a_compiler_there_is_no_yardstick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "BARE", tmp_path / "bare.so")
+    monkeypatch.setenv("CC", str(tmp_path / "nothing"))
+    with pytest.raises(judge.ArmFailed, match="No such file or directory"):
+        prepare.build_bare()
+
+
+def test_environments_of_wheels_that_were_carried(tmp_path: Path) -> None:
+    """What is not among them comes from the environment that makes them."""
+    wheel = tmp_path / "wheels/fastsafetensors-0.5.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    info = "fastsafetensors-0.5.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("fastsafetensors.py", "here = True\n")
+        made.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: fastsafetensors\nVersion: 0.5.0\n"
+        )
+        made.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        made.writestr(f"{info}/RECORD", "")
+    script = places.PACKAGE / "deps.sh"
+    ran = subprocess.run(
+        ["sh", script, tmp_path / "made", sys.executable, wheel.parent],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "no wheel: instanttensor" in ran.stdout
+    python = tmp_path / "made/peers/bin/python"
+    found = subprocess.run(
+        [python, "-c", "import fastsafetensors, numpy; print(fastsafetensors.here)"],
+        capture_output=True, text=True, check=True, env=places.environment(),
+    )  # fmt: skip
+    assert found.stdout == "True\n"
+    assert (tmp_path / "made/prefetch/bin/python").exists()
