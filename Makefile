@@ -67,10 +67,10 @@ bench-deps: setup  ## the loaders that benchmarks compare with, in .cache/bench
 
 bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of MODEL=directory
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed $(PREPARE_$(notdir $(MODEL)))
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state idle $(PREPARE_$(notdir $(MODEL)))
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed $(PREPARE_$(notdir $(MODEL)))
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state idle $(PREPARE_$(notdir $(MODEL)))
 	@# A page cache that holds all of it, and a copy, may be more than there is: it says so, goes on.
-	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --state backed --warm
+	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed --warm
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
 
@@ -83,9 +83,9 @@ bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and ca
 
 bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, comparison, scaling; hours
 	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
-	$(PY) -m gdsload bench io $(firstword $(MODELS))
-	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model || exit 1; done
-	$(PY) -m gdsload bench scale
+	$(PY) -m gdsload bench io $(firstword $(MODELS)) --replace
+	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model --replace || exit 1; done
+	$(PY) -m gdsload bench scale --replace
 	$(PY) -m gdsload bench report
 
 bench-micro: setup  ## seconds of each small step, by pytest-benchmark

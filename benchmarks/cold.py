@@ -11,33 +11,22 @@ tensor. The raw runs go to benchmarks/results/ as JSON, with the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdsload.backends import cufile
+from gdsload.arena import available_bytes
 
-from . import fio, machine, records, tables
-from .arms import KINDS, Arm, parse, why_not
+from . import cache, fio, records, tables, values
+from .arms import KINDS, Arm, parse
+from .choice import chosen, reasons
 from .judge import ArmFailed, Conditions, Judge
 from .loaded import CPU, files_of, ranges
-from .prepare import build_bare, converted, converts, rehearsal
+from .prepare import converted, converts, rehearsal
 from .records import Refused
 
-ARMS = (
-    "gdsload", "safetensors-mmap", "safetensors-pread", "safetensors-prefetch", "fastsafetensors",
-    "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "instanttensor",
-    "tensorizer", "nixl-posix", "nixl-gds-mt", "bare", "bare:pages=huge", "bare:memory=backed",
-    "pinned", "fio",
-)  # fmt: skip
-MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
-ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
-GPU_ROADS = ("backend=gds", "backend=gds_mt")
-# Where cuFile has no way of its own, this is how it is at its best.
-GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 # Some loaders hold a second copy of a file for a while: enough is touched for them, too.
 PREPARE_FACTOR = 2.1
 SPARE_BYTES = 2 << 30
@@ -52,20 +41,31 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
     parser.add_argument("--best", type=Path, metavar="FILE", help="settings that tune.py has found")
-    parser.add_argument("--device", default=CPU, help="where the tensors shall be: cpu, cuda:0")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
+    )
+    parser.add_argument(
+        "--repeats", type=values.whole, default=7, metavar="N", help="runs of each arm: 7"
+    )
     parser.add_argument(
         "--state",
         choices=("backed", "idle", "none"),
         default="backed",
         help="of memory: touched just before the clock, touched and then left alone, as it is",
     )
-    parser.add_argument("--idle-seconds", type=float, default=IDLE_SECONDS)
+    parser.add_argument(
+        "--idle-seconds",
+        type=values.amount(0, "seconds"),
+        default=IDLE_SECONDS,
+        metavar="S",
+        help="how long memory is left alone with --state idle: 10",
+    )
     parser.add_argument(
         "--prepare-factor",
-        type=float,
+        type=values.amount(0, "multiples"),
         default=PREPARE_FACTOR,
-        help="memory touched before, in multiples of the checkpoint",
+        metavar="F",
+        help="memory touched before, in multiples of the checkpoint: 2.1",
     )
     parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
     parser.add_argument(
@@ -79,47 +79,13 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="others may read from the disk meanwhile: the arm's own account must add up then",
     )
     parser.add_argument("--no-checksums", action="store_true", help="no CRC-32 in the first round")
-    return parser.parse_args(words)
-
-
-def chosen(
-    options: argparse.Namespace, source: Path, room: int
-) -> tuple[list[Arm], dict[str, str]]:
-    """The arms, and those that cannot run here, in so much memory, with their reasons."""
-    nbytes = sum(file.stat().st_size for file in files_of(source))
-    names = list(options.arms or ARMS)
-    if not options.arms:
-        roads, arms_there = ((), ()) if options.device == CPU else (GPU_ROADS, GPU_ARMS)
-        names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
-        names += arms_there
-        names += MODEL_ARMS if (source / "config.json").is_file() else ()
-    if options.best:
-        best = json.loads(options.best.read_text())["best"]
-        # Beside the defaults, not instead: what people get, and what they could get.
-        names = [label for name in names for label in (name, best.get(name, name))]
-    names += options.also
-    arms = [parse(name) for name in dict.fromkeys(names)]
-    left_out = {
-        arm.label: why
-        for arm in arms
-        if arm.kind in KINDS
-        and (
-            why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
-            or hangs(arm, options)
-        )
-    }
+    options = parser.parse_args(words)
     try:
-        build_bare()
-    except ArmFailed as error:
-        left_out |= {arm.label: str(error) for arm in arms if arm.kind == "bare"}
-    return [arm for arm in arms if arm.label not in left_out], left_out
-
-
-def hangs(arm: Arm, options: argparse.Namespace) -> str:
-    """Why an arm would not come back from opening cuFile; empty where it may, or does not."""
-    if options.device == CPU or not KINDS[arm.kind].cufile or arm.settings.get("nogds"):
-        return ""
-    return cufile.obstacle()
+        for name in (*(options.arms or ()), *options.also):
+            parse(name)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 class Measured(NamedTuple):
@@ -201,7 +167,10 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = files_of(source)
     nbytes = sum(file.stat().st_size for file in files)
-    room = machine.available_bytes() - SPARE_BYTES
+    records.require_room(options)
+    (cache.require_told if options.warm else cache.require_cold_can_be)(files)
+    free = available_bytes() or 0
+    room = free - min(SPARE_BYTES, free // 4)
     if room < nbytes:
         raise Refused(f"{room / 1e9:.1f} GB of memory are too little for this checkpoint")
     prepare = 0
@@ -209,22 +178,21 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         # A page cache that is to stay warm needs its own.
         prepare = min(int(nbytes * options.prepare_factor), room - (nbytes if options.warm else 0))
     idle = options.idle_seconds if options.state == "idle" else 0.0
-    beside = source if source.is_dir() else source.parent
     small = Conditions(
         source, options.warm, options.state, prepare, idle, None, options.neighbours, options.device
     )
     with ExitStack() as stack:
         arms, left_out = chosen(options, source, room)
-        if not arms:
-            raise Refused(f"no arm can run here: {left_out}")
         models = any(KINDS[arm.kind].gives == "model" for arm in arms if arm.kind in KINDS)
         conditions = {}
         for kind in ("tensors", "model") if models else ("tensors",):
             first = None
             if not options.no_rehearsal:
-                first = stack.enter_context(rehearsal(beside.parent, model=kind == "model"))
+                first = stack.enter_context(rehearsal(source.parent, model=kind == "model"))
             conditions[kind] = replace(small, rehearsal=first)
         arms, runs, discarded, left_out = measure(options, conditions, arms, left_out)
+    if not runs:
+        raise Refused("no arm ran\n" + reasons(left_out))
     versions = {run["arm"]: run.pop("versions") for run in runs}
     tables.thin(runs)
     for run in discarded:
@@ -271,11 +239,11 @@ def main(words: list[str] | None = None) -> int:
         print(f"bench: no table: {error}", file=sys.stderr)
         return 1
     state = result["conditions"]
-    cache = "warm" if state["warm"] else "cold"
-    name = f"{cache}-{result['checkpoint']['name']}-{state['state']}"
-    output = records.keep(result, options.output, name)
-    print(f"\n{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}")
-    print(f"\nraw runs: {output}", file=sys.stderr)
+    heat = "warm" if state["warm"] else "cold"
+    where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
+    name = f"{heat}-{result['checkpoint']['name']}-{state['state']}{where}"
+    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
+    records.finish(result, options, name, text)
     return 0
 
 

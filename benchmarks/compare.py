@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import cold, records, tables
+from . import cold, records, tables, values
 from .loaded import CPU
 from .published import MINI_GDS, MINI_GDS_TENSOR_MS
 from .records import Refused
@@ -35,9 +35,14 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         prog="gdsload bench compare", description=(__doc__ or "").partition("\n")[0]
     )
     records.add_source(parser)
-    parser.add_argument("--device", default=CPU, help="where the model shall be: cpu, cuda:0")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed")
+    parser.add_argument(
+        "--device", type=values.device, default=CPU, help="where the model shall be: cpu, cuda:0"
+    )
+    parser.add_argument(
+        "--repeats", type=values.whole, default=5, metavar="N", help="runs of each: 5"
+    )
+    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed",
+                        help="of memory, as in bench cold")  # fmt: skip
     parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
     parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
     return parser.parse_args(words)
@@ -45,6 +50,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def compare(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The result of a cold benchmark of the three arms. Raises Refused."""
+    records.require_room(options)
     if not (source / "config.json").is_file():
         raise Refused(f"{source}: without a config.json there is no model to build")
     words = [str(source), "--name", records.name_of(options, source), "--device", options.device,
@@ -139,9 +145,10 @@ def main(words: list[str] | None = None) -> int:
         print(f"bench compare: no table: {error}", file=sys.stderr)
         return 1
     where = options.device.partition(":")[0]
-    output = records.keep(result, options.output, f"compare-{result['checkpoint']['name']}-{where}")
-    print(f"\n{tables.title(result)}\n\n{table(result)}\n\n{notes(result)}")
-    print(f"\nraw runs: {output}", file=sys.stderr)
+    warm = "-warm" if options.warm else ""
+    text = f"{tables.title(result)}\n\n{table(result)}\n\n{notes(result)}"
+    name = f"compare-{result['checkpoint']['name']}-{where}{warm}"
+    records.finish(result, options, name, text)
     return 0
 
 

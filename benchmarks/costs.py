@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import records, tables
+from .layout import several
 from .scale import HARDWARE, PLANS
 
 
@@ -109,10 +110,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
+    repeats = several(result["repeats"], "repeat")
     lines = [
         records.described(result),
-        f"{result['repeats']} repeats in one process, after one that is not counted; data are"
-        " holes of sparse files, read by direct I/O: no disk is in these figures",
+        f"{repeats} in one process, after one that is not counted; data are holes of"
+        " sparse files, read by direct I/O: no disk is in these figures",
         "beside reading: opening, planning, memory, handing over and giving back",
     ]
     each = per_tensor(result["sections"])

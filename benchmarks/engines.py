@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from . import cold, places, tables
+from . import cold, records, tables
 from .records import Refused
 
 ENGINES = ("uring", "linuxaio", "threads", "aio")
@@ -37,7 +36,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed")
     parser.add_argument("--neighbours", action="store_true")
     parser.add_argument("--name")
-    parser.add_argument("--output", type=Path)
+    records.add_output(parser)
     return parser.parse_args(words)
 
 
@@ -87,11 +86,10 @@ def main(words: list[str] | None = None) -> int:
         print(f"engines: no table: {error}", file=sys.stderr)
         return 1
     name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    output = options.output or places.RESULTS / f"engines-{name}-{state}.json"
     for run in result["runs"]:
         run.pop("notes", None)
-    output.write_text(json.dumps(result) + "\n")
-    print(f"\n{tables.title(result)}\n\n{pivot(result)}\n\n{tables.notes(result)}")
+    text = f"{tables.title(result)}\n\n{pivot(result)}\n\n{tables.notes(result)}"
+    records.finish(result, options, f"engines-{name}-{state}", text)
     return 0
 
 

@@ -12,7 +12,7 @@ import subprocess
 from typing import Any
 
 from . import machine
-from .judge import ArmFailed, Conditions, NotWhatItSays
+from .judge import SHORT_SHARE, ArmFailed, Conditions, NotWhatItSays
 
 SETTINGS = {"ioengine": "io_uring", "direct": 1, "bs": "1m", "iodepth": 32}
 
@@ -38,7 +38,7 @@ def run(conditions: Conditions, settings: dict[str, Any]) -> dict[str, Any]:
     ran = subprocess.run(
         [
             "fio", "--name=read", "--rw=read", "--readonly", "--invalidate=0",
-            "--output-format=json",
+            "--output-format=json", "--thread",
             "--filename=" + ":".join(str(file).replace(":", r"\:") for file in conditions.files),
             "--file_service_type=sequential",
             *(f"--{name}={value}" for name, value in {**SETTINGS, **settings}.items()),
@@ -48,6 +48,10 @@ def run(conditions: Conditions, settings: dict[str, Any]) -> dict[str, Any]:
     if ran.returncode:
         raise ArmFailed((ran.stderr or ran.stdout).strip().splitlines()[-1])
     job = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0]
+    read = machine.disk_reads()[disk] - reads[disk] if disk else None
+    claimed = job["read"]["io_bytes"]
+    if not conditions.warm and read is not None and read < claimed * (1 - SHORT_SHARE):
+        raise NotWhatItSays(f"fio says that it read {claimed:,} bytes, the disk says {read:,}")
     seconds = job["read"]["runtime"] / 1e3
     share = (job["usr_cpu"] + job["sys_cpu"]) / 100
     return {
@@ -58,8 +62,8 @@ def run(conditions: Conditions, settings: dict[str, Any]) -> dict[str, Any]:
         "load_cpu_s": share * seconds,
         "touched_bytes": 0,
         "tensors": 0,
-        "read_bytes": job["read"]["io_bytes"],
-        "device_read_bytes": machine.disk_reads()[disk] - reads[disk] if disk else None,
+        "read_bytes": claimed,
+        "device_read_bytes": read,
         "resident_before_bytes": resident,
         "resident_after_bytes": conditions.resident_bytes(),
         "versions": {"fio": version()},

@@ -188,6 +188,13 @@ def compared(words: argparse.Namespace) -> int:
     worse = verdict(found, known["steps"])
     for line in worse:
         print(f"worse: {line}", file=sys.stderr)
+    if worse:
+        print(
+            f"bench-compare: {PLAY:.0%} more is allowed. Something that changed since"
+            f" {words.baseline.name} was kept (git log has it) made this dearer: mend it, or, if it"
+            " is worth that, make bench-baseline",
+            file=sys.stderr,
+        )
     return 1 if worse else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from gdsload import residency
 
-from . import machine, places
+from . import cache, machine, places
 from .arms import KINDS, Arm, versions
 from .loaded import CPU, OURS, PREFETCH, files_of
 from .records import Refused
@@ -74,8 +74,7 @@ class Conditions:
             return "files read"
         if residency.drop_caches():
             return "drop_caches"
-        for file in self.files:
-            residency.evict(file)
+        cache.evict(self.files)
         return "evicted"
 
     def fill(self) -> None:
@@ -111,11 +110,15 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.disk = machine.diskstats_key(self.conditions.files[0])
+        self.identity = cache.identity(self.conditions.files)
 
     def run(self, arm: Arm, *, checked: bool = False, tries: int = 3) -> dict[str, Any]:
         """One run that adds up. Raises ArmFailed, or NotWhatItSays after so many `tries`."""
         for turn in range(1, tries + 1):
-            facts = self._run(arm, checked)
+            try:
+                facts = self._run(arm, checked)
+            finally:
+                self.require_unchanged()
             why = self.objection(facts)
             if why is None:
                 return facts
@@ -125,6 +128,14 @@ class Judge:
                 raise NotWhatItSays(f"{arm.label}, {tries} times in a row: {why}")
         raise AssertionError("no run was tried")
 
+    def require_unchanged(self) -> None:
+        """Raises NotWhatItSays where a file is not what it was when this judge was made."""
+        before = dict(zip(self.identity, cache.identity(self.conditions.files), strict=False))
+        changed = [was[0] for was, now in before.items() if was != now]
+        if changed or len(before) != len(self.conditions.files):
+            what = ", ".join(changed) or str(self.conditions.source)
+            raise NotWhatItSays(f"{what}: somebody changed it while it was measured")
+
     def objection(self, facts: dict[str, Any]) -> str | None:
         """Why a run does not count, or None."""
         total, resident = self.conditions.file_bytes, facts["resident_before_bytes"]
@@ -132,19 +143,23 @@ class Judge:
             return None if resident == total else f"{total - resident:,} bytes were not resident"
         if resident:
             return f"{resident:,} bytes were resident before the clock started"
-        read = facts["device_read_bytes"]
+        read, who = facts["device_read_bytes"], "the disk"
+        own = facts.get("own_read_bytes")
+        if read is None:  # as on overlays: the kernel's account of the arm has to add up
+            read, who = own, "the arm"
         if read is None:
             return None
         # What was cast to something larger is more than what had to be read.
         least = min(facts["touched_bytes"], total) * (1 - SHORT_SHARE)
         most = total * (1 + SLACK_SHARE) + SLACK_BYTES
         if read < least:
-            return f"the disk read {read:,} bytes, but {facts['touched_bytes']:,} were touched"
+            return f"{who} read {read:,} bytes, but {facts['touched_bytes']:,} were touched"
         if read > most:
-            own = facts.get("own_read_bytes")
             if self.conditions.neighbours and own is not None and least <= own <= most:
                 return None
-            return f"the disk read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            why = f"{who} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            others = own is not None and least <= own <= most
+            return why + ("; others use this disk: --neighbours allows it" if others else "")
         return None
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
@@ -264,7 +279,9 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:  # nobody wants its answer any more, least of all after Ctrl-C
+            self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):

@@ -46,7 +46,10 @@ def mount_of(path: Path) -> dict[str, str]:
         before, _, after = line.partition(" - ")
         words, (kind, source, *rest) = before.split(), after.split()
         if words[2] == wanted:
-            flags = dict.fromkeys(f"{words[5]},{rest[-1]}".split(","))
+            # Without paths, such as those of the layers of an overlay.
+            flags = dict.fromkeys(
+                flag for flag in f"{words[5]},{rest[-1]}".split(",") if "/" not in flag
+            )
             best = {"filesystem": kind, "source": source, "options": ",".join(flags)}
     return best
 
@@ -73,6 +76,12 @@ def _disks() -> list[tuple[str, list[str]]]:
         rows = [line.split() for line in Path("/proc/diskstats").read_text().splitlines()]
         return [(f"{words[0]}:{words[1]}", words) for words in rows]
     return []
+
+
+def own_read_bytes() -> int | None:
+    """What this process made storage read, by the kernel's account; None where it keeps none."""
+    text = fields("/proc/self/io").get("read_bytes", "")
+    return int(text) if text else None
 
 
 class Samples:
@@ -121,15 +130,19 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    return int(fields("/proc/meminfo").get("MemAvailable", "0 kB").split()[0]) << 10
-
-
 def choice(text: str) -> str:
     """The chosen word of a setting that lists them all: "always [madvise] never"."""
     found = re.search(r"\[(.*?)\]", text)
     return found[1] if found else text
+
+
+def backing_file(path: Path) -> Path | None:
+    """The file that a loop device below a path is made of; None where there is none to be seen."""
+    key = diskstats_key(path)
+    device = Path(f"/sys/dev/block/{key}").resolve()
+    disk = device.parent if (device / "partition").exists() else device
+    name = first_line(disk / "loop/backing_file") if key else ""
+    return Path(name) if name and Path(name).is_file() else None
 
 
 def block_device(path: Path) -> dict[str, Any]:
@@ -148,6 +161,7 @@ def block_device(path: Path) -> dict[str, Any]:
         "read_ahead_kib": first_line(queue / "read_ahead_kb"),
         "requests": first_line(queue / "nr_requests"),
         "largest_request_kib": first_line(queue / "max_sectors_kb"),
+        **({"file": True} if (disk / "loop").exists() else {}),
     }
 
 
@@ -166,8 +180,8 @@ def commit(root: Path = places.ROOT) -> str:
         changed = subprocess.run(
             [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of somebody else's
+        return gdsload.__version__
     return head.stdout.strip() + ("+" if changed.stdout else "")
 
 

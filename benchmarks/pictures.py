@@ -53,17 +53,20 @@ def bars(result: dict[str, Any], path: Path) -> Path:
     runs = tables.grouped(result)
     order = sorted(runs, key=lambda label: tables.seconds_of(runs[label]).median, reverse=True)
     found = [tables.seconds_of(runs[label]) for label in order]
-    figure, ((plot,),) = axes(9, 0.6 + 0.3 * len(order))
+    figure, ((plot,),) = axes(9, 0.9 + 0.3 * len(order))
     plot.barh(order, [one.median for one in found], color=[colour(label) for label in order],
               xerr=[[one.median - one.low for one in found],
                     [one.high - one.median for one in found]], capsize=3)  # fmt: skip
-    plot.set_xlabel("seconds until every byte was touched: median, fastest and slowest run")
+    plot.set_xlabel("seconds until every byte was touched: median, fastest and slowest run\n"
+                    "blue: gdsload, grey: others, green: limits of disk and memory")  # fmt: skip
     plot.set_title(tables.title(result), fontsize=9)
     return save(figure, path)
 
 
 def throughput(result: dict[str, Any], path: Path) -> Path:
     """What the disk read while the median run of each of the fastest arms went on."""
+    if result["conditions"]["warm"]:
+        raise Refused("a warm load reads nothing from the disk")
     runs = tables.grouped(result)
     order = sorted(runs, key=lambda label: tables.seconds_of(runs[label]).median)
     figure, ((plot,),) = axes(9, 3.5)
@@ -88,6 +91,19 @@ def throughput(result: dict[str, Any], path: Path) -> Path:
     return save(figure, path)
 
 
+def short(value: float) -> str:
+    """10, 41M, 1.6G."""
+    for factor, unit in ((1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{float(f'{value / factor:.2g}'):g}{unit}"
+    return f"{value:,.0f}"
+
+
+def block_name(nbytes: float) -> str:
+    """4K, 1M, as the command line takes them."""
+    return f"{nbytes / 2**20:g}M" if nbytes >= 1 << 20 else f"{nbytes / 2**10:g}K"
+
+
 def rates(result: dict[str, Any], path: Path) -> Path:
     """GB/s against block size: a line for each road, a plot for each batch size."""
     groups = sweep.grouped(result)
@@ -103,7 +119,8 @@ def rates(result: dict[str, Any], path: Path) -> Path:
         plot.axhline(max(result["limits"]) / 1e9, color="0.5", linestyle=":", label="plain reader")
         plot.set_xscale("log", base=2)
         plot.set_ylim(bottom=0)
-        plot.set_xlabel("block size, bytes")
+        plot.xaxis.set_major_formatter(lambda value, _: block_name(value))
+        plot.set_xlabel("block size, bytes (powers of 1024)")
         plot.set_title(f"batch size {batch}", fontsize=9)
     plots[0].set_ylabel("GB/s")
     plots[0].legend(fontsize=7)
@@ -112,7 +129,9 @@ def rates(result: dict[str, Any], path: Path) -> Path:
 
 def curves(result: dict[str, Any], path: Path) -> Path:
     """Seconds against what varied, both on logarithmic scales."""
-    sections = {name: entries for name, entries in result["sections"].items() if name != PLANS}
+    sections = {
+        name: entries for name, entries in result["sections"].items() if entries and name != PLANS
+    }
     if not sections:
         raise Refused("plans alone make no curve")
     figure, (plots,) = axes(3.2 * len(sections), 3.2, len(sections))
@@ -123,10 +142,17 @@ def curves(result: dict[str, Any], path: Path) -> Path:
                       yerr=[[one.median - one.low for one in found],
                             [one.high - one.median for one in found]])  # fmt: skip
         if name != "loads":
-            beside = [costs.beside(entry) for entry in entries]
+            # A logarithm has no place for what is lost among the reads of a few bytes.
+            beside = [rest if rest > 0 else None for rest in map(costs.beside, entries)]
             plot.plot(where, beside, marker=".", linestyle="--", label="beside reading")
         plot.set_xscale("log")
         plot.set_yscale("log")
+        # Numbers as people write them, and none between those that were measured.
+        plot.set_xticks(where, [short(value) for value in where])
+        plot.minorticks_off()
+        plot.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        plot.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.tick_params(labelsize=7)
         plot.set_xlabel(name)
     plots[0].set_ylabel("seconds")
     plots[0].legend(fontsize=7)

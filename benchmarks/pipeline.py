@@ -38,7 +38,7 @@ from gdsload.backends.staged import StagedRoad
 from gdsload.plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.ring import DRAM, release_rings, ring_for
 
-from . import records, tables
+from . import records, tables, values
 from .places import ROOT
 from .records import described
 
@@ -265,8 +265,8 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pipeline", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--repeats", type=values.whole, default=7)
+    records.add_output(parser)
     options = parser.parse_args(words)
     pipeline, loop = measured(options.repeats)
     result = records.record(
@@ -277,8 +277,7 @@ def main(words: list[str] | None = None) -> int:
         pipeline=pipeline,
         bare=loop,
     )
-    records.keep(result, options.output, "pipeline")
-    print(f"{table(result)}\n\n{notes(result)}")
+    records.finish(result, options, "pipeline", f"{table(result)}\n\n{notes(result)}")
     return 0
 
 

@@ -41,8 +41,12 @@ def build_bare() -> None:
 
 @contextmanager
 def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
-    """A small checkpoint on the same filesystem, for what a library does only once."""
-    directory = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
+    """A small checkpoint for what a library does only once: on the same filesystem where this
+    process may write there, else where temporary files go."""
+    try:
+        directory = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
+    except OSError:
+        directory = Path(tempfile.mkdtemp(prefix=".bench-"))
     try:
         if model:
             from transformers import AutoConfig, AutoModelForCausalLM
@@ -73,12 +77,15 @@ def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
 
     Raises ArmFailed with what its library says.
     """
-    beside = conditions.source if conditions.source.is_dir() else conditions.source.parent
-    free = shutil.disk_usage(beside.parent).free
+    beside = conditions.source.parent
+    free = shutil.disk_usage(beside).free
     if free < conditions.file_bytes + SPARE_BYTES:
         raise ArmFailed(f"its own copy takes {conditions.file_bytes / 1e9:.1f} GB of disk, and"
                         f" {free / 1e9:.1f} are free")  # fmt: skip
-    room = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside.parent))
+    try:
+        room = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
+    except OSError as error:
+        raise ArmFailed(f"its own copy cannot be written to {beside}: {error.strerror}") from error
     try:
         targets: dict[Path, Path] = {}
         for source in filter(None, (conditions.source, conditions.rehearsal)):

@@ -7,13 +7,17 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import machine, places
+from . import layout, machine, places
 
 FORMAT = 1
 T = TypeVar("T")
@@ -35,12 +39,63 @@ def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
     }
 
 
-def keep(result: dict[str, Any], output: Path | None, name: str) -> Path:
-    """Writes a result to `output`, or under its name among the others; says where."""
-    path = output or places.RESULTS / f"{name}.json"
+def require_room(options: argparse.Namespace) -> None:
+    """Raises Refused where a result could not be kept: said before hours are spent on it."""
+    path: Path = options.output or places.RESULTS / "result.json"
+    if path.is_dir():
+        raise Refused(f"--output {path} is a directory: name a file in it")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a terminal
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".bench-"):
+            pass
+    except OSError as error:
+        raise Refused(
+            f"the result could not be kept in {path.parent}: {error.strerror}; name another file"
+            " with --output"
+        ) from error
+
+
+def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path:
+    """Writes a result to `--output`, or under its name among the others; says where.
+
+    It is there as a whole or not at all. What was kept under its name before stays beside it,
+    unless `--replace` was asked for: a toy run shall not take the place of a night's.
+    """
+    path: Path = options.output or places.RESULTS / f"{name}.json"
+    if options.output is None and not options.replace:
+        path = next(one for one in _numbered(path) if not one.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return path
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        half.write_text(text)
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
     return path
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for number in count(2):
+        yield path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def finish(result: dict[str, Any], options: argparse.Namespace, name: str, text: str) -> None:
+    """Prints a result and keeps it: the table, or with `--json` what is kept."""
+    if options.json:
+        print(json.dumps(result, indent=1))
+    elif sys.stdout.isatty():
+        print("\n" + layout.fitted(text, shutil.get_terminal_size().columns))
+    else:
+        print("\n" + text)
+    sys.stdout.flush()
+    print(f"\nraw runs: {keep(result, options, name)}", file=sys.stderr)
 
 
 def described(result: dict[str, Any]) -> str:
@@ -48,10 +103,12 @@ def described(result: dict[str, Any]) -> str:
     facts = result["machine"]
     disk = facts["disk"]
     gpu = "".join(f", {name}" for name in facts.get("gpus", []))
+    backed = ", a file of another filesystem that may cache it" if disk.get("file") else ""
     return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB{gpu}, "
-        f"Linux {facts['kernel']}, {facts['filesystem']} on {disk.get('name', '?')} "
-        f"({facts['mount_options']}); {result['date']}, gdsload {result['commit']}"
+        f"{facts['cpu']}, {layout.several(facts['cores'], 'core')},"
+        f" {facts['memory_bytes'] / 2**30:.0f} GiB{gpu}, Linux {facts['kernel']},"
+        f" {facts['filesystem']} on {disk.get('name') or 'no disk of its own'}"
+        f"{backed} ({facts['mount_options']}); {result['date']}, gdsload {result['commit']}"
     )
 
 
@@ -66,7 +123,19 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", action="store_true", help="leave what --model wrote")
     parser.add_argument("--name", help="of the checkpoint; its directory's by default")
-    parser.add_argument("--output", type=Path, help="JSON; named by what was measured if absent")
+    add_output(parser)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what becomes of a result."""
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where the JSON goes; an old one is replaced"
+    )
+    parser.add_argument(
+        "--replace", action="store_true",
+        help="without --output: take the place of the result of this name, not a number beside it",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
 
 
 def in_turn(arms: Sequence[T], repeat: int) -> list[T]:
@@ -92,15 +161,19 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
         yield source
         return
     from gdsload import synth
+    from gdsload.layouts import MODELS
 
+    if options.model not in MODELS:
+        raise Refused(f"no model {options.model!r}: there are {', '.join(MODELS)}")
     target = (options.dir / options.model).absolute()
     there = synth.holds(target, options.model)
-    if not there:
-        synth.write(options.model, target)
+    known = target.exists()
     try:
+        if not there:
+            synth.write(options.model, target)
         yield target
     finally:
-        if not there and not options.keep:
+        if not known and not options.keep:
             shutil.rmtree(target, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Puts the kept results into docs/benchmarks.md: no figure there is typed by hand.
+"""Puts the kept results into docs/benchmarks.md: no table there is typed by hand.
 
     gdsload bench report                 the page of a checkout, and its pictures
     gdsload bench report --check         changes nothing, and fails where the page is behind
@@ -85,10 +85,11 @@ def drawn(page: str) -> None:
 def show(files: list[Path]) -> None:
     """Prints results, and draws them beside their files where that is possible."""
     for file in files:
-        result = json.loads(file.read_text())
-        shown = KINDS.get(kind_of(file.name, result))
-        if shown is None:
-            raise Refused(f"{file}: this is no result that can be shown here")
+        try:
+            result = json.loads(file.read_text())
+            shown = KINDS[kind_of(file.name, result)]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise Refused(f"{file}: this is no result that can be shown here") from error
         print(f"{shown.title(result)}\n\n{shown.table(result)}\n\n{shown.notes(result)}\n")
         try:
             for picture in pictures.draw(result, file.with_suffix("")):
@@ -101,8 +102,13 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gdsload bench report", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("results", nargs="*", type=Path)
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "results", nargs="*", type=Path, metavar="RESULT.json",
+        help="show these, and draw them beside their files; without any, renew the page",
+    )  # fmt: skip
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, fail where the page is behind"
+    )
     options = parser.parse_args(words)
     if options.results:
         try:
@@ -115,7 +121,10 @@ def main(words: list[str] | None = None) -> int:
         parser.error("name results: there is no page here, as in a checkout")
     page = PAGE.read_text()
     if options.check:
-        return int(filled(page) != page)
+        behind = filled(page) != page
+        if behind:
+            print(f"{PAGE} is behind the results: run gdsload bench report", file=sys.stderr)
+        return int(behind)
     try:
         drawn(page)
     except Refused as error:

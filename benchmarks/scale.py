@@ -27,7 +27,7 @@ from gdsload import last_report, load_file
 from gdsload.checkpoint import Checkpoint
 from gdsload.plan import Limits, pieces_of, plan_reads
 
-from . import large, records, tables
+from . import large, records, tables, values
 from .large import Shape
 from .records import Refused
 
@@ -56,14 +56,21 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     )
     choices = [*SECTIONS, "loads", PLANS]
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(choices)}")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--repeats", type=values.whole, default=5, metavar="N", help="of each step: 5"
+    )
     parser.add_argument("--dir", type=Path, help="where the sparse files go, and are removed again")
-    parser.add_argument("--most-bytes", type=int, help="make none larger than this")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--most-bytes", type=values.size, metavar="BYTES", help="make none larger: 64M"
+    )
+    records.add_output(parser)
     options = parser.parse_args(words)
     unknown = set(options.sections) - set(choices)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(choices)}")
+    least = 2 * max(tensors for steps in SECTIONS.values() for tensors, _, _ in steps)
+    if options.most_bytes is not None and options.most_bytes < least:
+        parser.error(f"--most-bytes: {least:,} are the least: a number in each tensor")
     options.sections = options.sections or choices
     return options
 
@@ -221,6 +228,8 @@ def scale(room: Path, options: argparse.Namespace) -> dict[str, Any]:
             found[section] = at_once(room, options.repeats, total=total)
         else:
             found[section] = against(section, room, options.repeats, options.most_bytes)
+        if not found[section]:
+            raise Refused(f"{section}: no step is of {options.most_bytes:,} bytes or less")
     return records.record("scale", room, repeats=options.repeats, sections=found)
 
 
@@ -229,14 +238,15 @@ def main(words: list[str] | None = None) -> int:
 
     options = arguments(words)
     try:
+        records.require_room(options)
+        if options.dir is not None and not options.dir.is_dir():
+            raise Refused(f"--dir {options.dir}: there is no such directory")
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.dir) as room:
             result = scale(Path(room), options)
     except Refused as error:
         print(f"bench scale: no table: {error}", file=sys.stderr)
         return 1
-    output = records.keep(result, options.output, "scale")
-    print(f"{costs.table(result)}\n\n{costs.notes(result)}")
-    print(f"\nraw runs: {output}", file=sys.stderr)
+    records.finish(result, options, "scale", f"{costs.table(result)}\n\n{costs.notes(result)}")
     return 0
 
 

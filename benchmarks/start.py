@@ -1,6 +1,6 @@
 """Process start to a ready model, every parameter touched: with prefetch, without, and stock.
 
-    gdsload bench start DIRECTORY [--rounds 7] [--output RESULT.json]
+    gdsload bench start DIRECTORY [--repeats 7] [--output RESULT.json]
 
 Each figure is of a fresh process; the arms take turns, and the weights are put out of the page
 cache before each, some seconds before the clock starts. `imports` and `read` are the two halves
@@ -24,9 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdsload import residency
-
-from . import records, tables
+from . import cache, records, tables, values
+from .layout import several, size
 from .records import Refused
 
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
@@ -109,17 +108,17 @@ def child(arm: str, source: Path) -> dict[str, Any]:
         capture_output=True, text=True, check=False, env=environment(),
     )  # fmt: skip
     if ran.returncode:
-        raise Refused(f"{arm}: {ran.stderr}")
+        said = ran.stderr.strip().splitlines() or ["it ended without a word"]
+        raise Refused(f"{arm}: {said[-1]}")
     facts: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return facts
 
 
 def run(arm: str, source: Path) -> dict[str, Any]:
     """One fresh process, with the weights out of the page cache. Raises Refused where some stay."""
-    for file in sorted(source.glob("*.safetensors")):
-        left = residency.evict(file)
-        if left:
-            raise Refused(f"{file}: {left} bytes stay in the page cache: no cold figure here")
+    left = cache.evict(sorted(source.glob("*.safetensors")))
+    if left:
+        raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
     time.sleep(SETTLE_SECONDS)
     facts = child(arm, source)
     return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
@@ -170,8 +169,8 @@ def floor(result: dict[str, Any]) -> float:
 def title(result: dict[str, Any]) -> str:
     rounds = len(tables.grouped(result)["stock"])
     return (
-        f"{result['name']}, {result['bytes'] / 1e9:.2f} GB; process start to a ready model, weights"
-        f" cold; {rounds} repeats"
+        f"{result['name']}, {size(result['bytes'])}; process start to a ready model, weights"
+        f" cold; {several(rounds, 'repeat')}"
     )
 
 
@@ -212,21 +211,26 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gdsload bench start", description=(__doc__ or "").partition("\n")[0]
     )
     records.add_source(parser)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--repeats", "--rounds", dest="rounds", type=values.whole, default=7,
+                        metavar="N", help="runs of each arm: 7")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
         with records.source_of(options) as source:
+            records.require_room(options)
+            if not (source / "config.json").is_file():
+                raise Refused(f"{source}: without a config.json there is no model to build")
+            cache.require_cold_can_be(source.glob("*.safetensors"))
             name = records.name_of(options, source)
-            size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
             thin(runs)
             arms = [{"label": arm} for arm in ARMS]
-            result = records.record("start", source, name=name, bytes=size, arms=arms, runs=runs)
+            result = records.record("start", source, name=name, bytes=nbytes, arms=arms, runs=runs)
     except Refused as error:
-        print(f"bench start: {error}", file=sys.stderr)
+        print(f"bench start: no table: {error}", file=sys.stderr)
         return 1
-    path = records.keep(result, options.output, f"start-{name}")
-    print(f"{title(result)}\n\n{table(result)}\n\n{notes(result)}\nkept in {path}")
+    text = f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
+    records.finish(result, options, f"start-{name}", text)
     return 0
 
 

@@ -19,12 +19,13 @@ from typing import Any
 from gdsload.backends import find
 from gdsload.errors import BackendUnavailable
 
-from . import records, tables
+from . import records, tables, values
 from .cells import Cell, run_cell
+from .layout import several, size
 from .loaded import CPU, files_of
 from .published import BLOCKS, NIXL_BENCH
 from .records import Refused
-from .truth import TOLERANCE, Device, Truth
+from .truth import PAGE_BYTES, TOLERANCE, Device, Truth
 
 ENGINES = ("uring", "linuxaio", "aio", "threads")
 MOST_MEMORY = 1 << 30
@@ -34,26 +35,33 @@ HEAD = (
 )  # fmt: skip
 
 
-def size_of(text: str) -> int:
-    """4096, 4K, 1M or 1G: bytes, in powers of 1024. Raises ValueError."""
-    factor = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
-    return int(text[:-1] if factor else text) << factor
-
-
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gdsload bench io", description=(__doc__ or "").partition("\n")[0]
     )
     records.add_source(parser)
-    parser.add_argument("--block", nargs="+", type=size_of, default=BLOCKS, metavar="BYTES")
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1])
-    parser.add_argument("--backend", nargs="+", default=["posix"], help="posix, gds, gds_mt")
-    parser.add_argument("--engine", nargs="+", default=list(ENGINES), help="of the posix backend")
-    parser.add_argument("--device", default=CPU, help="where the bytes go: cpu, cuda:0")
+    parser.add_argument("--block", nargs="+", type=values.size, default=BLOCKS, metavar="BYTES",
+                        help="of one read: 4K to 64M")  # fmt: skip
+    parser.add_argument("--batch", nargs="+", type=values.whole, default=[1, 16], metavar="N",
+                        help="reads in one request: 1 16")  # fmt: skip
+    parser.add_argument("--threads", nargs="+", type=values.whole, default=[1], metavar="N",
+                        help="each with requests of its own: 1")  # fmt: skip
+    parser.add_argument(
+        "--backend", nargs="+", default=["posix"], help="of posix, gds, gds_mt: posix"
+    )
+    parser.add_argument("--engine", nargs="+", default=list(ENGINES),
+                        help=f"of the posix backend: {' '.join(ENGINES)}")  # fmt: skip
+    parser.add_argument(
+        "--device", type=values.device, default=CPU, help="where the bytes go: cpu, cuda:0"
+    )
     parser.add_argument("--random", action="store_true", help="blocks in random places")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of reading, for each line")
-    return parser.parse_args(words)
+    parser.add_argument("--seconds", type=values.amount(0, "seconds"), default=0.3, metavar="S",
+                        help="of reading, for each line: 0.3")  # fmt: skip
+    options = parser.parse_args(words)
+    uneven = [block for block in options.block if block % PAGE_BYTES]
+    if uneven:
+        parser.error(f"--block {uneven[0]}: direct reads are of whole {PAGE_BYTES} bytes")
+    return options
 
 
 def roads(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
@@ -77,6 +85,7 @@ def fits(cell: Cell, size: int) -> str:
 
 def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All lines that can be measured. Raises Refused."""
+    records.require_room(options)
     path = max(files_of(source), key=lambda file: file.stat().st_size)
     truth, device = Truth(path), Device(path)
     truth.evict()
@@ -97,7 +106,8 @@ def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
                                 options.random, options.seconds)  # fmt: skip
                     why = fits(cell, truth.size)
                     if why:
-                        left_out[f"blocks of {block}, {batch} at once, {threads} threads"] = why
+                        left_out[f"blocks of {block:,}, {batch} at once,"
+                                 f" {several(threads, 'thread')}"] = why  # fmt: skip
                         continue
                     try:
                         facts = run_cell(cell, truth, device)
@@ -126,7 +136,7 @@ def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
 def title(result: dict[str, Any]) -> str:
     how = "random" if result["conditions"]["random"] else "sequential"
     return (
-        f"{result['file']['name']}, {result['file']['bytes'] / 1e9:.2f} GB; {how} direct reads"
+        f"{result['file']['name']}, {size(result['file']['bytes'])}; {how} direct reads"
         f" to {result['conditions']['device']}"
     )
 
@@ -167,7 +177,11 @@ def published() -> str:
         for place, block in enumerate(BLOCKS)
     ]
     head = ["block size B", *(f"{engine} GB/s" for engine in NIXL_BENCH)]
-    return f"nixlbench as published, batch size 1, another machine\n\n{tables.markdown(head, rows)}"
+    return (
+        "nixlbench as published, batch size 1, another machine and its disk; nobody held what"
+        " arrived against the file, and the rates of LINUXAIO above those of the others are none of"
+        f" one disk\n\n{tables.markdown(head, rows)}"
+    )
 
 
 def notes(result: dict[str, Any]) -> str:
@@ -176,7 +190,8 @@ def notes(result: dict[str, Any]) -> str:
     counted = (
         "the device's counter had to grow by what was claimed"
         if state["counted"]
-        else "nobody counts this device's reads: the rate and the data alone were checked"
+        else "nobody counts this device's reads apart: the kernel's account of this process"
+        " (/proc/self/io) had to grow by what was claimed"
     )
     lines = [
         records.described(result),
@@ -199,11 +214,11 @@ def main(words: list[str] | None = None) -> int:
         print(f"bench io: no record: {error}", file=sys.stderr)
         return 1
     if not result["lines"]:
-        print(f"bench io: no record: {result['left_out']}", file=sys.stderr)
+        why = "\n".join(f"  {what}: {why}" for what, why in result["left_out"].items())
+        print(f"bench io: no record: nothing could be measured\n{why}", file=sys.stderr)
         return 1
-    output = records.keep(result, options.output, f"io-{result['file']['name']}")
-    print(f"{title(result)}\n\n{table(result)}\n\n{notes(result)}")
-    print(f"\nraw lines: {output}", file=sys.stderr)
+    text = f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
+    records.finish(result, options, f"io-{result['file']['name']}", text)
     return 0
 
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .layout import several, size
 from .records import described
 
 
@@ -103,31 +104,40 @@ HEAD = (
 )  # fmt: skip
 
 
+def unit_of(nbytes: int) -> tuple[str, float]:
+    """What the bytes of a table are counted in: small checkpoints are nothing in GB."""
+    return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+
+
 def row(label: str, runs: list[dict[str, Any]], bare: float | None, nbytes: int) -> list[str]:
     """One arm."""
+    unit = unit_of(nbytes)[1]
     took = seconds_of(runs)
-    size = middle(runs, "touched_bytes") or middle(runs, "read_bytes") or nbytes
+    touched = middle(runs, "touched_bytes") or middle(runs, "read_bytes") or nbytes
     file, anon = middle(runs, "file_bytes"), middle(runs, "anon_bytes")
     share = None
     if file is not None and anon is not None and file + anon > nbytes / 100:
         share = max(file, 0.0) / max(file + anon, 1.0)
     cpu = middle(runs, "cpu_s")
-    same = bare is not None and size > 0.9 * nbytes and middle(runs, "touched_bytes")
+    read = middle(runs, "device_read_bytes")
+    if read is None:  # nobody counts for the disk: what the kernel counts for the process
+        read = middle(runs, "own_read_bytes")
+    same = bare is not None and touched > 0.9 * nbytes and middle(runs, "touched_bytes")
     return [
         label,
         f"{took.median:.3f}",
         f"{took.low:.3f} to {took.high:.3f}",
         f"{took.iqr:.3f}",
-        f"{size / took.median / 1e9:.2f}",
+        f"{touched / took.median / 1e9:.2f}",
         f"{bare / took.median:.2f}" if same and bare else "",
         shown(middle(runs, "load_s"), lambda v: f"{v:.3f}"),
         shown(middle(runs, "touch_s"), lambda v: f"{v:.3f}"),
-        shown(cpu, lambda v: f"{v / size * 1e9:.2f}"),
-        shown(middle(runs, "peak_rss_bytes"), lambda v: f"{v / 1e9:.2f}"),
+        shown(cpu, lambda v: f"{v / touched * 1e9:.2f}"),
+        shown(middle(runs, "peak_rss_bytes"), lambda v: f"{v / unit:.2f}"),
         shown(share, lambda v: f"{v:.0%}"),
         shown(middle(runs, "minor_faults"), lambda v: f"{v:,.0f}"),
         shown(middle(runs, "major_faults"), lambda v: f"{v:,.0f}"),
-        shown(middle(runs, "device_read_bytes"), lambda v: f"{v / 1e9:.2f}"),
+        shown(read, lambda v: f"{v / unit:.2f}"),
     ]
 
 
@@ -139,13 +149,18 @@ def table(result: dict[str, Any]) -> str:
     bare = seconds_of(runs[reference]).median if reference else None
     order = sorted(runs, key=lambda label: seconds_of(runs[label]).median)
     rows = [row(label, runs[label], bare, nbytes) for label in order]
-    head = list(HEAD)
+    unit, scale = unit_of(nbytes)
+    empty = [place for place, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
+    head = [name.replace(" GB", f" {unit}") for name in HEAD]
     if any("peak_vram_bytes" in run for run in result["runs"]):
-        head.append("peak VRAM GB")
+        head.append(f"peak VRAM {unit}")
         for label, cells in zip(order, rows, strict=True):
             peak = middle(runs[label], "peak_vram_bytes")
-            cells.append(shown(peak, lambda value: f"{value / 1e9:.2f}"))
-    return markdown(head, rows)
+            cells.append(shown(peak, lambda value: f"{value / scale:.2f}"))
+    kept = [place for place in range(len(head)) if place not in empty]
+    return markdown(
+        [head[place] for place in kept], [[cells[place] for place in kept] for cells in rows]
+    )
 
 
 def title(result: dict[str, Any]) -> str:
@@ -157,9 +172,12 @@ def title(result: dict[str, Any]) -> str:
         "idle": f"memory left idle for {state['idle_seconds']:g} s",
         "none": "memory as it was found",
     }[state["state"]]
+    device = state.get("device", "cpu")
     return (
-        f"{checkpoint['name']}, {checkpoint['bytes'] / 1e9:.2f} GB, {checkpoint['tensors']} tensors"
-        f" in {checkpoint['files']} files; {cache}, {memory}; {state['repeats']} repeats"
+        f"{checkpoint['name']}, {size(checkpoint['bytes'])},"
+        f" {several(checkpoint['tensors'], 'tensor')} in {several(checkpoint['files'], 'file')};"
+        f" {cache}{'' if device == 'cpu' else f', to {device}'}, {memory};"
+        f" {several(state['repeats'], 'repeat')}"
     )
 
 
@@ -171,7 +189,7 @@ def notes(result: dict[str, Any]) -> str:
     lines = [
         described(result),
         f"cache: {', '.join(state['cache'])}, residency checked before each clock; memory touched "
-        f"and freed before, in the same process: {state['prepare_bytes'] / 1e9:.2f} GB in 4 KiB "
+        f"and freed before, in the same process: {size(state['prepare_bytes'])} in 4 KiB "
         f"pages{idled}",
         "arms in turn, each run in a fresh process, imports and one small rehearsal outside the "
         "clock; every byte summed by one thread inside it; all sums equal"
@@ -179,11 +197,24 @@ def notes(result: dict[str, Any]) -> str:
     ]
     if reference:
         lines.append(f"of limit: {reference} = 1.00; {LIMITS[reference.partition(':')[0]]}")
+    total = result["checkpoint"]["bytes"]
+    if any(abs(run["touched_bytes"] - total) > total / 20 for run in result["runs"]
+           if run["touched_bytes"]):  # fmt: skip
+        lines.append(
+            "GB/s and CPU s/GB count the bytes that were touched: tensors that a model shares once,"
+            " and what it casts at its new size; compare seconds"
+        )
     if any(arm["kind"] == "tensorizer" for arm in result["arms"]):
         lines.append("tensorizer reads a copy in its own format, written before the first round")
     if result["discarded"]:
         reasons = "; ".join(f"{run['arm']}: {run['why']}" for run in result["discarded"])
-        lines.append(f"discarded and repeated, {len(result['discarded'])} runs: {reasons}")
+        number = several(len(result["discarded"]), "run")
+        lines.append(f"discarded and repeated, {number}: {reasons}")
+    if result["machine"]["disk"] == {}:
+        lines.append(
+            "nobody counts the reads of this disk apart: instead each arm's own account"
+            " (/proc/self/io) had to add up"
+        )
     if state["neighbours"]:
         lines.append("the machine was shared: others read from the same disk meanwhile")
     versions = {

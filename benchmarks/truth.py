@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from gdsload import residency
-
-from . import machine
+from . import cache, machine
 from .records import Refused
 
 PAGE_BYTES = 4096
@@ -61,7 +59,8 @@ class Truth:
 
     def evict(self) -> None:
         """Raises Refused where the file's pages stay in the page cache."""
-        left = residency.evict(self.path)
+        cache.require_cold_can_be([self.path])
+        left = cache.evict([self.path])
         if left:
             raise Refused(f"{self.path}: {left:,} bytes of it stay in the page cache")
 
@@ -91,12 +90,15 @@ class Device:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.key = machine.diskstats_key(path)
+        self.who = "the device" if self.key else "the kernel"
         self.limits: list[float] = []
 
     def counted(self) -> Counted | None:
-        """The account as it stands; None where nobody keeps one."""
+        """The account as it stands; of a device that has none (as below an overlay) the kernel's
+        account of this process, and None where there is not even that."""
         if self.key is None:
-            return None
+            own = machine.own_read_bytes()
+            return None if own is None else Counted(own, 0.0)
         return Counted(machine.disk_reads()[self.key], machine.disk_busy_seconds()[self.key])
 
     def require_read(self, before: Counted | None, claimed: int, what: str) -> Counted | None:
@@ -107,7 +109,7 @@ class Device:
         did = Counted(now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds)
         if did.nbytes < claimed * (1 - SHORT_SHARE):
             raise Refused(
-                f"{what}: {claimed:,} bytes are said to have been read, but the device counted"
+                f"{what}: {claimed:,} bytes are said to have been read, but {self.who} counted"
                 f" {did.nbytes:,}: the rest came from somewhere else"
             )
         return did

@@ -9,10 +9,9 @@ of each kind. Arguments are those of benchmarks.cold.
 
 from __future__ import annotations
 
-import json
 import sys
 
-from . import cold, places, tables
+from . import cold, records, tables
 from .records import Refused
 
 QUEUE = "runai:RUNAI_STREAMER_FS_QUEUE_DEPTH={},RUNAI_STREAMER_FS_CHUNK_BYTESIZE={}"
@@ -65,13 +64,11 @@ def main(words: list[str] | None = None) -> int:
         if (ran := [label for label in CANDIDATES[kind] if label in medians])
     }
     name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    output = options.output or places.RESULTS / f"best-{name}-{state}.json"
-    output.write_text(
-        json.dumps({"date": result["date"], "machine": result["machine"], "best": best,
-                    "medians": medians}, indent=1) + "\n"
-    )  # fmt: skip
-    print(f"\n{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}")
-    print("\nbest: " + ", ".join(best.values()))
+    kept = {"kind": "best", "date": result["date"], "machine": result["machine"], "best": best,
+            "medians": medians}  # fmt: skip
+    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
+    words_of_best = "best: " + ", ".join(best.values())
+    records.finish(kept, options, f"best-{name}-{state}", f"{text}\n\n{words_of_best}")
     return 0
 
 

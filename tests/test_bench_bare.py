@@ -14,9 +14,9 @@ import pytest
 from gdsload.backends import cufile
 from gdsload.cli import measuring
 
-arms, cold, judge, machine, places, prepare = (
+arms, choice, judge, machine, places, prepare = (
     measuring.program(name)
-    for name in ("arms", "cold", "judge", "machine", "places", "prepare")
+    for name in ("arms", "choice", "judge", "machine", "places", "prepare")
 )  # fmt: skip
 
 
@@ -47,10 +47,10 @@ def test_who_opens_cufile_is_left_out_where_it_would_hang(monkeypatch: pytest.Mo
     gpu, cpu = argparse.Namespace(device="cuda:0"), argparse.Namespace(device="cpu")
     monkeypatch.setattr(cufile, "obstacle", lambda: "it would spin")
     for name in ("fastsafetensors", "nixl-gds-mt"):
-        assert cold.hangs(arms.parse(name), gpu) == "it would spin"
-        assert cold.hangs(arms.parse(name), cpu) == ""
-    assert cold.hangs(arms.parse("fastsafetensors:nogds=1"), gpu) == ""
-    assert cold.hangs(arms.parse("gdsload"), gpu) == ""
+        assert choice.hangs(arms.parse(name), gpu) == "it would spin"
+        assert choice.hangs(arms.parse(name), cpu) == ""
+    assert choice.hangs(arms.parse("fastsafetensors:nogds=1"), gpu) == ""
+    assert choice.hangs(arms.parse("gdsload"), gpu) == ""
 
 
 def test_without_a_compiler_there_is_no_yardstick(

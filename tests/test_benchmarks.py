@@ -216,7 +216,7 @@ def test_a_sweep_has_nixls_columns(
         for step in ("prepare", "post", "transfer"):
             assert line[step]["mean"] > 0
             assert line[step]["mean"] <= line[step]["p99"] * 1.5
-    assert kept["left_out"]["blocks of 4194304, 1 at once, 1 threads"] == "the file is too small"
+    assert kept["left_out"]["blocks of 4,194,304, 1 at once, 1 thread"] == "the file is too small"
     for column in sweep.HEAD:
         assert column in result.stdout
 
@@ -229,6 +229,8 @@ def one_cell(file: Path, **changed: Any) -> Any:
 
 class Trusting:
     """A device whose account is made up."""
+
+    who = "the device"
 
     def __init__(self, nbytes: int, busy_seconds: float = 0.0, limit: float = 1e12) -> None:
         self.after = truth.Counted(nbytes, busy_seconds)
@@ -384,6 +386,9 @@ def test_counts_decide_the_exit_code(
     assert instructions.main(words) == 0
     counts["open"] = 1200
     assert instructions.main(words) == 1
+    said = capsys.readouterr().err
+    assert "worse: open: 1,200 instructions, +20.0% against the baseline" in said
+    assert "make bench-baseline" in said
     monkeypatch.setattr(instructions, "valgrind", lambda: "valgrind-1")
     assert instructions.main(words) == 2
     assert "baseline is of valgrind valgrind-0" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +112,60 @@ def test_a_large_range_is_sampled(fd: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert not residency.mostly_resident(fd, 0, PAGES * PAGE)
         os.pread(fd, PAGE, offset)
     assert residency.mostly_resident(fd, 0, PAGES * PAGE)
+
+
+@pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["told so", "an old kernel"])
+def foreign(
+    request: pytest.FixtureRequest, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
+    """A cold file that is somebody else's: mincore has all of it in the page cache."""
+
+    def refused(*_: object) -> int:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(system, "cachestat", refused)
+    monkeypatch.setattr(system, "mincore_pages", lambda fd, offset, length: -(-length // PAGE))
+    monkeypatch.setattr(os, "geteuid", lambda: os.fstat(fd).st_uid + 1)
+    monkeypatch.setattr(os, "access", lambda *args, **kwargs: False)
+    yield fd
+
+
+def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
+    with pytest.raises(PermissionError, match="only to its owner"):
+        residency.resident_bytes(foreign)
+    assert not residency.wholly_resident(foreign, 0, PAGE)
+    assert not residency.partly_resident(foreign)
+    assert not residency.mostly_resident(foreign, 0, PAGES * PAGE)
+    assert residency.seen_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
+
+
+def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int) -> None:
+    os.pread(foreign, 1 << 20, 0)
+    try:
+        os.preadv(foreign, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except OSError as error:
+        pytest.skip(f"this filesystem does not read without waiting: {error.strerror}")
+    assert residency.mostly_resident(foreign, 0, PAGES * PAGE)
+    assert residency.mostly_resident(foreign, 10 * PAGE + 17, 1)
+    assert residency.seen_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
+
+
+AS_ANOTHER = """
+import os, sys
+from gdsload import residency
+fd = os.open(sys.argv[1], os.O_RDONLY)
+os.setresuid(65534, 65534, 65534)
+try:
+    print(residency.resident_bytes(fd))
+except PermissionError:
+    print("not told")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_not_told_that_a_cold_file_is_warm(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(PAGES * PAGE))
+    ran = subprocess.run([sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True,
+                         check=True)  # fmt: skip
+    assert ran.stdout.strip() == "not told"

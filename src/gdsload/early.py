@@ -199,7 +199,7 @@ class Prefetch:
     def _measure(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
         if self.tier == "pagecache":
             self._resident_bytes = sum(
-                residency.resident_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
+                residency.seen_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
                 for p in pieces
                 if p.nbytes
             )

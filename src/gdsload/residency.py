@@ -1,7 +1,8 @@
 """What the page cache holds of a file, so that each byte can be read by its cheapest road.
 
 `cachestat` answers in microseconds where the kernel has it; `mincore` is asked elsewhere. Neither
-reads from the disk, and neither says anything of what other hosts have cached.
+reads from the disk, and neither says anything of what other hosts have cached. Both tell only who
+owns a file or may write to it; to others `cachestat` says so, and `mincore` that all is there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     """Bytes of `file` (descriptor or path) between `offset` and `offset + length` in page cache.
 
     Counted in whole pages and cut to the range; `length` 0 means up to the end of the file. Raises
-    OSError where the file cannot be opened or asked about.
+    OSError where the file cannot be opened or asked about, PermissionError where it is somebody
+    else's.
     """
     if not isinstance(file, int):
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -41,8 +43,46 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
             raise
+        if not _is_told(file, root=error.errno == errno.ENOSYS and os.geteuid() == 0):
+            raise PermissionError(
+                errno.EPERM,
+                "the kernel tells what the page cache holds of a file only to its owner and to who"
+                " may write to it",
+            ) from error
         pages = system.mincore_pages(file, offset, length)
     return min(pages * PAGE_BYTES, length)
+
+
+def _is_told(fd: int, *, root: bool) -> bool:
+    """Whether mincore tells this process the truth of a file. `root`: by its rights alone."""
+    if root or os.fstat(fd).st_uid == os.geteuid():
+        return True
+    return os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
+
+
+def seen_bytes(fd: int, offset: int, length: int) -> int:
+    """The same as `resident_bytes` of a range; of somebody else's file an estimate, by pages of it
+    that can be read without waiting. Where one cannot, the kernel may begin to read ahead there."""
+    try:
+        return resident_bytes(fd, offset, length)
+    except PermissionError:
+        spots = _spots(offset, length)
+        return length * sum(_answers(fd, spot) for spot in spots) // len(spots)
+
+
+def _spots(offset: int, length: int) -> list[int]:
+    """Places all over a range, its ends among them."""
+    number = min(SAMPLES, -(-length // PAGE_BYTES))
+    step = (length - 1) / max(number - 1, 1)
+    return [offset + int(step * place) for place in range(number)]
+
+
+def _answers(fd: int, spot: int) -> bool:
+    """Whether a byte of a file is there at once; no is also said where that cannot be asked."""
+    try:
+        return os.preadv(fd, [bytearray(1)], spot, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
 
 
 def wholly_resident(fd: int, offset: int, length: int) -> bool:
@@ -70,6 +110,8 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
             found += resident_bytes(fd, spot, size)
             if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
                 return False
+    except PermissionError:  # of somebody else's file the first cold page is the last that is tried
+        return length > 0 and all(_answers(fd, spot) for spot in _spots(offset, length))
     except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
         return False
     return found >= WARM_SHARE * size * len(spots)

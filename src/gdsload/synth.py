@@ -124,8 +124,8 @@ def _require_room(parent: Path, wanted: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < wanted + SPARE_BYTES:
         raise CheckpointError(
-            f"{parent}: the checkpoint takes {wanted / 1e9:.2f} GB "
-            f"and the disk has {free / 1e9:.2f} GB free",
+            f"{parent}: the checkpoint takes {wanted:,} bytes, and of the disk {free:,} are free"
+            f", of which {SPARE_BYTES:,} are left alone",
             path=str(parent),
         )
 

@@ -152,7 +152,10 @@ def make_cold(paths: Sequence[str]) -> None:
 
     residency.drop_caches()  # where it may not, the files are evicted one by one
     for path in paths:
-        left = residency.evict(path)
+        try:
+            left = residency.evict(path)
+        except OSError as error:
+            raise GdsloadError(f"{plain(path)}: {error.strerror}") from error
         if left:
             raise GdsloadError(
                 f"{plain(path)}: {size(left)} stay in the page cache (on tmpfs they live there;"

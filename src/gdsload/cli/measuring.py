@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +21,7 @@ import click
 from gdsload.errors import GdsloadError
 
 PACKAGE = "gdsload.benchmarks"
+TERMINATED = 143  # 128 + SIGTERM: what a shell makes of it
 COMMANDS = {
     "cold": ("cold", "Load a checkpoint cold, or warm, beside other loaders."),
     "io": ("sweep", "Sweep block sizes, batches and engines over a file."),
@@ -58,13 +63,31 @@ def _adopt(directory: Path) -> None:
     sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
 
 
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM ends what is measured as Ctrl-C does: its processes end, its files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        sys.exit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _command(name: str, module: str, what: str) -> click.Command:
     def run(words: tuple[str, ...]) -> int:
         main = program(module).main
         before = sys.argv
         sys.argv = [f"gdsload bench {name}", *words]  # where each of them finds its words
         try:
-            return int(main() or 0)
+            with ended_in_order():
+                return int(main() or 0)
         finally:
             sys.argv = before
 

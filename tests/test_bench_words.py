@@ -1,0 +1,273 @@
+"""What the benchmarks make of odd arguments and odd machines: one line that says why, and no result
+that is half there. No test looks at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import run
+from gdsload import residency
+from gdsload.cli import measuring
+
+cache, choice, judge, layout, machine, records, tables, truth, worker = (
+    measuring.program(name)
+    for name in ("cache", "choice", "judge", "layout", "machine", "records", "tables", "truth",
+                 "worker")
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+
+
+def cold(source: Path, *words: object) -> Any:
+    return run("bench", "cold", source, "--repeats", "1", "--state", "none", "--neighbours", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cold", "x", "--arms", "nonsense"], "no arm 'nonsense'; there are gdsload,"),
+        (["cold", "x", "--also", "nonsense"], "no arm 'nonsense'"),
+        (["cold", "x", "--repeats", "0"], "'0' is not a whole number of 1 or more"),
+        (["cold", "x", "--idle-seconds", "-3"], "'-3' is no number of seconds, 0 or more"),
+        (["cold", "x", "--prepare-factor", "nan"], "'nan' is no number of multiples"),
+        (["cold", "x", "--device", "gpu"], "'gpu' is no device; there are cpu, cuda,"),
+        (["cold", "x", "--device", "cuda:x"], "'cuda:x' is no device"),
+        (["compare", "x", "--repeats", "-1"], "'-1' is not a whole number"),
+        (["start", "x", "--rounds", "0"], "'0' is not a whole number"),
+        (["scale", "--repeats", "0"], "'0' is not a whole number"),
+        (["scale", "--most-bytes", "1000"], "200,000 are the least"),
+        (["io", "x", "--block", "0"], "'0' is not a number of bytes"),
+        (["io", "x", "--block", "1000"], "direct reads are of whole 4096 bytes"),
+        (["io", "x", "--batch", "0"], "'0' is not a whole number"),
+        (["io", "x", "--threads", "two"], "'two' is not a whole number"),
+        (["io", "x", "--seconds", "-1"], "'-1' is no number of seconds"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_bad_usage(words: list[str], said: str) -> None:
+    # A negative number after an option is taken for an option by argparse, unless joined to it.
+    joined = [*words[:-2], f"{words[-2]}={words[-1]}"]
+    result = run("bench", *joined)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["cold", "--repeats", "1"], ["io"], ["compare"], ["start"]],
+    ids=lambda words: words[0],
+)
+def test_an_unknown_model_is_named_with_those_there_are(words: list[str], tmp_path: Path) -> None:
+    result = run("bench", *words, "--model", "nonsense", "--dir", tmp_path)
+    assert result.exit_code == 1
+    assert "no model 'nonsense': there are qwen3-0.6b," in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_arm_no_table(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "x.json"
+    result = cold(tiny_checkpoint, "--arms", "instanttensor", "--output", output)
+    assert result.exit_code == 1
+    assert "left out: instanttensor: it loads to cuda devices only" in result.output
+    result = cold(tiny_checkpoint, "--arms", "gdsload:engine=nonsense", "--output", output)
+    assert result.exit_code == 1
+    assert "no arm ran" in result.output
+    assert "there is no such engine" in result.output
+    assert not output.exists()
+
+
+def test_what_is_not_installed_is_left_out_before_the_first_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(judge.places, "CACHE", tmp_path)
+    arms = {label: judge.Arm(label, label, {}) for label in ("runai", "safetensors-mmap")}
+    with pytest.raises(judge.ArmFailed, match="not installed: make bench-deps"):
+        judge.python_of(arms["runai"])
+    # What gdsload itself stands on is there without the others.
+    assert judge.python_of(arms["safetensors-mmap"]) == Path(sys.executable)
+
+
+def test_json_is_all_that_is_printed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "x.json"
+    result = cold(tiny_checkpoint, "--arms", "gdsload", "--output", output, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads(output.read_text())
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    for output in (tmp_path, Path("/proc/nowhere/x.json")):
+        result = cold(tiny_checkpoint, "--arms", "gdsload", "--output", output)
+        assert result.exit_code == 1
+        assert "--output" in result.output
+        assert "1/1" not in result.output
+
+
+def kept(options: Any, name: str = "cold-x") -> Path:
+    return Path(records.keep({"kind": "loads"}, options, name))
+
+
+def test_a_toy_run_does_not_take_the_place_of_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records.places, "RESULTS", tmp_path)
+    parser = records.argparse.ArgumentParser()
+    records.add_output(parser)
+    plain, replace = parser.parse_args([]), parser.parse_args(["--replace"])
+    assert [kept(plain).name for _ in range(3)] == ["cold-x.json", "cold-x-2.json", "cold-x-3.json"]
+    assert kept(replace).name == "cold-x.json"
+    named = parser.parse_args(["--output", str(tmp_path / "cold-x.json")])
+    assert kept(named).name == "cold-x.json"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_result_is_there_as_a_whole_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = records.argparse.ArgumentParser()
+    records.add_output(parser)
+    options = parser.parse_args(["--output", str(tmp_path / "x.json")])
+    kept(options)
+    before = (tmp_path / "x.json").read_text()
+
+    def full(path: Path, text: str) -> None:
+        with path.open("w") as opened:
+            opened.write(text[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        kept(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert (tmp_path / "x.json").read_text() == before
+
+
+def test_wide_tables_come_in_parts() -> None:
+    head, rows = ["arm", "seconds", "bytes"], [["gdsload", "1.5", "12"], ["bare", "2.5", "13"]]
+    text = f"title\n\n{tables.markdown(head, rows)}\n\n- note"
+    assert layout.fitted(text, 80) == text
+    narrow = layout.fitted(text, 24)
+    assert max(map(len, narrow.splitlines())) <= 24
+    assert narrow.count("gdsload") == 2
+    assert narrow.endswith("- note")
+    assert layout.fitted(text, 1).count("gdsload") == 2, "a column at least, however narrow"
+
+
+# --- odd storage --------------------------------------------------------------------------------
+
+
+def mounted_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "mount_of", lambda path: {"filesystem": kind, "source": "none"})
+
+
+@pytest.mark.parametrize("command", ["cold", "io", "start", "compare"])
+def test_what_is_in_memory_is_never_cold(
+    command: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted_as("tmpfs", monkeypatch)
+    result = run("bench", command, tiny_checkpoint, "--output", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert "it is on tmpfs, which is memory: nothing there is ever cold" in result.output
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    return {"resident_before_bytes": 0, "device_read_bytes": None, "own_read_bytes": 656768,
+            "touched_bytes": 656768, **changed}  # fmt: skip
+
+
+def test_where_no_disk_is_counted_the_arms_own_account_is(tiny_checkpoint: Path) -> None:
+    judged = judge.Judge(judge.Conditions(tiny_checkpoint))
+    assert judged.objection(facts()) is None
+    assert judged.objection(facts(own_read_bytes=None)) is None
+    assert "the arm read 4,096 bytes, but 656,768 were touched" in judged.objection(
+        facts(own_read_bytes=4096)
+    )
+
+
+def test_a_sweep_counts_its_own_reads_where_no_disk_is(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "diskstats_key", lambda path: None)
+    device = truth.Device(tiny_checkpoint)
+    before = device.counted()
+    if before is None:
+        pytest.skip("/proc/self/io has no read_bytes")
+    with pytest.raises(records.Refused, match="but the kernel counted"):
+        device.require_read(before, 1 << 50, "a sweep")
+
+
+def test_a_checkpoint_that_changes_is_no_result(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "changing"
+    shutil.copytree(tiny_checkpoint, source)
+    judged = judge.Judge(judge.Conditions(source))
+    judged.require_unchanged()
+    (first, *_) = sorted(source.glob("*.safetensors"))
+    with first.open("ab") as opened:
+        opened.write(b"more")
+    with pytest.raises(records.Refused, match="somebody changed it while it was measured"):
+        judged.require_unchanged()
+    first.unlink()
+    with pytest.raises(records.Refused, match="somebody changed it while it was measured"):
+        judged.require_unchanged()
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_nobody_waits_for_is_gone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code = "import signal; signal.pause()"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
+    python.chmod(0o755)
+    with pytest.raises(KeyboardInterrupt), judge.Worker(python, {}, {}) as started:
+        raise KeyboardInterrupt
+    assert started._process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_dies_with_its_judge() -> None:
+    """The judge is killed while its worker, which has asked for it, waits for ever."""
+    judge_of_it = f"""
+import os, signal, sys
+sys.path[:0] = {sys.path!r}
+from gdsload.cli import measuring
+worker = measuring.program("worker")
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    worker.die_with_the_judge()
+    os.write(write, b"x")
+    signal.pause()
+os.read(read, 1)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ran = subprocess.run([sys.executable, "-c", judge_of_it], capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    # The pipe of stdout has ended, which the worker held as well.
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    assert int(ran.stdout) > 0
+
+
+def test_sigterm_ends_in_order() -> None:
+    ended = []
+    with pytest.raises(SystemExit) as error, measuring.ended_in_order():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.monotonic()  # signals are looked at between two steps of the interpreter
+        finally:
+            ended.append("in order")
+    assert (error.value.code, ended) == (143, ["in order"])
