@@ -415,7 +415,8 @@ def test_ctrl_c_leaves_no_prefetch_that_nobody_has(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(early.Prefetch, "_run", lambda self: None)
+    # Whatever still refers to the one that was interrupted: it has ended, and is busy no more.
+    monkeypatch.setattr(early.Prefetch, "_run", lambda self: self._end("closed"))
     monkeypatch.setattr(threading.Event, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gdsload.prefetch(checkpoint, backend="gated", **READ)
