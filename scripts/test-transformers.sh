@@ -21,7 +21,7 @@ for version in "$@"; do
     uv pip install --quiet --python "$where/bin/python" "transformers==$version" "torch==$torch" \
         accelerate safetensors psutil click tqdm pytest pytest-xdist hypothesis
     printf 'transformers %s\n' "$version"
-    PYTHONPATH=src:tests "$where/bin/python" -m pytest -q -p no:cacheprovider \
+    PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -p no:cacheprovider \
         -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
         tests/test_model_*.py || failed="$failed $version"
 done
