@@ -18,5 +18,5 @@ uv pip install --quiet --python "$where/bin/python" transformers "torch==$torch"
     safetensors psutil click tqdm pytest compressed-tensors bitsandbytes torchao optimum \
     deepspeed setuptools wheel numpy ninja gguf
 BUILD_CUDA_EXT=0 uv pip install --quiet --python "$where/bin/python" --no-build-isolation gptqmodel
-PYTHONPATH=src:tests "$where/bin/python" -m pytest -q -rs -p no:cacheprovider \
+PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -rs -p no:cacheprovider \
     tests/test_model_quantized.py tests/test_model_stock.py
