@@ -43,18 +43,25 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    """The doubles for whole loads that measure: as little as 256 KiB on each lane."""
+def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    """The doubles for whole loads: torch knows nothing of them."""
     from gdsload import tensors, vram
-    from gdsload.backends import auto, contest
     from test_vram import device_tensor
 
     monkeypatch.setattr(vram, "empty", device_tensor)
     monkeypatch.setattr(tensors, "require_device", str)
-    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
-    monkeypatch.setattr(contest, "LEG_BYTES", 256 << 10)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
+
+
+@pytest.fixture
+def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
+    """The same for loads that measure: as little as 256 KiB on each lane."""
+    from gdsload.backends import auto, contest
+
+    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+    monkeypatch.setattr(contest, "LEG_BYTES", 256 << 10)
+    return loading
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,20 @@ import safetensors.torch
 import torch
 
 import gdsload
-import gpudoubles
-from gdsload import gpu, opening, ring, tensors, vram
+from gdsload import gpu, opening, ring
 from gdsload._native.cuda import Device
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
-from test_vram import device_tensor, raw
+from test_vram import raw
 
 PATIENCE_SECONDS = 20.0
 KEPT = ("pins", "streams", "events")
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
+def doubles(loading: Doubles) -> Doubles:
+    return loading
 
 
 @pytest.mark.parametrize("backend", ["auto", "posix"])

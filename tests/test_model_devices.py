@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, gpu, labels, libraries, loading, ring, tensors, vram
+from gdsload import arena, gpu, labels, libraries, loading, ring, vram
 from gdsload.backends import staged
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.weights import Weights
@@ -52,12 +52,8 @@ def quiet() -> None:
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
-    # torch knows nothing of the double.
-    monkeypatch.setattr(tensors, "require_device", str)
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
+def doubles(loading: Doubles) -> Doubles:
+    return loading
 
 
 @pytest.fixture

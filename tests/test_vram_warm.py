@@ -3,27 +3,22 @@ a device takes. Over doubles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import gdsload
-import gpudoubles
-from gdsload import residency, synth, tensors, vram
+from gdsload import residency, synth
 from gdsload.backends import engines
 from gdsload.backends.base import Support
 from gpudoubles import Doubles
-from test_vram import device_tensor, raw
+from test_vram import raw
 
 
 @pytest.fixture
-def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
-    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
-        yield doubles
+def doubles(loading: Doubles) -> Doubles:
+    return loading
 
 
 @pytest.fixture

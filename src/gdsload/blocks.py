@@ -15,7 +15,7 @@ from gdsload._native.cuda import CudaFailure
 from gdsload.arena import Spot
 from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError
-from gdsload.plan import Piece
+from gdsload.plan import PLACE, Piece
 
 # What torch's own memory is aligned to at least, and kernels count on.
 ALIGN_BYTES = 256
@@ -34,7 +34,7 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
     most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
     groups: list[tuple[int, list[tuple[str, int]]]] = []
     held, members = 0, list[tuple[str, int]]()
-    for piece in sorted(pieces, key=lambda piece: piece.place):
+    for piece in sorted(pieces, key=PLACE):
         if not piece.nbytes:
             continue
         if members and held + piece.nbytes > most:

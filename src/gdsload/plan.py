@@ -44,14 +44,9 @@ class Piece(NamedTuple):
     offset: int
     nbytes: int
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """What puts pieces in the order of the files: shard and offset."""
-        return self.shard, self.offset
 
-
-# `place` without a step of the interpreter for each piece: plans sort a hundred thousand of them.
-_PLACE = attrgetter("shard", "offset")
+# What puts pieces in the order of the files; plans sort a hundred thousand of them by it.
+PLACE = attrgetter("shard", "offset")
 
 
 class Extent(NamedTuple):
@@ -239,10 +234,9 @@ def plan_reads(
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
-        place: int | None = None
-        ordered = sorted(window, key=_PLACE)
-        for extent, members in _extents(ordered, gap_bytes, limits.block, limits.border):
-            last, place = place, _modulo(members, limits.border)
+        last: int | None = None
+        ordered = sorted(window, key=PLACE)
+        for extent, members, place in _extents(ordered, gap_bytes, limits.block, limits.border):
             wanted += sum(piece.nbytes for piece in members)
             extents.append(extent)
             block = blocks[extent.shard] if blocks else limits.block
@@ -250,6 +244,7 @@ def plan_reads(
             start = extent.offset // align * align
             end = -(-extent.end // align) * align
             fresh = len(transfers) == first or place != last
+            last = place
             target = _place_target(targets, extent.shard, start, end, fresh=fresh)
             base = targets[target].offset
             number = len(transfers)
@@ -281,8 +276,8 @@ def plan_reads(
 
 def extents_of(pieces: Sequence[Piece], gap_bytes: int = GAP_BYTES) -> list[Extent]:
     """The runs of bytes that these pieces make up, in file order."""
-    ordered = sorted(pieces, key=_PLACE)
-    return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
+    ordered = sorted(pieces, key=PLACE)
+    return [extent for extent, _, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
 
 
 def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Piece]]:
@@ -303,9 +298,9 @@ def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Pi
 
 def _extents(
     ordered: Sequence[Piece], gap_bytes: int, block: int, border: int = 1
-) -> Iterator[tuple[Extent, list[Piece]]]:
-    """Joins pieces that lie close together, and at the same place modulo `border`; pieces of no
-    bytes are left out.
+) -> Iterator[tuple[Extent, list[Piece], int | None]]:
+    """Joins pieces that lie close together, and at the same place modulo `border`, and says that
+    place: None where all are little, and where there is but one. Pieces of no bytes are left out.
 
     Never less than a block is a gap: two extents would read the same block twice, the second time
     perhaps over a tensor that its owner has changed already. Those that are parted by the border
@@ -321,27 +316,18 @@ def _extents(
             continue
         near = members and its_shard == shard and offset <= end + gap
         # None of little ones: they go along with the others.
-        wish = _modulo([piece], border) if border > 1 else None
+        wish = offset % border if border > 1 and nbytes >= LITTLE_BYTES else None
         if near and (place is None or wish is None or wish == place):
             place = place if wish is None else wish
             members.append(piece)
             end = max(end, offset + nbytes)
             continue
         if members:
-            yield Extent(shard, start, end - start), members
+            yield Extent(shard, start, end - start), members, place
         members, place = [piece], wish
         shard, start, end = its_shard, offset, offset + nbytes
     if members:
-        yield Extent(shard, start, end - start), members
-
-
-def _modulo(members: Iterable[Piece], border: int) -> int | None:
-    """Where the first of them that is not little lies modulo `border`; None where all are little,
-    and where there is but one place."""
-    if border == 1:
-        return None
-    large = (piece for piece in members if piece.nbytes >= LITTLE_BYTES)
-    return next((piece.offset % border for piece in large), None)
+        yield Extent(shard, start, end - start), members, place
 
 
 def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:
