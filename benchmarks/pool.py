@@ -1,6 +1,6 @@
 """Twenty models in turn through one host pool: what a process has grown by when it is done.
 
-    python -m benchmarks.pool DIRECTORY [--models 20] [--turns 2] [--limit-gib 4] [--json OUT]
+    python -m benchmarks.pool DIRECTORY [--models 20] [--turns 2] [--limit-gib 4] [--output OUT]
 
 Makes the checkpoints (0.5 to 0.9 GB each, all different) in DIRECTORY and deletes them at the end.
 Each load is prefetched, loaded, touched and dropped, from storage or from the pool; after it the
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +22,20 @@ from typing import Any
 import gdsload
 from gdsload import residency, synth, warmup
 
-from . import machine
+from . import machine, records, tables, values
+from .layout import several, size
+from .records import Refused
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = "qwen3-0.6b"
 LAYERS = (6, 18)  # of its 28: 0.5 to 0.9 GB
+GROWN = {
+    "anonymous_bytes": "anonymous memory",
+    "shared_bytes": "shared memory",
+    "pinned_bytes": "pinned memory",
+    "mappings": "mappings",
+    "descriptors": "descriptors",
+    "threads": "threads",
+}
 
 
 def make(directory: Path, count: int) -> list[Path]:
@@ -68,7 +77,7 @@ def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     reports = (ahead.report, gdsload.last_report())
     if total != len(tensors):
-        raise SystemExit(f"{source}: a tensor is not what was written")
+        raise Refused(f"{source}: a tensor is not what was written")
     del tensors
     gc.collect()
     facts = {
@@ -81,58 +90,90 @@ def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
     return facts | look(pool)
 
 
-def verdict(loads: Sequence[dict[str, Any]], models: int) -> dict[str, Any]:
-    """How much more there is after the last turn than after the first."""
-    first, last = loads[models - 1], loads[-1]
-    names = ("anonymous_bytes", "shared_bytes", "mappings", "descriptors", "threads")
+def require_bounded(loads: Sequence[dict[str, Any]], limit: int) -> dict[str, int]:
+    """What the pool held at most. Raises Refused where it was no pool."""
+    held = max(one["held_bytes"] for one in loads)
+    if held > limit:
+        raise Refused(f"the pool held {held:,} bytes, and may hold {limit:,}")
+    if any(one["read_bytes"] for one in loads[1::2]):
+        raise Refused("a model that had just been loaded was read again")
     return {
-        "most_held_bytes": max(one["held_bytes"] for one in loads),
+        "most_held_bytes": held,
         "most_pinned_bytes": max(one["pinned_bytes"] for one in loads),
-        "growth": {name: last[name] - first[name] for name in names},
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def title(result: dict[str, Any]) -> str:
+    models = len({one["model"] for one in result["loads"]})
+    return f"{several(models, 'model')} through a pool of {size(result['limit_bytes'])}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """What there was after the first turn, after the last, and once the pool was closed."""
+    loads = result["loads"]
+    first, last, closed = loads[result["turn"] - 1], loads[-1], result["closed"]
+    rows = []
+    for name, what in GROWN.items():
+        form = size if name.endswith("_bytes") else "{:,}".format
+        rows.append([what, *(form(state[name]) for state in (first, last, closed)),
+                     form(last[name] - first[name])])  # fmt: skip
+    head = ["", "after the first turn", "after the last", "pool closed", "growth"]
+    return tables.markdown(head, rows)
+
+
+def notes(result: dict[str, Any]) -> str:
+    loads = result["loads"]
+    read = tables.seconds_of(one for one in loads if one["read_bytes"])
+    kept = tables.seconds_of(one for one in loads if not one["read_bytes"])
+    turns = len(loads) // result["turn"]
+    return "\n".join([
+        f"- {records.described(result)}",
+        f"- {several(turns, 'turn')}, each model twice at once: first from cold storage"
+        f" ({read.median:.2f} s), then from the pool ({kept.median:.2f} s), every page touched",
+        f"- the pool held {size(result['most_held_bytes'])} at most, of"
+        f" {size(result['limit_bytes'])} that it may; {size(result['most_pinned_bytes'])} of it"
+        " pinned",
+    ])  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pool", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--models", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--limit-gib", type=float, default=4)
-    parser.add_argument("--json", type=Path)
-    words = parser.parse_args(arguments)
-    limit = int(words.limit_gib * (1 << 30))
+    parser.add_argument("--models", type=values.whole, default=20)
+    parser.add_argument("--turns", type=values.whole, default=2)
+    parser.add_argument("--limit-gib", type=values.amount(0.001, "GiB"), default=4.0)
+    records.add_output(parser)
+    options = parser.parse_args(words)
+    limit = int(options.limit_gib * (1 << 30))
     import torch  # noqa: F401 - what is imported on the way would count as growth
 
-    words.directory.mkdir(parents=True, exist_ok=True)
-    models = make(words.directory, words.models)
     loads: list[dict[str, Any]] = []
     try:
-        with warmup.HostPool(limit) as pool:
-            for _ in range(words.turns):
+        records.require_room(options)
+        options.directory.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=".pool-", dir=options.directory) as room,
+            warmup.HostPool(limit) as pool,
+        ):
+            models = make(Path(room), options.models)
+            for _ in range(options.turns):
                 for source in models:
                     loads.append(load(source, pool))
                     loads.append(load(source, pool))  # at once again: from the pool
-            after = look(pool)
-        closed = look(pool)
-    finally:
-        for source in models:
-            shutil.rmtree(source)
-    found = verdict(loads, 2 * words.models)
-    print(json.dumps(found | {"open": after, "closed": closed}, indent=2))
-    if found["most_held_bytes"] > limit:
-        raise SystemExit("the pool held more than its limit")
-    if any(one["read_bytes"] for one in loads[1::2]):
-        raise SystemExit("a model that had just been loaded was read again")
-    if words.json:
-        facts = {
-            "commit": machine.commit(ROOT),
-            "machine": machine.describe(words.directory),
-            "limit_bytes": limit,
-            "closed": closed,
-        }
-        kept = facts | found | {"loads": loads}
-        words.json.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+        result = records.record(
+            "pool", options.directory, limit_bytes=limit, turn=2 * options.models,
+            **require_bounded(loads, limit), closed=look(pool), loads=loads,
+        )  # fmt: skip
+    except Refused as error:
+        print(f"pool: no table: {error}", file=sys.stderr)
+        return 1
+    records.finish(
+        result, options, "pool", f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
+    )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

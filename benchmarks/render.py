@@ -18,12 +18,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import compare, costs, engines, pictures, pipeline, start, sweep, tables
+from . import (
+    compare,
+    costs,
+    engines,
+    parse,
+    pictures,
+    pipeline,
+    pool,
+    start,
+    sweep,
+    tables,
+    targets,
+)
 from .places import CHECKOUT, RESULTS, ROOT
 from .records import Refused
 
 PAGE = ROOT / "docs/benchmarks.md"
 PICTURES = ROOT / "docs/pictures"
+TARGETS = re.compile(r"(<!-- targets -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- result: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -43,6 +56,8 @@ KINDS = {
     "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
     "start": Shown(start.title, start.table, start.notes),
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
+    "parse": Shown(parse.title, parse.table, parse.notes),
+    "pool": Shown(pool.title, pool.table, pool.notes),
 }
 
 
@@ -70,7 +85,8 @@ def rendered(file: str, directory: Path = RESULTS) -> str:
 
 def filled(page: str) -> str:
     """The page with every block of it renewed."""
-    return BLOCK.sub(lambda found: found[1] + rendered(found["file"]) + found[3], page)
+    page = BLOCK.sub(lambda found: found[1] + rendered(found["file"]) + found[3], page)
+    return TARGETS.sub(lambda found: f"{found[1]}\n{targets.table()}\n\n{found[2]}", page)
 
 
 def drawn(page: str) -> None:

@@ -1,0 +1,244 @@
+"""What gdsload shall reach, beside what was measured: one table of all of it, from the kept results.
+
+A target whose result is not there says so. What is compared is always of one result: the arms of
+one table, in turn on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import arms, costs, parse, pipeline, start, tables
+from .places import RESULTS
+
+Result = dict[str, Any]
+OURS, MODEL, STOCK, CAST = "gdsload", "gdsload-model", "transformers", ":dtype=float32"
+# Two processes that hold the same tensors differ by some pages.
+MEMORY_SLACK = 1.01
+GROWTH_BYTES = 1 << 20
+
+
+class Found(NamedTuple):
+    """What a result says of a target."""
+
+    measured: str
+    met: bool
+
+
+class Target(NamedTuple):
+    """One line: what is measured, what is wanted of it, and the results that can say it."""
+
+    what: str
+    wanted: str
+    files: tuple[str, ...]
+    measure: Callable[[Result], Found]
+
+
+def seconds(result: Result, label: str) -> float:
+    return tables.seconds_of(tables.grouped(result)[label]).median
+
+
+def by_rounds(result: Result, label: str, other: str) -> float:
+    """How many times as long as `other` an arm takes: the median over the rounds."""
+    found = tables.grouped(result)
+    first, second = (
+        {run["repeat"]: run["seconds"] for run in found[name]} for name in (label, other)
+    )
+    return statistics.median(first[one] / second[one] for one in first if one in second)
+
+
+def loaders(result: Result) -> list[str]:
+    """The labels of what loads the very same files in place of gdsload."""
+    return [
+        arm["label"]
+        for arm in result["arms"]
+        if arm["label"] in tables.grouped(result)
+        and arm["kind"] in arms.KINDS
+        and arm["kind"] not in (OURS, *tables.LIMITS)
+        and arms.KINDS[arm["kind"]].gives == "tensors"
+        and arms.KINDS[arm["kind"]].convert is None
+    ]
+
+
+def beside(result: Result, other: str, most: float) -> Found:
+    """At most so many times the seconds of another arm."""
+    ratio = seconds(result, OURS) / seconds(result, other)
+    rounds = by_rounds(result, OURS, other)
+    return Found(f"{ratio:.2f} of {other}'s time ({rounds:.2f} by rounds)", ratio <= most)
+
+
+def bare_rate(result: Result) -> Found:
+    limit = tables.yardstick(result)
+    if limit is None:
+        raise KeyError("no bare reader")
+    ratio = seconds(result, limit) / seconds(result, OURS)
+    rounds = 1 / by_rounds(result, OURS, limit)
+    return Found(f"{ratio:.2f} ({rounds:.2f} by rounds)", ratio >= 0.95)
+
+
+def fastest(result: Result) -> Found:
+    return beside(result, min(loaders(result), key=lambda label: seconds(result, label)), 1.0)
+
+
+def warm(result: Result) -> Found:
+    return beside(result, "safetensors-mmap", 1.05)
+
+
+def least(fact: str, slack: float, form: Callable[[float], str]) -> Callable[[Result], Found]:
+    """No more of something than the loader that takes the least of it."""
+
+    def measure(result: Result) -> Found:
+        found = tables.grouped(result)
+
+        def median(label: str) -> float:
+            return statistics.median(run[fact] for run in found[label])
+
+        best = min(loaders(result), key=median)
+        return Found(
+            f"{form(median(OURS))}, {best} {form(median(best))}",
+            median(OURS) <= slack * median(best),
+        )
+
+    return measure
+
+
+def adds_little(result: Result) -> Found:
+    most = seconds(result, OURS) * 1.05 + 0.05
+    took = seconds(result, MODEL)
+    return Found(f"{took:.2f} s of {most:.2f}", took <= most)
+
+
+def times_stock(times: float, dtype: str = "") -> Callable[[Result], Found]:
+    """So many times as fast as transformers."""
+
+    def measure(result: Result) -> Found:
+        ratio = seconds(result, STOCK + dtype) / seconds(result, MODEL + dtype)
+        rounds = by_rounds(result, STOCK + dtype, MODEL + dtype)
+        return Found(f"{ratio:.2f} times ({rounds:.2f} by rounds)", ratio >= times)
+
+    return measure
+
+
+def model_memory(result: Result) -> Found:
+    found = tables.grouped(result)
+    ours, stock = (
+        statistics.median(run["peak_rss_bytes"] for run in found[label])
+        for label in (MODEL, STOCK)
+    )
+    return Found(f"{ours / 1e9:.2f} GB, transformers {stock / 1e9:.2f}", ours <= stock)
+
+
+def process_start(result: Result) -> Found:
+    over = seconds(result, "prefetch") / start.floor(result) - 1
+    return Found(f"{over:+.0%}", over <= start.AIM)
+
+
+def of_tensors(result: Result) -> Found:
+    each = parse.together(result)
+    return Found(f"{each:.2f} us", each < parse.MOST_US)
+
+
+def of_headers(result: Result) -> Found:
+    took = parse.opening(result)
+    return Found(f"{took:.2f} s", took < 1.0)
+
+
+def grown(result: Result) -> Found:
+    first, last = result["loads"][result["turn"] - 1], result["loads"][-1]
+    more = {name: last[name] - first[name] for name in first if name in last and name != "model"}
+    bounded = more["anonymous_bytes"] < GROWTH_BYTES
+    counted = [more[name] for name in ("pinned_bytes", "mappings", "descriptors", "threads")]
+    return Found(
+        f"{more['anonymous_bytes'] / 1e6:.1f} MB, {more['mappings']} mappings,"
+        f" {more['descriptors']} descriptors",
+        bounded and not any(counted),
+    )
+
+
+def flat(result: Result) -> Found:
+    entries = result["sections"]["bytes"]
+    few, many = (costs.beside(entry) for entry in (entries[1], entries[-1]))
+    return Found(f"{many / few:.2f} times", many / few < 2)
+
+
+def pinned_rate(share: float) -> Callable[[Result], Found]:
+    """That share of the rate of the limit, the slower of the bus and the disk."""
+
+    def measure(result: Result) -> Found:
+        limit = tables.yardstick(result)
+        if limit is None:
+            raise KeyError("no limit")
+        ratio = seconds(result, limit) / seconds(result, OURS)
+        return Found(f"{ratio:.2f} of {limit}", ratio >= share)
+
+    return measure
+
+
+SMALL, LARGE = "qwen3-0.6b", "qwen2.5-7b"
+COLD = (f"cold-{SMALL}-backed", f"cold-{LARGE}-backed", f"cold-{SMALL}-idle")
+TARGETS = (
+    Target("cold: the bare reader's rate", "0.95 of it", COLD, bare_rate),
+    Target("cold: the fastest loader", "no slower than any other", COLD, fastest),
+    Target("cold: CPU", "no more than any other", COLD,
+           least("cpu_s", 1.0, lambda value: f"{value:.2f} s")),
+    Target("cold: peak memory", "no more than any other, to 1 %", COLD,
+           least("peak_rss_bytes", MEMORY_SLACK, lambda value: f"{value / 1e9:.2f} GB")),
+    Target("warm", "1.05 of safetensors' time", (f"warm-{SMALL}-backed", f"warm-{LARGE}"), warm),
+    Target("plan and hand over, 100,000 tensors", "under 5 us a tensor", ("parse",), of_tensors),
+    Target("open 200 shards of 100,000 tensors", "under 1 s", ("parse",), of_headers),
+    Target("cost beside reading, 40 times the bytes", "flat: under 2 times", ("scale",), flat),
+    Target("model, cold", "load_file's time + 5 % + 50 ms",
+           (f"models-{SMALL}-cold", f"models-{LARGE}-cold"), adds_little),
+    Target("model, cold", "faster than transformers",
+           (f"models-{SMALL}-cold", f"models-{LARGE}-cold"), times_stock(1.0)),
+    Target("model, warm", "no slower than transformers", (f"models-{SMALL}-warm",),
+           times_stock(1.0)),
+    Target("model, cold, cast to float32", "twice as fast as transformers",
+           (f"models-{SMALL}-cold",), times_stock(2.0, CAST)),
+    Target("model, warm, cast to float32", "twice as fast as transformers",
+           (f"models-{SMALL}-warm",), times_stock(2.0, CAST)),
+    Target("model of 18,867 tensors, warm", "3 times as fast as transformers",
+           ("models-thin-moe-warm",), times_stock(3.0)),
+    Target("model of 2 GB, mixture of experts: peak memory", "no more than transformers",
+           ("models-small-moe-cold",), model_memory),
+    Target("process start with prefetch", "10 % over the longer half",
+           (f"start-{SMALL}", f"start-{LARGE}"), process_start),
+    Target("20 models through a 4 GiB pool: growth", "none", ("pool",), grown),
+    Target("GPU, warm", "0.9 of the rate of pinned memory",
+           (f"gpu-warm-{SMALL}", f"gpu-warm-{LARGE}"), pinned_rate(0.9)),
+    Target("GPU, cold", "0.95 of fio or of pinned memory",
+           (f"gpu-cold-{SMALL}", f"gpu-cold-{LARGE}"), pinned_rate(0.95)),
+    Target("GPU, warm and cold", "no slower than any other",
+           (f"gpu-warm-{LARGE}", f"gpu-cold-{LARGE}"), fastest),
+)  # fmt: skip
+NOT_THERE = "not measured"
+
+
+def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
+    """The rows: target, result, wanted, measured, and whether that is enough."""
+    for target in TARGETS:
+        for name in target.files:
+            path = directory / f"{name}.json"
+            if not path.exists():
+                yield [target.what, name, target.wanted, NOT_THERE, ""]
+                continue
+            try:
+                found = target.measure(json.loads(path.read_text()))
+            except (KeyError, ValueError) as error:
+                yield [target.what, name, target.wanted, f"{NOT_THERE}: {error}", ""]
+                continue
+            said = "met" if found.met else "missed"
+            yield [target.what, name, target.wanted, found.measured, said]
+    path = directory / "pipeline.json"
+    if path.exists():
+        for what, *rest in pipeline.aims(json.loads(path.read_text())):
+            yield [f"road into VRAM, {what}", "pipeline", *rest]
+
+
+def table(directory: Path = RESULTS) -> str:
+    """All targets."""
+    return tables.markdown(["target", "result", "wanted", "measured", ""], lines(directory))
