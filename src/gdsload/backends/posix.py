@@ -16,7 +16,7 @@ from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.arena import POPULATE_THREADS, POPULATED_AHEAD_BYTES
-from gdsload.backends import engines
+from gdsload.backends import bounced, engines
 from gdsload.backends.base import (
     DRAM,
     VRAM,
@@ -69,6 +69,11 @@ class PosixBackend(Backend):
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
         if self.settings["in_place"] not in (True, False):
             raise ValueError(f"in_place={self.settings['in_place']!r} is neither True nor False")
+        if self.settings["bounce"] not in bounced.CHOICES:
+            raise ValueError(
+                f"bounce={self.settings['bounce']!r} is none of {', '.join(bounced.CHOICES)}"
+            )
+        self._bounced: bounced.Bounced | None = None
         self.refusals: dict[str, str] = {}
         self.engine = self._choose_engine(self.settings["engine"])
         self._pump: Pump | None = None
@@ -86,6 +91,7 @@ class PosixBackend(Backend):
             Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
+            Option("bounce", "auto", "auto: through huge pages where that is measured faster; never"),
             Option("in_place", False, "read into memory that the host and an integrated GPU share"),
         )
 
@@ -175,9 +181,12 @@ class PosixBackend(Backend):
     def _open_pump(self) -> Pump:
         """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
         while True:
-            module = engines.engine_module(self.engine)
+            engine = engines.engine_module(self.engine).engine()
+            way = bounced.Bounced(engine, self.settings)
             try:
-                return Pump(module.engine(), self.settings["depth"], self._buffers)
+                pump = Pump(way.engine, self.settings["depth"], way.buffers + self._buffers)
+                self._bounced = way
+                return pump
             except OSError as error:
                 refusal = unopened(self.engine, error)
             self.refusals[f"posix/{self.engine}"] = str(refusal)
@@ -201,7 +210,10 @@ class PosixBackend(Backend):
     ) -> Any:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
             return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
-        return PosixRequest(self.pump, self.settings, transfers, files, memory)
+        request = PosixRequest(self.pump, self.settings, transfers, files, memory)
+        if self._bounced is not None and not request.shared:
+            self._bounced.arm(transfers, files)
+        return request
 
     def _device_road(self, device: str) -> Any:
         from gdsload.backends import posix_vram
@@ -239,8 +251,12 @@ class PosixBackend(Backend):
     def roads(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         way = " in place" if isinstance(request, PosixRequest) and request.shared else ""
+        through = 0
+        if isinstance(request, PosixRequest) and self._bounced is not None:
+            through = self._bounced.news(direct)
         return {
-            f"posix/{self.engine}/direct{way}": direct,
+            f"posix/{self.engine}/direct{way}": direct - through,
+            f"posix/{self.engine}/direct bounced": through,
             f"posix/{self.engine}/buffered{way}": buffered,
         }
 
@@ -251,6 +267,9 @@ class PosixBackend(Backend):
             self._pump.close(DRAIN_SECONDS)
             self._pump = None
             self._buffers.clear()
+        if self._bounced is not None:
+            self._bounced.close()
+            self._bounced = None
 
 
 class PosixRequest(PumpedRequest):

@@ -1,0 +1,95 @@
+"""Direct reads into host memory through a few huge pages, where that is faster than in place: when it
+is tried, with how much memory, and what is kept of the answer. The reads are `_native.bounce`'s.
+
+On a virtual disk that is twice as fast (docs/benchmarks.md): its host maps each 4 KiB page of a read
+apart. It is asked for each mount, on the first large load from it, and kept like the roads to GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gdsload import verdicts
+from gdsload._native.bounce import Bounce
+from gdsload._native.memory import Region
+from gdsload.backends.base import OpenFile, Registration
+from gdsload.mounts import mount_of
+from gdsload.plan import Transfer
+from gdsload.version import __version__
+
+CHOICES = ("auto", "always", "never")
+# Of one request each: while one is emptied, the others are read to.
+SLOTS = 4
+# Two stretches of either way: what is smaller has come before anything is known.
+LEAST_BYTES = 256 << 20
+DEVICE = "cpu"
+WAYS = ("in place", "bounced")
+
+
+class Bounced:
+    """The way of one pump's direct reads, and what was measured of it."""
+
+    def __init__(self, engine: object, settings: Mapping[str, Any]) -> None:
+        """`engine` is the capsule of the engine that reads."""
+        self._choice = settings["bounce"]
+        self._slot_bytes = settings["request_bytes"]
+        self._told = 0
+        self._mount = ""
+        self._known = -1
+        self._bounce = Bounce(engine) if self._choice != "never" else None
+        self.engine = engine if self._bounce is None else self._bounce.capsule()
+        self.buffers = [] if self._bounce is None else self._bounce.buffers()
+
+    def arm(self, transfers: Sequence[Transfer], files: Sequence[Registration]) -> None:
+        """Takes the memory for it, with the first request that is large enough."""
+        bounce = self._bounce
+        if bounce is None or bounce.armed or not transfers:
+            return
+        only = WAYS.index("bounced") if self._choice == "always" else -1
+        if only < 0 and sum(t.length for t in transfers if t.road == "direct") < LEAST_BYTES:
+            return
+        if only < 0:
+            self._ask(files[transfers[0].shard])
+        try:
+            region = Region.anonymous(SLOTS * self._slot_bytes)
+        except MemoryError:
+            return  # reads in place need none
+        bounce.arm(region.handle(), self._slot_bytes, SLOTS, self._known, only)
+
+    def _ask(self, registration: Registration) -> None:
+        """What is kept of the storage that this file is on."""
+        if isinstance(registration.what, OpenFile):
+            mount = mount_of(registration.what.path)
+            self._mount = mount.key if mount is not None else ""
+        kept = verdicts.verdict_on(self._mount, DEVICE, _versions()) if self._mount else None
+        if kept is not None and kept.road in WAYS:
+            self._known = WAYS.index(kept.road)
+
+    def news(self, most: int) -> int:
+        """Bytes that went through the huge pages since it was last asked, `most` at most."""
+        if self._bounce is None:
+            return 0
+        found = min(self._bounce.copied_bytes - self._told, most)
+        self._told += found
+        return found
+
+    def close(self) -> None:
+        """Keeps what was measured, where that is another answer than before."""
+        if self._bounce is None or not self._mount:
+            return
+        best = self._bounce.best()
+        if best < 0 or best == self._known:
+            return
+        rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
+        # A load is no worse for a place where nothing can be kept.
+        verdicts.keep(
+            verdicts.Verdict(self._mount, DEVICE, WAYS[best], rates, _versions(), time.time())
+        )
+
+
+def _versions() -> dict[str, str]:
+    """Everything that has a part in what is measured."""
+    return {"gdsload": __version__, "kernel": os.uname().release}
