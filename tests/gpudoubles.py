@@ -108,6 +108,10 @@ class Doubles:
     def hold_copies(self, hold: bool) -> None:
         self.cuda.cuda_double_hold(hold)
 
+    def capture_graphs(self, capture: bool) -> None:
+        """Somebody captures a graph meanwhile, on another thread."""
+        self.cuda.cuda_double_capture(capture)
+
     def let_go(self) -> None:
         self.cuda.double_let_go()
         self.cufile.double_let_go()
