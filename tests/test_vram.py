@@ -159,6 +159,41 @@ def test_a_file_that_was_cut(
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
 
+@pytest.mark.parametrize(
+    ("asked", "spare", "held"),
+    [
+        (True, 1 << 30, 0),
+        (False, 5 << 20, 1 << 20),  # it would not leave what is spared
+        (False, 1 << 30, 6 << 20),  # torch has so much
+    ],
+)
+def test_torch_takes_memory_for_many_tensors_at_once(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, spare: int,
+    held: int,
+) -> None:  # fmt: skip
+    """Where it cannot, each is asked for alone."""
+    saved = {name: torch.randint(0, 255, (size,), dtype=torch.uint8)
+             for name, size in (("a", (2 << 20) + 5), ("b", 1000), ("c", 3 << 20))}  # fmt: skip
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(saved, path)
+    wanted: list[int] = []
+
+    def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        wanted.append(shape[0])
+        if shape[0] > 4 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return device_tensor(shape, dtype, device)
+
+    monkeypatch.setattr(vram, "WHOLE_BYTES", 4 << 20)
+    monkeypatch.setattr(vram, "empty", empty)
+    monkeypatch.setattr(vram, "reusable_bytes", lambda ordinal: held)
+    doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + spare)
+    options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+    got = gdsload.load_file(path, "cuda:0", backend="posix", options=options)
+    assert wanted == [(5 << 20) + 512] * asked + [saved[name].numel() for name in got]
+    assert all(torch.equal(got[name], saved[name]) for name in saved)
+
+
 def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
     gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 16 << 20})
     report = gdsload.last_report()
