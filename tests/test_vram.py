@@ -159,6 +159,19 @@ def test_a_file_that_was_cut(
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
 
+def test_a_device_that_broke_down_is_not_full(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "CUDA error: an illegal memory access was encountered"
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(vram, "empty", broken)
+    with pytest.raises(RuntimeError, match=said):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
+
+
 @pytest.mark.parametrize(
     ("asked", "spare", "held"),
     [

@@ -249,7 +249,7 @@ class Shelf:
         try:
             return empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, under several names
-            if "memory" not in str(error):
+            if "out of memory" not in str(error):  # and not "an illegal memory access"
                 raise
             why = str(error).partition("\n")[0]
             raise PlacementError(
