@@ -26,7 +26,7 @@
 #define ROOM 4096
 #define OPS 65536
 
-typedef struct { char *base; size_t length; char *raw; int managed; } range_t;
+typedef struct { char *base; size_t length; char *raw; int managed; void *context; } range_t;
 typedef struct { char *to; const char *from; size_t length; } copy_t;
 typedef struct { int ordinal, retained, alive; } context_t;
 typedef struct { context_t *context; } stream_t;
@@ -142,6 +142,15 @@ EXPORT int cuda_double_is_device(const void *at, size_t length)
     int found = range_of(device, ranges, at, length) != NULL;
     pthread_mutex_unlock(&lock);
     return found;
+}
+/* The same, and it is of the context that is current in this thread: for cuFile. */
+EXPORT int cuda_double_reaches(const void *at, size_t length)
+{
+    pthread_mutex_lock(&lock);
+    range_t *found = range_of(device, ranges, at, length);
+    int reached = found && depth && found->context == stack[depth - 1];
+    pthread_mutex_unlock(&lock);
+    return reached;
 }
 EXPORT int cuda_double_is_managed(const void *at, size_t length)
 {
@@ -319,7 +328,7 @@ static int allocated(uint64_t *address, size_t bytes, int managed)
     if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
         return OUT_OF_MEMORY;
     memset(raw, 0xA5, bytes + 8192);
-    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed };
+    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed, stack[depth - 1] };
     used += bytes;
     allocations++;
     *address = (uint64_t)(raw + 256);
@@ -377,7 +386,7 @@ static int pin(char *at, size_t bytes, void *raw)
         }
     if (pins == ROOM) return OUT_OF_MEMORY;
     if (!is_mapped(at, bytes)) { broken("memory was pinned that is not mapped"); return INVALID; }
-    pinned[pins++] = (range_t){ at, bytes, raw, 0 };
+    pinned[pins++] = (range_t){ at, bytes, raw, 0, NULL };
     return 0;
 }
 static int unpin(char *at, int ours)
