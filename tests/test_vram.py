@@ -173,16 +173,17 @@ def test_a_device_that_broke_down_is_not_full(
 
 
 @pytest.mark.parametrize(
-    ("asked", "spare", "held"),
+    ("asked", "spare", "held", "configured"),
     [
-        (True, 1 << 30, 0),
-        (False, 5 << 20, 1 << 20),  # it would not leave what is spared
-        (False, 1 << 30, 6 << 20),  # torch has so much
+        (True, 1 << 30, 0, "expandable_segments:True"),
+        (False, 5 << 20, 1 << 20, ""),  # it would not leave what is spared
+        (False, 1 << 30, 6 << 20, ""),  # torch has so much
+        (False, 1 << 30, 0, "max_split_size_mb:128"),  # torch could not carve it
     ],
 )
 def test_torch_takes_memory_for_many_tensors_at_once(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, spare: int,
-    held: int,
+    held: int, configured: str,
 ) -> None:  # fmt: skip
     """Where it cannot, each is asked for alone."""
     saved = {name: torch.randint(0, 255, (size,), dtype=torch.uint8)
@@ -197,6 +198,7 @@ def test_torch_takes_memory_for_many_tensors_at_once(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return device_tensor(shape, dtype, device)
 
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
     monkeypatch.setattr(vram, "WHOLE_BYTES", 4 << 20)
     monkeypatch.setattr(vram, "empty", empty)
     monkeypatch.setattr(vram, "reusable_bytes", lambda ordinal: held)

@@ -10,6 +10,7 @@ then lies side by side on the device, and goes there in one copy. Each still goe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -330,9 +331,17 @@ def have_whole(device: str, sizes: Sequence[int], free_bytes: int, reusable: int
     that, and they are carved out of it. Where it cannot, each is asked for alone."""
     large = [size for size in sizes if size > _SMALL_BYTES]
     total = sum(-(-size // _ROUND_BYTES) * _ROUND_BYTES for size in large)
-    if len(large) > 1 and WHOLE_BYTES <= total <= free_bytes and total > reusable:
+    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
+    if len(large) > 1 and fits and _carves(os.environ):
         with suppress(RuntimeError):
             empty((total,), torch_dtype("U8"), device)
+
+
+def _carves(environ: Mapping[str, str]) -> bool:
+    """Whether torch's allocator keeps memory, and splits blocks of any size: else it would hold a
+    whole one that it gives no tensor of."""
+    told = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "max_split_size" not in told and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
 
 
 def reusable_bytes(ordinal: int) -> int:
