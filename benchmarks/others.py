@@ -6,6 +6,7 @@ arms are left out with the library's own reason.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -125,15 +126,16 @@ def open_prefetch(wanted: Wanted) -> Opened:
     from safetensors import safe_open
 
     def load(source: Path) -> Loaded:
-        state = {}
-        for file in files_of(source):
-            with safe_open(file, framework="pt", device=wanted.device) as opened:
-                names = list(opened.keys())
-                plan = dict.fromkeys(names)
-                loader = opened.prefetch(plan=plan, device=wanted.device, **wanted.settings)
-                for name in names:
-                    state[name] = loader.take(name)
-                loader.close()
+        state: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context(safe_open(file, framework="pt", device=wanted.device))
+                for file in files_of(source)
+            ]
+            # All files at once, and each tensor when it is there.
+            for loader in [file.prefetch(**wanted.settings) for file in files]:
+                with loader:
+                    state.update(loader)
         return tensors(state)
 
     return Opened(load)

@@ -189,13 +189,15 @@ def notes(result: dict[str, Any]) -> str:
     state = result["conditions"]
     reference = yardstick(result)
     idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
+    on_cpu = state.get("device", "cpu") == "cpu"
+    summed = "by one thread inside it" if on_cpu else "on the device after it"
     lines = [
         described(result),
         f"cache: {', '.join(state['cache'])}, residency checked before each clock; memory touched "
         f"and freed before, in the same process: {size(state['prepare_bytes'])} in 4 KiB "
         f"pages{idled}",
         "arms in turn, each run in a fresh process, imports and one small rehearsal outside the "
-        "clock; every byte summed by one thread inside it; all sums equal"
+        f"clock; every byte summed {summed}; all sums equal"
         + (", all CRC-32 of the first round equal" if state["checked"] else ""),
     ]
     if reference:

@@ -7,16 +7,20 @@ loads each checkpoint three times: once for what a driver takes for itself, and 
 first asked for streams and pins; then twice, and the second of these must register nothing. Then a
 prefetch brings each to the device, where a load must adopt it. Ends with a table, a JSON file and
 exit status 1 where bytes were wrong or read twice, memory was left or no road led to the device.
+The JSON file is written after each row, so that a crash costs no more than what comes after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,8 @@ from gdsload.errors import GdsloadError
 
 # What a figure needs to be of use: smaller loads are all overhead.
 CHECKPOINTS = ("tiny", "tiny-moe")
+# A row that takes longer hangs: where goes to stderr, and nothing after it is looked at.
+ROW_SECONDS = 300
 COLUMNS = ("road", "checkpoint", "verdict", "GB", "s", "GB/s", "again s", "by road")
 
 
@@ -134,6 +140,22 @@ def check_ahead(source: Path, device: str) -> dict[str, Any]:
     return given_back(row, before, device)
 
 
+def tried(
+    label: str, source: Path, look: Callable[[], dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """A row, whatever happens: what nobody has foreseen is told of like all else."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        return look()
+    except Exception as error:
+        return {
+            "road": label, "checkpoint": source.name, "traceback": traceback.format_exc(),
+            "verdict": f"FAILED: {type(error).__name__}: {error}",
+        }  # fmt: skip
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def given_back(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
     """The row, with what is left of the device's memory when the rings are gone."""
     ring.release_rings()
@@ -190,23 +212,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
     parser.add_argument("--compat", action="store_true", help="cuFile's compatibility mode too")
+    parser.add_argument(
+        "--row-seconds", type=float, default=ROW_SECONDS, help="a row that takes longer hangs"
+    )
     wanted = parser.parse_args(arguments)
+    faulthandler.enable(sys.__stderr__)
     if why := gpu.why_not(wanted.device):
         print(f"gpu-check: nothing to check: {why}", file=sys.stderr)
         return 1
+    facts: dict[str, Any] = {"machine": machine(wanted.device), "rows": []}
+    rows: list[dict[str, Any]] = facts["rows"]
+
+    def add(label: str, source: Path, look: Callable[[], dict[str, Any]]) -> None:
+        rows.append(tried(label, source, look, wanted.row_seconds))
+        print(f"{label}, {source.name}: {rows[-1]['verdict']}", file=sys.stderr, flush=True)
+        wanted.json.write_text(json.dumps(facts, indent=2) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="gdsload-gpu-check-") as folder:
         sources = wanted.checkpoints or [
             synth.write(name, Path(folder, name)) for name in CHECKPOINTS
         ]
-        rows = [
-            check(label, backend, options, source, wanted.device)
-            for label, backend, options in roads(wanted.device, compat=wanted.compat)
-            for source in sources
-        ]
-        rows += [check_ahead(source, wanted.device) for source in sources]
-    wanted.json.write_text(
-        json.dumps({"machine": machine(wanted.device), "rows": rows}, indent=2) + "\n"
-    )
+        for label, backend, options in roads(wanted.device, compat=wanted.compat):
+            for source in sources:
+                add(label, source, partial(check, label, backend, options, source, wanted.device))
+        for source in sources:
+            add("prefetch", source, partial(check_ahead, source, wanted.device))
     print(table(rows))
     print(f"\n{wanted.json}: everything, for a machine to read")
     bad = [row for row in rows if row["verdict"].startswith(("WRONG", "LEFT", "FAILED"))]

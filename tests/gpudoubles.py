@@ -93,8 +93,8 @@ class Doubles:
         self.cuda.double_clear()
         self.cufile.double_clear()
         self.cuda.cuda_double_set(devices, nbytes, patience, unified)
-        is_device = ctypes.cast(self.cuda.cuda_double_is_device, ctypes.c_void_p)
-        self.cufile.cufile_double_set(version, native, is_device)
+        reaches = ctypes.cast(self.cuda.cuda_double_reaches, ctypes.c_void_p)
+        self.cufile.cufile_double_set(version, native, reaches)
 
     def size(self, parameter: int, value: int) -> None:
         """Sets one of cuFile's sizes, as a cufile.json would."""
@@ -107,6 +107,10 @@ class Doubles:
 
     def hold_copies(self, hold: bool) -> None:
         self.cuda.cuda_double_hold(hold)
+
+    def capture_graphs(self, capture: bool) -> None:
+        """Somebody captures a graph meanwhile, on another thread."""
+        self.cuda.cuda_double_capture(capture)
 
     def let_go(self) -> None:
         self.cuda.double_let_go()

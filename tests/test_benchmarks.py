@@ -192,6 +192,22 @@ def test_sums_on_a_device_are_those_of_the_cpu() -> None:
     assert device.checksums(made) == worker.checksums(where)
 
 
+def test_a_gpus_clock_does_not_run_while_sums_are_taken(tmp_path: Path) -> None:
+    """They are reductions that nobody asked for; what the CPU maps, it has not read before."""
+    import torch
+
+    loaded, worker = measuring.program("loaded"), measuring.program("worker")
+    state = {"weight": torch.arange(1 << 12)}
+    on_cpu = loaded.tensors(state)
+    on_gpu = on_cpu._replace(tensors=state)
+    for made in (on_cpu, on_gpu):
+        facts, _ = worker.measured(lambda _, made=made: made, tmp_path, "cpu")
+        parts = (facts["load_s"], facts["load_s"] + facts["touch_s"])
+        assert facts["seconds"] == pytest.approx(parts[made is on_cpu])
+        assert (facts["cpu_s"] == facts["load_cpu_s"]) or made is on_cpu
+        assert facts["touch_s"] > 0
+
+
 # --- the storage sweep --------------------------------------------------------------------------
 
 

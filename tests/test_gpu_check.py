@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +71,42 @@ def test_a_road_that_fails(
     assert code == 1
     (row,) = [row for row in facts["rows"] if row["road"] == "gds_mt"]
     assert row["verdict"].startswith("FAILED: ") and "5044" in row["verdict"]
+
+
+def test_what_nobody_has_foreseen(
+    script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is a row like others; and what ends the process costs only what comes after it."""
+    real = script.check
+
+    def check(label: str, *more: Any) -> dict[str, Any]:
+        if label == "posix/linuxaio":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if label == "gds_mt":
+            raise SystemExit(9)
+        return dict(real(label, *more))
+
+    monkeypatch.setattr(script, "check", check)
+    with pytest.raises(SystemExit):
+        run(script, tmp_path, str(tiny_checkpoint))
+    facts = json.loads((tmp_path / "out.json").read_text())
+    verdicts = {row["road"]: row["verdict"] for row in facts["rows"]}
+    assert verdicts["posix/threads"] == "exact" and "gds_mt" not in verdicts
+    assert verdicts["posix/linuxaio"].startswith("FAILED: RuntimeError: CUDA error")
+    assert facts["machine"]["gpu"]["name"] == "Double 0"
+
+
+def test_a_row_that_hangs(script: ModuleType, tiny_checkpoint: Path) -> None:
+    """Ends the check, and says where."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import threading, gpu_check;"
+        " from pathlib import Path;"
+        " gpu_check.tried('gds', Path('x'), threading.Event().wait, 0.1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "Timeout" in ran.stderr and "in wait" in ran.stderr
 
 
 def test_memory_of_the_driver_and_memory_that_was_left(

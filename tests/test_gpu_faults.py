@@ -232,7 +232,8 @@ def test_no_memory_for_the_ring(doubles: Doubles, file: OpenFile) -> None:
 
 
 def test_pinning_that_fails(doubles: Doubles) -> None:
-    doubles.fault("cuMemHostRegister_v2", CODE, 2)
+    doubles.fault("cuMemHostRegister_v2", CODE, 801)
+    doubles.fault("cuMemHostAlloc", CODE, 2)
     with PosixBackend(**SMALL) as backend:
         space = Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)
         with pytest.raises(PlacementError, match="out of memory"):

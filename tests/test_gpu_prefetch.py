@@ -91,7 +91,8 @@ def test_nobody_waits_for_it_but_who_asks(
 def test_what_is_in_the_way_is_noted_and_left_to_the_load(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doubles.fault("cuMemHostRegister_v2", CODE, 2)
+    for call in ("cuMemHostRegister_v2", "cuMemHostAlloc"):
+        doubles.fault(call, CODE, 2)
     with gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", options=SMALL) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         assert "no staging ring" in ahead.report.refusals["cuda:0"]

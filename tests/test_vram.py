@@ -159,6 +159,56 @@ def test_a_file_that_was_cut(
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
 
+def test_a_device_that_broke_down_is_not_full(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "CUDA error: an illegal memory access was encountered"
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(vram, "empty", broken)
+    with pytest.raises(RuntimeError, match=said):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
+
+
+@pytest.mark.parametrize(
+    ("asked", "spare", "held", "configured"),
+    [
+        (True, 1 << 30, 0, "expandable_segments:True"),
+        (False, 5 << 20, 1 << 20, ""),  # it would not leave what is spared
+        (False, 1 << 30, 6 << 20, ""),  # torch has so much
+        (False, 1 << 30, 0, "max_split_size_mb:128"),  # torch could not carve it
+    ],
+)
+def test_torch_takes_memory_for_many_tensors_at_once(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, spare: int,
+    held: int, configured: str,
+) -> None:  # fmt: skip
+    """Where it cannot, each is asked for alone."""
+    saved = {name: torch.randint(0, 255, (size,), dtype=torch.uint8)
+             for name, size in (("a", (2 << 20) + 5), ("b", 1000), ("c", 3 << 20))}  # fmt: skip
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(saved, path)
+    wanted: list[int] = []
+
+    def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        wanted.append(shape[0])
+        if shape[0] > 4 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return device_tensor(shape, dtype, device)
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
+    monkeypatch.setattr(vram, "WHOLE_BYTES", 4 << 20)
+    monkeypatch.setattr(vram, "empty", empty)
+    monkeypatch.setattr(vram, "reusable_bytes", lambda ordinal: held)
+    doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + spare)
+    options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+    got = gdsload.load_file(path, "cuda:0", backend="posix", options=options)
+    assert wanted == [(5 << 20) + 512] * asked + [saved[name].numel() for name in got]
+    assert all(torch.equal(got[name], saved[name]) for name in saved)
+
+
 def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
     gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 16 << 20})
     report = gdsload.last_report()

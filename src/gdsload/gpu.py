@@ -168,8 +168,9 @@ def why_staged(device_name: str) -> str:
     return f"{why}: bytes are staged"
 
 
-def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> None:
-    """Raises PlacementError, with the bytes that are missing, where a device is too full.
+def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
+    """The bytes of a device that are free, but for what is spared. Raises PlacementError, with the
+    bytes that are missing, where it is too full.
 
     `reusable_bytes` is what torch's allocator holds and would give.
     """
@@ -181,6 +182,7 @@ def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> None:
             f" {total:,} are free: {missing:,} bytes are missing",
             missing_bytes=missing,
         )
+    return free_bytes - SPARE_BYTES
 
 
 def why_not(device_name: str) -> str:

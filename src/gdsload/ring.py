@@ -6,11 +6,12 @@ nobody uses wait at their ring for the next load, with all that they have regist
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from gdsload import gpu, quiet
@@ -80,12 +81,21 @@ class StagingRing:
     def _take_dram(self, slot_bytes: int, count: int) -> None:
         device = gpu.device(self.ordinal)
         region = Region.anonymous(self.nbytes)
-        self._undo.append(lambda: region)  # what keeps the mapping alive as long as the ring
         self.native = Ring(region.address, slot_bytes, count)
         node = gpu.facts(self.ordinal).node
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be asked for on NUMA node {node}")
-        device.pin(region.address, self.nbytes)
+        try:
+            device.pin(region.address, self.nbytes)
+        except CudaFailure as error:
+            # Sandboxes and confidential machines may refuse to pin what the process has mapped, and
+            # still give pinned memory of the driver's own.
+            address = device.allocate_host(self.nbytes)
+            self._undo.append(lambda: device.release_host(address))
+            self.native = Ring(address, slot_bytes, count)
+            self.notes.append(f"its memory is the driver's own, as ours cannot be pinned: {error}")
+            return
+        self._undo.append(lambda: region)  # what keeps the mapping alive as long as the ring
         self._undo.append(lambda: device.unpin(region.address))
 
     def park(self, kind: object, road: Road) -> None:
@@ -206,6 +216,16 @@ def release_rings(kind: str = "", ordinal: int = -1) -> int:
                 del _rings[key]
                 freed += ring.nbytes
     return freed
+
+
+def _end() -> None:
+    """When the process ends, the driver goes down in an order that nobody promises: no thread of
+    ours may be calling it then, and no memory may go while it is pinned."""
+    with suppress(Exception):  # a device that does not answer any more has nothing to be given back
+        release_rings()
+
+
+atexit.register(_end)
 
 
 def rings() -> list[StagingRing]:

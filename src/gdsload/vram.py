@@ -4,13 +4,15 @@ anybody else's memory. What was read ahead into blocks of the device becomes ten
 and so does what is read in place, into memory that it shares with the host (`shared`).
 
 torch carves tensors that are asked for one after the other out of one block where it has one, as it
-has after transformers' warm-up: what lies side by side in the file then lies side by side on the
-device, and goes there in one copy. Each is still an allocation of its own, given back on its own.
+has after transformers' warm-up, or when a load has asked for it: what lies side by side in the file
+then lies side by side on the device, and goes there in one copy. Each still goes back on its own.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gdsload import blocks, gpu, shared
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload.checkpoint import Checkpoint
+
+# A load of so much asks for one block first. Each tensor of more than 10 MiB would be a cudaMalloc
+# otherwise; for models of 16 GB these were reported to take several times as long as all the rest
+# (transformers' caching_allocator_warmup was made for that). Not measured by us.
+WHOLE_BYTES = 256 << 20
+# Of torch's allocator: what a tensor's memory is rounded to, and what comes from other blocks.
+_ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 
 def reached(target: str, backend: str, options: Mapping[str, Any] | None = None) -> str:
@@ -217,7 +226,9 @@ class Shelf:
         if nbytes and in_place(session):
             self._tell_copied(max(self._cuts, key=lambda cut: cut.nbytes), nbytes)
         if nbytes:
-            gpu.require_room(ordinal, nbytes, reusable_bytes(ordinal))
+            reusable = reusable_bytes(ordinal)
+            free = gpu.require_room(ordinal, nbytes, reusable)
+            have_whole(self.device, [cut.nbytes for cut in self._cuts], free, reusable)
         for cut in sorted(self._cuts, key=lambda cut: cut.parts[0].place):
             self.tensors[cut.key] = self._take(cut)
 
@@ -239,7 +250,7 @@ class Shelf:
         try:
             return empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, under several names
-            if "memory" not in str(error):
+            if "out of memory" not in str(error):  # and not "an illegal memory access"
                 raise
             why = str(error).partition("\n")[0]
             raise PlacementError(
@@ -313,6 +324,24 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
     import torch
 
     return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def have_whole(device: str, sizes: Sequence[int], free_bytes: int, reusable: int) -> None:
+    """Lets torch's allocator take memory for many tensors at once, where there is so much: it keeps
+    that, and they are carved out of it. Where it cannot, each is asked for alone."""
+    large = [size for size in sizes if size > _SMALL_BYTES]
+    total = sum(-(-size // _ROUND_BYTES) * _ROUND_BYTES for size in large)
+    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
+    if len(large) > 1 and fits and _carves(os.environ):
+        with suppress(RuntimeError):
+            empty((total,), torch_dtype("U8"), device)
+
+
+def _carves(environ: Mapping[str, str]) -> bool:
+    """Whether torch's allocator keeps memory, and splits blocks of any size: else it would hold a
+    whole one that it gives no tensor of."""
+    told = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "max_split_size" not in told and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
 
 
 def reusable_bytes(ordinal: int) -> int:

@@ -4,24 +4,33 @@
  * once, copies come from memory that is pinned or the device's own and end inside an allocation,
  * they run later than they were asked for and in the order of their stream, an event is done when
  * what came before it is. A copy runs when its event has been asked about `patience` times, so that
- * a slot that was used again too early shows as wrong bytes. Built with names from the real
+ * a slot that was used again too early shows as wrong bytes. Contexts must be retained and current,
+ * streams and events of the current one. While somebody captures a graph, what would break it breaks
+ * a promise; when the process ends, every call is refused, and what is left is told of. Built with names from the real
  * libcufile (stubs.inc), it also carries that library's compatibility mode.
  */
 #include "double.h"
+#include <sys/mman.h>
 
 #define OUT_OF_MEMORY 2
 #define INVALID 1
+#define DEINITIALIZED 4
 #define NO_CONTEXT 201
+#define INVALID_HANDLE 400
 #define NOT_FOUND 500
 #define NOT_READY 600
+#define ALREADY_REGISTERED 712
+#define NOT_REGISTERED 713
 #define NOT_SUPPORTED 801
+#define CAPTURE_UNSUPPORTED 900
 #define ROOM 4096
 #define OPS 65536
 
-typedef struct { char *base; size_t length; char *raw; int managed; } range_t;
+typedef struct { char *base; size_t length; char *raw; int managed; void *context; } range_t;
 typedef struct { char *to; const char *from; size_t length; } copy_t;
-typedef struct { int asked; long after; void *stream; int recorded; } event_t;
-typedef struct { int ordinal; } context_t;
+typedef struct { int ordinal, retained, alive; } context_t;
+typedef struct { context_t *context; } stream_t;
+typedef struct { int asked; long after; int recorded; context_t *context; } event_t;
 
 static context_t contexts[8];
 static range_t device[ROOM], pinned[ROOM];
@@ -34,7 +43,9 @@ static int64_t copies, copied, allocations, frees;
 static int unified;                /* of these: */
 enum { INTEGRATED = 1, HOST_PAGE_TABLES = 2, CONCURRENT_MANAGED = 4 };
 static __thread context_t *stack[16];
-static __thread int depth;
+static __thread int depth, capture_mode;
+static int capturing, over, reports;
+enum { RELAXED = 2 };
 
 static range_t *range_of(range_t *table, int count, const void *at, size_t length)
 {
@@ -62,11 +73,43 @@ static int enter(const char *call, int needs_context)
         broken("%s without a current context", call);
         return NO_CONTEXT;
     }
+    if (over) return DEINITIALIZED;
     if (sticky) return sticky;
     return fault ? (int)fault->value : 0;
 }
 static int leave(int code) { pthread_mutex_unlock(&lock); return code; }
 #define ENTER(needs) int code = enter(__func__, needs); if (code) return leave(code)
+/* What CUDA calls potentially unsafe, in a thread that did not say that it knows. */
+static int breaks_capture(const char *call)
+{
+    if (!capturing || capture_mode == RELAXED) return 0;
+    broken("%s broke a graph that another thread was capturing", call);
+    return CAPTURE_UNSUPPORTED;
+}
+#define UNSAFE() if ((code = breaks_capture(__func__))) return leave(code)
+static int usable(const char *call, context_t *context)
+{
+    if (context && !context->retained) broken("%s of a context that nobody retains", call);
+    return !context || context->retained;
+}
+/* Stream 0 is the current context's own. */
+static int of_this_context(const char *call, context_t *context)
+{
+    if (context == stack[depth - 1]) return 1;
+    broken("%s with a stream or an event of another context", call);
+    return 0;
+}
+static context_t *context_of(stream_t *stream)
+{
+    return stream > (stream_t *)2 ? stream->context : stack[depth - 1];
+}
+static void at_exit(void)
+{
+    over = 1;
+    if (reports)
+        fprintf(stderr, "left: %d streams, %d events, %d pins, %d contexts\n", streams, events, pins,
+                retained);
+}
 
 /* --- what tests set and see ------------------------------------------------------------------ */
 
@@ -74,7 +117,7 @@ EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int 
 {
     pthread_mutex_lock(&lock);
     device_count = devices; capacity = bytes; patience = wanted_patience; unified = wanted_unified;
-    held = sticky = 0;
+    held = sticky = capturing = 0;
     used -= kept; kept = residue = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -89,12 +132,25 @@ EXPORT void cuda_double_residue(size_t bytes) { residue = bytes; }
 EXPORT void cuda_double_break(int code) { sticky = code; }
 /* Copies are counted and not made, wherever they go: for measuring what asks for them. */
 EXPORT void cuda_double_weightless(int wanted) { weightless = wanted; }
+/* Somebody captures a graph meanwhile, in the mode that is the default. */
+EXPORT void cuda_double_capture(int wanted) { capturing = wanted; }
+/* At the end of the process: what is left goes to stderr. */
+EXPORT void cuda_double_report(void) { reports = 1; }
 EXPORT int cuda_double_is_device(const void *at, size_t length)
 {
     pthread_mutex_lock(&lock);
     int found = range_of(device, ranges, at, length) != NULL;
     pthread_mutex_unlock(&lock);
     return found;
+}
+/* The same, and it is of the context that is current in this thread: for cuFile. */
+EXPORT int cuda_double_reaches(const void *at, size_t length)
+{
+    pthread_mutex_lock(&lock);
+    range_t *found = range_of(device, ranges, at, length);
+    int reached = found && depth && found->context == stack[depth - 1];
+    pthread_mutex_unlock(&lock);
+    return reached;
 }
 EXPORT int cuda_double_is_managed(const void *at, size_t length)
 {
@@ -115,7 +171,13 @@ EXPORT void cuda_double_log(int64_t *out)
 
 /* --- the driver ------------------------------------------------------------------------------ */
 
-EXPORT int cuInit(unsigned flags) { ENTER(0); return leave(flags ? INVALID : 0); }
+EXPORT int cuInit(unsigned flags)
+{
+    static int started;
+    ENTER(0);
+    if (!started) started = !atexit(at_exit);
+    return leave(flags ? INVALID : 0);
+}
 EXPORT int cuDriverGetVersion(int *version) { ENTER(0); *version = 13000; return leave(0); }
 EXPORT int cuDeviceGetCount(int *count) { ENTER(0); *count = device_count; return leave(0); }
 EXPORT int cuDeviceGet(int *out, int ordinal)
@@ -179,7 +241,9 @@ EXPORT int cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active)
 EXPORT int cuDevicePrimaryCtxRetain(void **context, int ordinal)
 {
     ENTER(0);
+    if (ordinal < 0 || ordinal >= device_count) return leave(101);
     contexts[ordinal].ordinal = ordinal;
+    contexts[ordinal].retained++;
     *context = &contexts[ordinal];
     retained++;
     return leave(0);
@@ -187,13 +251,20 @@ EXPORT int cuDevicePrimaryCtxRetain(void **context, int ordinal)
 EXPORT int cuDevicePrimaryCtxRelease_v2(int ordinal)
 {
     ENTER(0);
-    (void)ordinal;
-    if (--retained < 0) broken("a primary context was released more often than retained");
+    context_t *context = &contexts[ordinal];
+    if (context->retained == 0) {
+        broken("a primary context was released more often than retained");
+        return leave(NO_CONTEXT);
+    }
+    retained--;
+    if (--context->retained == 0 && context->alive)
+        broken("a context went with %d streams and events in it", context->alive);
     return leave(0);
 }
 EXPORT int cuCtxSetCurrent(void *context)
 {
     ENTER(0);
+    if (!usable(__func__, context)) return leave(NO_CONTEXT);
     if (depth == 0) depth = 1;
     stack[depth - 1] = context;
     if (!context) depth--;
@@ -214,7 +285,8 @@ EXPORT int cuCtxGetDevice(int *ordinal)
 EXPORT int cuCtxPushCurrent_v2(void *context)
 {
     ENTER(0);
-    if (depth == 16) return leave(INVALID);
+    if (depth == 16 || !context) return leave(INVALID);
+    if (!usable(__func__, context)) return leave(NO_CONTEXT);
     stack[depth++] = context;
     return leave(0);
 }
@@ -225,7 +297,22 @@ EXPORT int cuCtxPopCurrent_v2(void **context)
     *context = stack[--depth];
     return leave(0);
 }
-EXPORT int cuCtxSynchronize(void) { ENTER(1); run_until(asked_for); return leave(0); }
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    ENTER(0);
+    int before = capture_mode;
+    if (*mode < 0 || *mode > RELAXED) return leave(INVALID);
+    capture_mode = *mode;
+    *mode = before;
+    return leave(0);
+}
+EXPORT int cuCtxSynchronize(void)
+{
+    ENTER(1);
+    if (capturing) { broken("a device was waited for while a graph was captured"); return leave(CAPTURE_UNSUPPORTED); }
+    run_until(asked_for);
+    return leave(0);
+}
 EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
 {
     ENTER(1);
@@ -241,7 +328,7 @@ static int allocated(uint64_t *address, size_t bytes, int managed)
     if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
         return OUT_OF_MEMORY;
     memset(raw, 0xA5, bytes + 8192);
-    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed };
+    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed, stack[depth - 1] };
     used += bytes;
     allocations++;
     *address = (uint64_t)(raw + 256);
@@ -250,11 +337,13 @@ static int allocated(uint64_t *address, size_t bytes, int managed)
 EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
     ENTER(1);
+    UNSAFE();
     return leave(allocated(address, bytes, 0));
 }
 EXPORT int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags)
 {
     ENTER(1);
+    UNSAFE();
     if (flags != 1) broken("managed memory that is not for every stream");
     if (!(unified & CONCURRENT_MANAGED)) broken("managed memory that the CPU may not use meanwhile");
     return leave(allocated(address, bytes, 1));
@@ -262,6 +351,7 @@ EXPORT int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags)
 EXPORT int cuMemFree_v2(uint64_t address)
 {
     ENTER(1);
+    UNSAFE();
     for (int i = 0; i < ranges; i++) {
         range_t found = device[i];
         if (found.base != (char *)address) continue;
@@ -277,40 +367,70 @@ EXPORT int cuMemFree_v2(uint64_t address)
     broken("memory was freed that was not allocated");
     return leave(INVALID);
 }
+static int is_mapped(const char *at, size_t bytes)
+{
+    const char *first = (const char *)((uintptr_t)at & -(uintptr_t)4096);
+    size_t pages = (at + bytes - first + 4095) / 4096;
+    unsigned char *seen = malloc(pages);
+    int mapped = seen && mincore((void *)first, pages * 4096, seen) == 0;
+    free(seen);
+    return mapped;
+}
+static int pin(char *at, size_t bytes, void *raw)
+{
+    if (bytes == 0 || !at) return INVALID;
+    for (int i = 0; i < pins; i++)
+        if (at < pinned[i].base + pinned[i].length && pinned[i].base < at + bytes) {
+            broken("memory was pinned twice");
+            return ALREADY_REGISTERED;
+        }
+    if (pins == ROOM) return OUT_OF_MEMORY;
+    if (!is_mapped(at, bytes)) { broken("memory was pinned that is not mapped"); return INVALID; }
+    pinned[pins++] = (range_t){ at, bytes, raw, 0, NULL };
+    return 0;
+}
+static int unpin(char *at, int ours)
+{
+    for (int i = 0; i < pins; i++)
+        if (pinned[i].base == at && !pinned[i].raw == !ours) {
+            run_until(asked_for);
+            if (!is_mapped(at, pinned[i].length)) broken("memory was unmapped while it was pinned");
+            pinned[i] = pinned[--pins];
+            return 0;
+        }
+    broken("memory was unpinned that was not pinned");
+    return NOT_REGISTERED;
+}
 EXPORT int cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags)
 {
     ENTER(1);
-    (void)flags;
-    if (range_of(pinned, pins, at, 1)) { broken("memory was pinned twice"); return leave(712); }
-    if (pins == ROOM) return leave(OUT_OF_MEMORY);
-    pinned[pins++] = (range_t){ at, bytes, NULL, 0 };
-    return leave(0);
+    UNSAFE();
+    if (flags & ~15u) return leave(INVALID);
+    if (flags & 8) return leave(NOT_SUPPORTED);   /* read-only: many GPUs cannot */
+    return leave(pin(at, bytes, NULL));
 }
 EXPORT int cuMemHostUnregister(void *at)
 {
     ENTER(1);
-    for (int i = 0; i < pins; i++)
-        if (pinned[i].base == at) {
-            run_until(asked_for);
-            pinned[i] = pinned[--pins];
-            return leave(0);
-        }
-    broken("memory was unpinned that was not pinned");
-    return leave(713);
+    UNSAFE();
+    return leave(unpin(at, 0));
 }
 EXPORT int cuMemHostAlloc(void **at, size_t bytes, unsigned flags)
 {
-    if (posix_memalign(at, 4096, bytes)) return OUT_OF_MEMORY;
-    int code = cuMemHostRegister_v2(*at, bytes, flags);
-    if (code) free(*at);
-    return code;
+    ENTER(1);
+    UNSAFE();
+    if (flags & ~7u) return leave(INVALID);
+    if (posix_memalign(at, 4096, bytes)) return leave(OUT_OF_MEMORY);
+    if ((code = pin(*at, bytes, *at))) free(*at);
+    return leave(code);
 }
 EXPORT int cuMemAllocHost_v2(void **at, size_t bytes) { return cuMemHostAlloc(at, bytes, 0); }
 EXPORT int cuMemFreeHost(void *at)
 {
-    int code = cuMemHostUnregister(at);
-    if (!code) free(at);
-    return code;
+    ENTER(1);
+    UNSAFE();
+    if (!(code = unpin(at, 1))) free(at);
+    return leave(code);
 }
 EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *out, void *at, unsigned flags)
 {
@@ -322,6 +442,7 @@ EXPORT int cuMemHostGetDevicePointer_v2(uint64_t *out, void *at, unsigned flags)
 EXPORT int cuMemcpy(uint64_t to, uint64_t from, size_t bytes)
 {
     ENTER(1);
+    UNSAFE();
     run_until(asked_for);
     memmove((void *)to, (void *)from, bytes);
     return leave(0);
@@ -343,6 +464,7 @@ EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream)
     }
     ENTER(1);
     if (!stream) broken("a copy on the default stream");
+    if (!of_this_context(__func__, context_of(stream))) return leave(INVALID_HANDLE);
     if (!range_of(device, ranges, (void *)to, bytes)) {
         broken("a copy of %zu bytes to memory that is no device's", bytes);
         return leave(INVALID);
@@ -365,7 +487,8 @@ EXPORT int cuStreamCreate(void **stream, unsigned flags)
 {
     ENTER(1);
     if (flags != 1) broken("a stream that waits for the default one");
-    *stream = malloc(1);
+    *stream = memcpy(malloc(sizeof(stream_t)), &(stream_t){ stack[depth - 1] }, sizeof(stream_t));
+    stack[depth - 1]->alive++;
     used += residue; kept += residue; residue = 0;
     streams++;
     return leave(0);
@@ -374,6 +497,7 @@ EXPORT int cuStreamDestroy_v2(void *stream)
 {
     ENTER(1);
     run_until(asked_for);
+    ((stream_t *)stream)->context->alive--;
     free(stream);
     if (--streams < 0) broken("a stream was destroyed twice");
     return leave(0);
@@ -382,27 +506,35 @@ EXPORT int cuStreamSynchronize(void *stream) { ENTER(1); (void)stream; run_until
 EXPORT int cuStreamWaitEvent(void *stream, event_t *event, unsigned flags)
 {
     ENTER(1);
-    (void)stream; (void)flags;
+    if (flags) return leave(INVALID);
+    if (!of_this_context(__func__, context_of(stream))) return leave(INVALID_HANDLE);
     if (!event->recorded) broken("a stream waits for an event that was never recorded");
     return leave(0);
 }
 EXPORT int cuEventCreate(event_t **event, unsigned flags)
 {
     ENTER(1);
-    (void)flags;
+    if (flags & ~7u) return leave(INVALID);
     *event = calloc(1, sizeof **event);
+    (*event)->context = stack[depth - 1];
+    stack[depth - 1]->alive++;
     events++;
     return leave(0);
 }
 EXPORT int cuEventRecord(event_t *event, void *stream)
 {
     ENTER(1);
-    *event = (event_t){ 0, asked_for, stream, 1 };
+    if (context_of(stream) != event->context) {
+        broken("an event of one context was recorded in a stream of another");
+        return leave(INVALID_HANDLE);
+    }
+    *event = (event_t){ 0, asked_for, 1, event->context };
     return leave(0);
 }
 EXPORT int cuEventQuery(event_t *event)
 {
     ENTER(0);
+    UNSAFE();
     if (event->after > done && (held || event->asked++ < patience)) return leave(NOT_READY);
     run_until(event->after);
     return leave(0);
@@ -412,6 +544,7 @@ EXPORT int cuEventDestroy_v2(event_t *event)
 {
     ENTER(0);
     if (--events < 0) broken("an event was destroyed twice");
+    event->context->alive--;
     free(event);
     return leave(0);
 }
@@ -476,8 +609,7 @@ EXPORT int cuStreamCreateWithPriority(void **stream, unsigned flags, int priorit
 EXPORT int cuStreamGetPriority(void *stream, int *priority) { (void)stream; *priority = 0; return 0; }
 EXPORT int cuStreamGetCtx(void *stream, void **context)
 {
-    (void)stream;
-    *context = &contexts[0];
+    *context = ((stream_t *)stream)->context;
     return 0;
 }
 EXPORT int cuStreamQuery(void *stream) { return cuStreamSynchronize(stream); }

@@ -185,7 +185,7 @@ EXPORT answer_t cuFileBufRegister(const void *base, size_t length, int flags)
 {
     ENTER();
     OPENED();
-    if (flags || !is_device(base, length)) { broken("a buffer that is no device memory"); DONE(5013); }
+    if (flags || !is_device(base, length)) { broken("a buffer that is not of the current device"); DONE(5013); }
     for (int i = 0; i < buffers; i++) if (known[i].base == base) DONE(5023);
     known[buffers++] = (buffer_t){ (char *)base, length };
     DONE(0);

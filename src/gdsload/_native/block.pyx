@@ -15,7 +15,13 @@ from posix.unistd cimport getpid
 import atexit
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
-from gdsload._native.cuda cimport CU_MEM_ATTACH_GLOBAL, CUDA_SUCCESS, CudaApi
+from gdsload._native.cuda cimport (
+    CU_MEM_ATTACH_GLOBAL,
+    CUDA_SUCCESS,
+    CudaApi,
+    enter_context,
+    leave_context,
+)
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, describe, drop_capsule
 from gdsload._native.region cimport CRegion, release_region
 
@@ -49,16 +55,19 @@ atexit.register(_end)
 
 
 cdef void release_block(CBlock *block) noexcept nogil:
-    cdef void *popped
+    cdef int mode
     if gds_add(&block.references, -1) > 0:
         return
     # What a fork has copied is the parent's, and so is its driver.
     if block.pid == getpid() and not gds_load(&over):
-        if block.cuda.push_current(block.context) == CUDA_SUCCESS:
+        if enter_context(block.cuda, block.context, &mode) == CUDA_SUCCESS:
             # Whoever had the last tensor may have given the device work on it that is not done yet.
-            block.cuda.synchronize()
+            # cuMemFree waits for that, as torch's allocator counts on, too; of managed memory
+            # nobody promises it. To wait for the device breaks a graph that is being captured.
+            if block.managed:
+                block.cuda.synchronize()
             block.cuda.release(block.address)
-            block.cuda.pop_current(&popped)
+            leave_context(block.cuda, mode)
         block.cuda.primary_release(block.device)
     free(block)
 
@@ -89,8 +98,7 @@ cdef class Block:
 
         Raises CudaFailure where the device has no such room, RuntimeError after a fork.
         """
-        cdef void *popped
-        cdef int code
+        cdef int code, mode
         cdef CBlock *made
         if length == 0:
             raise ValueError("a block of no bytes cannot be")
@@ -114,7 +122,7 @@ cdef class Block:
         if code == CUDA_SUCCESS:
             call = "cuMemAllocManaged" if managed else "cuMemAlloc"
             with nogil:
-                code = made.cuda.push_current(made.context)
+                code = enter_context(made.cuda, made.context, &mode)
                 if code == CUDA_SUCCESS:
                     if managed:
                         code = made.cuda.allocate_managed(
@@ -122,7 +130,7 @@ cdef class Block:
                         )
                     else:
                         code = made.cuda.allocate(&made.address, length)
-                    made.cuda.pop_current(&popped)
+                    leave_context(made.cuda, mode)
                 if code != CUDA_SUCCESS:
                     made.cuda.primary_release(made.device)
         if code != CUDA_SUCCESS:

@@ -11,8 +11,10 @@ cdef enum:
     CU_STREAM_NON_BLOCKING = 1
     CU_EVENT_DISABLE_TIMING = 2
     CU_MEMHOSTREGISTER_PORTABLE = 1
+    CU_MEMHOSTALLOC_PORTABLE = 1
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
     CU_MEM_ATTACH_GLOBAL = 1
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 cdef struct CudaApi:
     int (*init)(unsigned int flags) noexcept nogil
@@ -28,6 +30,7 @@ cdef struct CudaApi:
     int (*set_current)(void *context) noexcept nogil
     int (*push_current)(void *context) noexcept nogil
     int (*pop_current)(void **context) noexcept nogil
+    int (*exchange_capture_mode)(int *mode) noexcept nogil
     int (*synchronize)() noexcept nogil
     int (*memory_info)(size_t *free, size_t *total) noexcept nogil
     int (*allocate)(uint64_t *address, size_t nbytes) noexcept nogil
@@ -35,6 +38,8 @@ cdef struct CudaApi:
     int (*release)(uint64_t address) noexcept nogil
     int (*host_register)(void *address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*host_unregister)(void *address) noexcept nogil
+    int (*host_allocate)(void **address, size_t nbytes, unsigned int flags) noexcept nogil
+    int (*host_release)(void *address) noexcept nogil
     int (*copy)(uint64_t to, uint64_t source, size_t nbytes) noexcept nogil
     int (*copy_async)(uint64_t to, uint64_t source, size_t nbytes, void *stream) noexcept nogil
     int (*stream_create)(void **stream, unsigned int flags) noexcept nogil
@@ -48,3 +53,23 @@ cdef struct CudaApi:
     int (*pointer_attribute)(void *value, int attribute, uint64_t address) noexcept nogil
     int (*error_name)(int error, const char **name) noexcept nogil
     int (*error_text)(int error, const char **text) noexcept nogil
+
+cdef inline int relax(CudaApi *cuda) noexcept nogil:
+    """What this thread asks of CUDA from now on breaks no graph that another thread is capturing:
+    an allocation or a look at an event, even of a stream that has nothing to do with it, would.
+    What the thread's mode was: for `leave_context`, where the thread is not ours."""
+    cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    cuda.exchange_capture_mode(&mode)
+    return mode
+
+cdef inline int enter_context(CudaApi *cuda, void *context, int *mode) noexcept nogil:
+    """Makes a context current until `leave_context`: 0, or a CUresult, and then it is not."""
+    cdef int code = cuda.push_current(context)
+    if code == CUDA_SUCCESS:
+        mode[0] = relax(cuda)
+    return code
+
+cdef inline void leave_context(CudaApi *cuda, int mode) noexcept nogil:
+    cdef void *popped
+    cuda.exchange_capture_mode(&mode)
+    cuda.pop_current(&popped)

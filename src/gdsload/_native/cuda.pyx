@@ -14,10 +14,13 @@ from posix.unistd cimport getpid
 import os
 
 from gdsload._native.cuda cimport (
+    CU_MEMHOSTALLOC_PORTABLE,
     CU_MEMHOSTREGISTER_PORTABLE,
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
     CUDA_SUCCESS,
     CudaApi,
+    enter_context,
+    leave_context,
 )
 from gdsload._native.dynamic cimport dlclose, fill_table, open_library
 
@@ -26,9 +29,10 @@ _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
     "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
     "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
-    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuCtxSynchronize", "cuMemGetInfo_v2",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
+    "cuCtxSynchronize", "cuMemGetInfo_v2",
     "cuMemAlloc_v2", "cuMemAllocManaged", "cuMemFree_v2", "cuMemHostRegister_v2",
-    "cuMemHostUnregister", "cuMemcpy", "cuMemcpyAsync",
+    "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpy", "cuMemcpyAsync",
     "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
     "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
     "cuPointerGetAttribute", "cuGetErrorName",
@@ -137,16 +141,20 @@ cdef class Device:
             self.context = NULL
         cuda.require("cuDevicePrimaryCtxRetain", code)
 
-    cdef enter(self):
+    cdef int enter(self) except -1:
+        """Makes its context current; what `leave` needs to know."""
+        cdef int mode = 0
         if self.context == NULL:
             raise RuntimeError(f"device {self.ordinal} is closed")
         if self.cuda.pid != getpid():
             raise RuntimeError("CUDA was started before this process was forked from its parent")
-        self.cuda.require("cuCtxPushCurrent", self.cuda.api.push_current(self.context))
+        self.cuda.require(
+            "cuCtxPushCurrent", enter_context(self.cuda.api, self.context, &mode)
+        )
+        return mode
 
-    cdef leave(self, str call, int code):
-        cdef void *popped
-        self.cuda.api.pop_current(&popped)
+    cdef leave(self, str call, int code, int mode):
+        leave_context(self.cuda.api, mode)
         self.cuda.require(call, code)
 
     def handles(self):
@@ -191,67 +199,85 @@ cdef class Device:
     def memory(self):
         """(bytes free, bytes in all), as they are now."""
         cdef size_t free_bytes = 0, total = 0
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.memory_info(&free_bytes, &total)
-        self.leave("cuMemGetInfo", code)
+        self.leave("cuMemGetInfo", code, mode)
         return free_bytes, total
 
     def allocate(self, size_t nbytes):
         """The address of fresh device memory, aligned to 256 bytes. Raises CudaFailure."""
         cdef uint64_t address = 0
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.allocate(&address, nbytes)
-        self.leave("cuMemAlloc", code)
+        self.leave("cuMemAlloc", code, mode)
         return address
 
     def release(self, uint64_t address):
         """Gives memory back that `allocate` gave."""
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.release(address)
-        self.leave("cuMemFree", code)
+        self.leave("cuMemFree", code, mode)
 
     def pin(self, uint64_t address, size_t nbytes):
         """Locks host memory and lets every device copy from it."""
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.host_register(
                 <void *><uintptr_t>address, nbytes, CU_MEMHOSTREGISTER_PORTABLE
             )
-        self.leave("cuMemHostRegister", code)
+        self.leave("cuMemHostRegister", code, mode)
 
     def unpin(self, uint64_t address):
         """Undoes `pin`."""
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.host_unregister(<void *><uintptr_t>address)
-        self.leave("cuMemHostUnregister", code)
+        self.leave("cuMemHostUnregister", code, mode)
+
+    def allocate_host(self, size_t nbytes):
+        """The address of fresh host memory that the driver has locked, for every device to copy
+        from. Raises CudaFailure."""
+        cdef void *address = NULL
+        cdef int code, mode
+        mode = self.enter()
+        with nogil:
+            code = self.cuda.api.host_allocate(&address, nbytes, CU_MEMHOSTALLOC_PORTABLE)
+        self.leave("cuMemHostAlloc", code, mode)
+        return <uintptr_t>address
+
+    def release_host(self, uint64_t address):
+        """Gives memory back that `allocate_host` gave."""
+        cdef int code, mode
+        mode = self.enter()
+        with nogil:
+            code = self.cuda.api.host_release(<void *><uintptr_t>address)
+        self.leave("cuMemFreeHost", code, mode)
 
     def copy(self, uint64_t to, uint64_t source, size_t nbytes):
         """Copies between any two places that CUDA knows, and returns when it is done."""
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         with nogil:
             code = self.cuda.api.copy(to, source, nbytes)
-        self.leave("cuMemcpy", code)
+        self.leave("cuMemcpy", code, mode)
 
     def range_of(self, uint64_t address):
         """(first address, bytes) of the allocation that an address lies in; (address, 0) where the
         driver does not tell."""
         cdef uint64_t base = 0
         cdef size_t nbytes = 0
-        cdef void *popped
-        cdef int code
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         code = self.cuda.api.address_range(&base, &nbytes, address)
-        self.cuda.api.pop_current(&popped)
+        leave_context(self.cuda.api, mode)
         if code != CUDA_SUCCESS:
             return address, 0
         return base, nbytes
@@ -259,11 +285,10 @@ cdef class Device:
     def memory_type(self, uint64_t address):
         """1 for host memory that CUDA knows, 2 for device memory, 0 for what it does not know."""
         cdef unsigned int kind = 0
-        cdef int code
-        cdef void *popped
-        self.enter()
+        cdef int code, mode
+        mode = self.enter()
         code = self.cuda.api.pointer_attribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-        self.cuda.api.pop_current(&popped)
+        leave_context(self.cuda.api, mode)
         return kind if code == CUDA_SUCCESS else 0
 
     def close(self):

@@ -14,8 +14,9 @@ from posix.unistd cimport getpid
 
 import os
 
-from gdsload._native.cuda cimport CudaApi
+from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi, enter_context, leave_context
 from gdsload._native.cufile cimport (
+    CU_FILE_CUDA_DRIVER_ERROR,
     CU_FILE_HANDLE_TYPE_OPAQUE_FD,
     GPU_BYTES,
     HISTOGRAM_BYTES,
@@ -251,21 +252,36 @@ cdef class CuFile:
         with nogil:
             self.api.handle_deregister(<void *><uintptr_t>handle)
 
-    def register_buffer(self, uint64_t address, size_t nbytes):
-        """Makes memory known, so that reads go into it without a detour."""
-        cdef CUfileError answer
-        self.own()
-        with nogil:
-            answer = self.api.buf_register(<void *><uintptr_t>address, nbytes, 0)
-        self.require("cuFileBufRegister", answer)
+    def register_buffer(self, uint64_t address, size_t nbytes, object device):
+        """Makes memory of a device known, so that reads go into it without a detour."""
+        self.with_buffer("cuFileBufRegister", address, nbytes, device)
 
-    def deregister_buffer(self, uint64_t address):
+    def deregister_buffer(self, uint64_t address, object device):
         """Undoes `register_buffer`."""
+        self.with_buffer("cuFileBufDeregister", address, 0, device)
+
+    cdef with_buffer(self, str call, uint64_t address, size_t nbytes, object device):
+        # cuFile asks the context of the calling thread about the memory, which has none, or that
+        # of another device.
         cdef CUfileError answer
+        cdef CudaApi *cuda
+        cdef void *context
+        cdef int code, mode
         self.own()
+        functions, owned = device.handles()
+        cuda = <CudaApi *>PyCapsule_GetPointer(functions, b"gdsload.cuda")
+        context = PyCapsule_GetPointer(owned, b"gdsload.context")
         with nogil:
-            answer = self.api.buf_deregister(<void *><uintptr_t>address)
-        self.require("cuFileBufDeregister", answer)
+            code = enter_context(cuda, context, &mode)
+            if code != CUDA_SUCCESS:
+                answer.err, answer.cu_err = CU_FILE_CUDA_DRIVER_ERROR, code
+            else:
+                if nbytes:
+                    answer = self.api.buf_register(<void *><uintptr_t>address, nbytes, 0)
+                else:
+                    answer = self.api.buf_deregister(<void *><uintptr_t>address)
+                leave_context(cuda, mode)
+        self.require(call, answer)
 
     def start_statistics(self):
         """Counts from now on (1.15 and later). True where it does."""

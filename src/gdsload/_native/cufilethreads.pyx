@@ -10,6 +10,7 @@ from libc.errno cimport errno
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 
+from gdsload._native.cuda cimport relax
 from gdsload._native.cufile cimport CFiles, file_handle, release_files, retain_files
 from gdsload._native.engine cimport Buffer, EngineOps, Read
 from gdsload._native.workers cimport (
@@ -37,6 +38,7 @@ cdef void enter_context(void *owner) noexcept nogil:
     cdef Slots *self = <Slots *>owner
     # Where this fails, every read will say so.
     self.files.cuda.set_current(self.files.context)
+    relax(self.files.cuda)
 
 
 cdef int64_t read_one(void *owner, const Read *read) noexcept nogil:

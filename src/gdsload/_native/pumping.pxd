@@ -20,6 +20,7 @@ from gdsload._native.traffic cimport CTraffic, traffic_count
 cdef enum:
     EINTR = 4
     EAGAIN = 11
+    EFAULT = 14
     EBUSY = 16
     EINVAL = 22
     EOPNOTSUPP = 95
@@ -210,8 +211,11 @@ cdef inline int handle(CPump *self, Op *op, int64_t result, int64_t now) noexcep
         request.retries += 1
         ask_again(self, op)
         return 1
-    if result < 0 and op.direct and (result == -EINVAL or result == -EOPNOTSUPP):
-        # This filesystem, or this file, does not do direct I/O after all.
+    if result < 0 and op.direct and (
+        result == -EINVAL or result == -EOPNOTSUPP or result == -EFAULT
+    ):
+        # This filesystem, or this file, does not do direct I/O after all; or not to this memory
+        # (EFAULT), which may be a device driver's.
         file.direct_fd = -1
         file.refused = 1
         op.direct = 0

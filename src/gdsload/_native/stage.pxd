@@ -4,9 +4,10 @@
 
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free
+from posix.unistd cimport getpid
 
 from gdsload._native.atomics cimport gds_add
-from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi
+from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi, enter_context, leave_context
 from gdsload._native.engine cimport Buffer, EngineOps
 from gdsload._native.pthreads cimport (
     pthread_mutex_destroy,
@@ -61,7 +62,9 @@ cdef enum:
 cdef struct CStage:
     int64_t references
     CudaApi *cuda
-    void *context
+    void *context           # a share of the primary one: what is in it must not go before us
+    int device
+    int pid
     void *stream
     void *gate              # an event of other streams that ours waits for
     CRing *ring
@@ -172,14 +175,19 @@ cdef inline int copy_on(
     return made if code == CUDA_SUCCESS else -code
 
 cdef inline void release_stage(CStage *stage) noexcept nogil:
-    cdef void *popped
+    cdef int mode
     if gds_add(&stage.references, -1) > 0:
         return
-    if stage.stream != NULL and stage.cuda.push_current(stage.context) == CUDA_SUCCESS:
-        if stage.gate != NULL:
-            stage.cuda.event_destroy(stage.gate)
-        stage.cuda.stream_destroy(stage.stream)
-        stage.cuda.pop_current(&popped)
+    # What a fork has copied is the parent's, and so is its driver.
+    if stage.context != NULL and stage.pid == getpid():
+        if stage.stream != NULL and (
+            enter_context(stage.cuda, stage.context, &mode) == CUDA_SUCCESS
+        ):
+            if stage.gate != NULL:
+                stage.cuda.event_destroy(stage.gate)
+            stage.cuda.stream_destroy(stage.stream)
+            leave_context(stage.cuda, mode)
+        stage.cuda.primary_release(stage.device)
     release_ring(stage.ring)
     pthread_mutex_destroy(&stage.lock)
     free(stage.landings)

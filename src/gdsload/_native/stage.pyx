@@ -18,6 +18,8 @@ from gdsload._native.cuda cimport (
     CU_STREAM_NON_BLOCKING,
     CUDA_SUCCESS,
     CudaApi,
+    enter_context,
+    leave_context,
 )
 from gdsload._native.engine cimport EngineOps
 from gdsload._native.pthreads cimport (
@@ -61,8 +63,7 @@ cdef class Stage:
         """
         cdef CStage *made = <CStage *>calloc(1, sizeof(CStage))
         cdef CRing *slots
-        cdef void *popped
-        cdef int code
+        cdef int code, mode
         if made == NULL:
             raise MemoryError("no memory for a stage")
         made.references = 1
@@ -70,9 +71,9 @@ cdef class Stage:
         made.ring = slots
         gds_add(&slots.references, 1)
         pthread_mutex_init(&made.lock, NULL)
-        cuda, context = device.handles()
+        cuda, _ = device.handles()
         made.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
-        made.context = PyCapsule_GetPointer(context, b"gdsload.context")
+        made.pid = device.cuda.pid
         self.stage = made
         self.ring, self.device, self.engine, self.files = ring, device, engine, files
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
@@ -84,7 +85,13 @@ cdef class Stage:
             made.buffers[1].address = <char *><uintptr_t>files.address
             made.buffers[1].length = 0
             made.buffer_count = 2
-        code = made.cuda.push_current(made.context)
+        code = made.cuda.device_get(&made.device, device.ordinal)
+        if code == CUDA_SUCCESS:
+            code = made.cuda.primary_retain(&made.context, made.device)
+            if code != CUDA_SUCCESS:
+                made.context = NULL
+        if code == CUDA_SUCCESS:
+            code = enter_context(made.cuda, made.context, &mode)
         if code == CUDA_SUCCESS:
             code = made.cuda.stream_create(&made.stream, CU_STREAM_NON_BLOCKING)
             if code != CUDA_SUCCESS:
@@ -93,7 +100,7 @@ cdef class Stage:
                 code = made.cuda.event_create(&made.gate, CU_EVENT_DISABLE_TIMING)
                 if code != CUDA_SUCCESS:
                     made.gate = NULL
-            made.cuda.pop_current(&popped)
+            leave_context(made.cuda, mode)
         if code != CUDA_SUCCESS:
             raise OSError(5, f"the device gives no stream (CUDA error {code})")
 
@@ -110,9 +117,8 @@ cdef class Stage:
         same device, 0: the default one) was given so far. Returns at once; False where the driver
         refused."""
         cdef CStage *stage = self.stage
-        cdef void *popped
-        cdef int code
-        if stage.cuda.push_current(stage.context) != CUDA_SUCCESS:
+        cdef int code, mode
+        if enter_context(stage.cuda, stage.context, &mode) != CUDA_SUCCESS:
             return False
         with nogil:
             # A wait takes the event as it is now: it may be recorded again for the next one.
@@ -121,7 +127,7 @@ cdef class Stage:
             if code == CUDA_SUCCESS:
                 code = stage.cuda.stream_wait(stage.stream, stage.gate, 0)
             pthread_mutex_unlock(&stage.lock)
-        stage.cuda.pop_current(&popped)
+        leave_context(stage.cuda, mode)
         return code == CUDA_SUCCESS
 
     def land(self, list shares):

@@ -13,7 +13,12 @@ from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
 
 from gdsload._native.atomics cimport gds_add
-from gdsload._native.cuda cimport CU_EVENT_DISABLE_TIMING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS
+from gdsload._native.cuda cimport (
+    CU_EVENT_DISABLE_TIMING,
+    CUDA_ERROR_NOT_READY,
+    CUDA_SUCCESS,
+    relax,
+)
 from gdsload._native.engine cimport APART, CACHED, Buffer, Completion, EngineOps, Read
 from gdsload._native.pthreads cimport (
     monotonic_ns,
@@ -208,6 +213,7 @@ cdef int open_stage(
     if stage.cuda.set_current(stage.context) != CUDA_SUCCESS:
         free_runner(self)
         return -EIO
+    relax(stage.cuda)
     for i in range(depth):
         error = stage.cuda.event_create(&self.slots[i].event, CU_EVENT_DISABLE_TIMING)
         if error != CUDA_SUCCESS:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload import gpu, libraries, quiet
+from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
 from gdsload.backends.base import Support
 from gdsload.errors import BackendUnavailable, GdsloadError
@@ -43,6 +44,7 @@ MEANINGS = {
     5010: "the nvidia-fs driver refused; is the GPU's BAR1 large enough?",
     5011: "the CUDA driver refused",
     5012: "that is no device pointer",
+    5015: "the memory is another GPU's than the current one",
     5017: "a read past the end of what was registered",
     5018: "cuFile reads no files of this kind",
     5019: "cuFile does not take a file that was opened like this; does its filesystem do O_DIRECT?",
@@ -115,15 +117,15 @@ class Driver:
         self.library.deregister_file(handle)
         self._known -= 1
 
-    def register_buffer(self, address: int, nbytes: int) -> None:
+    def register_buffer(self, address: int, nbytes: int, device: Device) -> None:
         """Makes memory of a device known. Raises CuFileFailure."""
-        self.library.register_buffer(address, nbytes)
+        self.library.register_buffer(address, nbytes, device)
         self._known += 1
 
-    def deregister_buffer(self, address: int) -> None:
+    def deregister_buffer(self, address: int, device: Device) -> None:
         """Undoes it."""
         self._known -= 1
-        self.library.deregister_buffer(address)
+        self.library.deregister_buffer(address, device)
 
     def busy(self) -> str:
         """For `quiesce`: what uses it says so itself."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from gdsload import gpu
+from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFileFailure, Files
 from gdsload.backends import cufile
 from gdsload.backends.base import (
@@ -146,7 +147,7 @@ class CuFileBackend(Backend):
             ordinal,
             self.limits(device).max_request,
             self.settings["ring_bytes"],
-            _registrar(driver, self.refusals, self.name),
+            _registrar(driver, gpu.device(ordinal), self.refusals, self.name),
         ) as ring:
             road = ring.unpark(kind)
             if not isinstance(road, StagedRoad):
@@ -238,16 +239,16 @@ class CuFileBackend(Backend):
 
 
 def _registrar(
-    driver: cufile.Driver, refusals: dict[str, str], name: str
+    driver: cufile.Driver, device: Device, refusals: dict[str, str], name: str
 ) -> Callable[[int, int], Callable[[], None]]:
     def register(address: int, nbytes: int) -> Callable[[], None]:
         try:
-            driver.register_buffer(address, nbytes)
+            driver.register_buffer(address, nbytes, device)
         except CuFileFailure as error:
             # cuFile then goes through bounce buffers of its own: slower, and still right.
             refusals[f"{name}/registered ring"] = cufile.explain(error.code) or str(error)
             return lambda: None
-        return lambda: driver.deregister_buffer(address)
+        return lambda: driver.deregister_buffer(address, device)
 
     return register
 

@@ -1,0 +1,94 @@
+"""What a real CUDA driver insists on, beyond the calls themselves: which memory it pins, what it
+allows while a graph is captured, and what must be gone when it is. The double is as strict.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpudoubles
+from contract import bytes_of
+from gdsload import gpu, ring
+from gdsload._native.block import Block
+from gdsload.backends import Backend, OpenFile
+from gdsload.backends.posix import PosixBackend
+from gpudoubles import CODE, Doubles
+from gpuloads import KINDS, SMALL, Load, settle
+
+NOT_PERMITTED = 800
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_where_ours_cannot_be_pinned_the_ring_is_the_drivers(
+    doubles: Doubles, file: OpenFile, engine: str
+) -> None:
+    """In a sandbox, or on a confidential machine."""
+    before = doubles.cuda_log["pins"]
+    doubles.fault("cuMemHostRegister_v2", CODE, NOT_PERMITTED, times=-1)
+    with PosixBackend(engine=engine, **SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        assert load.bytes() == bytes_of(0)
+        assert "cannot be pinned" in backend.refusals["posix/ring"]
+        settle(backend, load)
+    assert doubles.cuda_log["pins"] == before + 1
+    assert ring.release_rings() == 1 << 20
+    assert doubles.cuda_log["pins"] == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_breaks_no_graph_that_somebody_captures(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
+    """To ask for memory, or whether a copy has ended, breaks it, unless the thread says that it
+    knows. The double complains."""
+    doubles.capture_graphs(True)
+    with kind(**SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        assert load.bytes() == bytes_of(0)
+        settle(backend, load)
+    ring.release_rings()
+    assert doubles.complaints() == ""
+    doubles.capture_graphs(False)
+
+
+def test_memory_that_goes_breaks_none_either(doubles: Doubles) -> None:
+    device = gpu.device(0)
+    free = device.memory()[0]
+    doubles.capture_graphs(True)
+    block = Block(device, 1 << 20)
+    assert device.memory()[0] < free
+    del block
+    assert device.memory()[0] == free
+    assert doubles.complaints() == ""
+    doubles.capture_graphs(False)
+
+
+AT_THE_END = """
+import ctypes, sys, gdsload
+from gdsload import libraries
+libraries.candidates = lambda name: [sys.argv[2]]
+ctypes.CDLL(sys.argv[2]).cuda_double_report()
+options = {"ring_bytes": 16 << 20}
+with gdsload.prefetch(sys.argv[1], "cuda:0", backend="posix", options=options) as ahead:
+    assert ahead.wait(30)
+    assert ahead.report.refusals.get("cuda:0") is None
+assert gdsload.ring.rings()
+"""
+
+
+def test_when_the_process_ends_nothing_is_left_to_the_driver(tiny_checkpoint: Path) -> None:
+    """Neither a thread that calls it while it goes down, nor memory that is unmapped while it is
+    pinned."""
+    driver = gpudoubles.built("cuda_double")
+    ran = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, tiny_checkpoint, driver],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0
+    assert ran.stderr.startswith("left: 0 streams, 0 events, 0 pins"), ran.stderr
