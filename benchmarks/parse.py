@@ -118,7 +118,9 @@ def opening(result: dict[str, Any]) -> float:
 
 
 def title(result: dict[str, Any]) -> str:
-    return f"What a tensor costs beside its bytes, {result['tensors']:,} in {result['shards']} shards"
+    return (
+        f"What a tensor costs beside its bytes, {result['tensors']:,} in {result['shards']} shards"
+    )
 
 
 def table(result: dict[str, Any]) -> str:

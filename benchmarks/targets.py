@@ -126,8 +126,7 @@ def times_stock(times: float, dtype: str = "") -> Callable[[Result], Found]:
 def model_memory(result: Result) -> Found:
     found = tables.grouped(result)
     ours, stock = (
-        statistics.median(run["peak_rss_bytes"] for run in found[label])
-        for label in (MODEL, STOCK)
+        statistics.median(run["peak_rss_bytes"] for run in found[label]) for label in (MODEL, STOCK)
     )
     return Found(f"{ours / 1e9:.2f} GB, transformers {stock / 1e9:.2f}", ours <= stock)
 

@@ -39,6 +39,11 @@ for _engine in engines.ENGINES:
         _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
         globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
 
+    _name = f"Test{_engine.title()}Bounced"
+    globals()[_name] = suite(
+        _name, PosixContract, engine=_engine, direct=True, options={"bounce": "always"}
+    )
+
 TestDepthOfOne = suite("TestDepthOfOne", PosixContract, engine="threads", options={"depth": 1})
 TestDeep = suite("TestDeep", PosixContract, engine="linuxaio", options={"depth": 200}, direct=True)
 TestFixedBuffers = suite(

@@ -24,7 +24,7 @@ from gdsload.errors import GdsloadError, ReadError, ShortRead, StallError
 
 REQUEST_BYTES = 8192
 TENSORS = 9
-OPTIONS = {"engine": "threads", "request_bytes": REQUEST_BYTES, "depth": 4}
+OPTIONS: dict[str, object] = {"engine": "threads", "request_bytes": REQUEST_BYTES, "depth": 4}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("faults") / "model.safetensors"
     safetensors.torch.save_file(tensors, file)
     return file
+
+
+@pytest.fixture(autouse=True, params=["never", "always"])
+def bounce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fault, to reads in place and to those that go through slots."""
+    monkeypatch.setitem(OPTIONS, "bounce", request.param)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -108,6 +107,8 @@ def _others(mount: str, device: str) -> list[Verdict]:
 
 
 def _write(verdicts: list[Verdict]) -> str:
+    import tempfile  # every load looks into this module, and few write
+
     # Two processes that write at the same time lose one verdict, which is measured again.
     where = directory()
     if not where:

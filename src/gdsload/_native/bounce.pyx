@@ -37,8 +37,9 @@ cdef enum:
     LIVE_STRETCHES = 8
     # Stretches between two tries of the dearer way, doubled each time that it stays dearer.
     FIRST_RETRY = 16
+    KNOWN_RETRY = 64           # where an earlier load has measured
     LAST_RETRY = 256
-    PAUSE_NS = 5000000
+    PAUSE_NS = 50000000
     WORTH_PERCENT = 110        # a copy costs the processor: it has to be that much faster
 
 cdef enum:
@@ -201,6 +202,7 @@ cdef void arm(Runner *self) noexcept nogil:
         self.stretches[0].way = bounce.only
     elif bounce.first_way >= 0:
         self.stretches[0].way = bounce.first_way
+        self.retry = self.until_retry = KNOWN_RETRY
 
 
 cdef void taken(Runner *self, Entry *entry, uint64_t length) noexcept nogil:

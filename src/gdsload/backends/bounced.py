@@ -64,7 +64,7 @@ class Bounced:
         if isinstance(registration.what, OpenFile):
             mount = mount_of(registration.what.path)
             self._mount = mount.key if mount is not None else ""
-        kept = verdicts.verdict_on(self._mount, DEVICE, _versions()) if self._mount else None
+        kept = verdicts.verdict_on(self._mount, DEVICE, versions()) if self._mount else None
         if kept is not None and kept.road in WAYS:
             self._known = WAYS.index(kept.road)
 
@@ -86,10 +86,10 @@ class Bounced:
         rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
         # A load is no worse for a place where nothing can be kept.
         verdicts.keep(
-            verdicts.Verdict(self._mount, DEVICE, WAYS[best], rates, _versions(), time.time())
+            verdicts.Verdict(self._mount, DEVICE, WAYS[best], rates, versions(), time.time())
         )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Everything that has a part in what is measured."""
     return {"gdsload": __version__, "kernel": os.uname().release}

@@ -91,7 +91,9 @@ class PosixBackend(Backend):
             Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
-            Option("bounce", "auto", "auto: through huge pages where that is measured faster; never"),
+            Option(
+                "bounce", "auto", "auto: through huge pages where that is measured faster; never"
+            ),
             Option("in_place", False, "read into memory that the host and an integrated GPU share"),
         )
 

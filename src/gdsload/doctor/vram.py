@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 
 from gdsload import gpu, verdicts
-from gdsload.backends import contest, truth
+from gdsload.backends import bounced, contest, truth
 from gdsload.doctor.finding import PARTLY, YES, Finding
 from gdsload.errors import BackendUnavailable
 
@@ -32,7 +32,7 @@ def _finding(fact: truth.Fact) -> Finding:
 
 def measured() -> list[Finding]:
     """What earlier loads measured and chose, the newest first."""
-    versions, now = contest.versions(), time.time()
+    to_gpus, to_host, now = contest.versions(), bounced.versions(), time.time()
     found = {}
     for each in verdicts.kept():
         rates = ", ".join(
@@ -42,7 +42,7 @@ def measured() -> list[Finding]:
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
         name = f"measured from {each.mount} to {each.device}"
         detail = f"{each.road} is taken: {rates}, on {day}"
-        stale = each.stale(versions, now)
+        stale = each.stale(to_host if each.device == bounced.DEVICE else to_gpus, now)
         if stale:
             detail += f"; {stale}"
         mend = "the next large load there measures again"

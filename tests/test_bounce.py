@@ -1,0 +1,136 @@
+"""Direct reads through a few huge pages: the same bytes, where it is chosen, and that it is said."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload import verdicts
+from gdsload._native.bounce import Bounce
+from gdsload._native.memory import Region
+from gdsload.backends import bounced, engines
+from gdsload.backends.posix import PosixBackend
+from gdsload.mounts import mount_of
+
+# What is measured at a time: _native/bounce.pyx.
+STRETCH_BYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of seven stretches, most of it holes: a number at the start of each tensor."""
+    path = tmp_path_factory.mktemp("bounce") / "large.safetensors"
+    tensors = {f"t{n:02}": torch.zeros(STRETCH_BYTES // 4 - n, dtype=torch.int32) for n in range(7)}
+    small = {name: tensor[:4].clone() for name, tensor in tensors.items()}
+    header = {
+        name: {"dtype": "I32", "shape": [len(tensor)], "data_offsets": []}
+        for name, tensor in tensors.items()
+    }
+    del tensors
+    begin = 0
+    for entry in header.values():
+        end = begin + 4 * entry["shape"][0]  # type: ignore[index,operator]
+        entry["data_offsets"] = [begin, end]
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + begin)
+        for number, (name, entry) in enumerate(header.items()):
+            small[name][0] = number + 1
+            file.seek(8 + len(text) + entry["data_offsets"][0])  # type: ignore[index]
+            file.write(small[name][:1].numpy().tobytes())
+    return path
+
+
+def load(path: Path, **options: Any) -> dict[str, int]:
+    """Loads all of it, and returns what went which way."""
+    found = gdsload.load_file(path, cache="direct", options=options)
+    assert [int(tensor[0]) for tensor in found.values()] == list(range(1, len(found) + 1))
+    assert not any(tensor[1:].any() for tensor in found.values())
+    roads = gdsload.last_report().roads
+    return {
+        way: sum(size for road, size in roads.items() if road.endswith(way))
+        for way in ("direct", "bounced")
+    }
+
+
+def verdict(path: Path, road: str) -> verdicts.Verdict:
+    mount = mount_of(path)
+    assert mount is not None
+    rates = dict.fromkeys(bounced.WAYS, 1e9)
+    return verdicts.Verdict(mount.key, bounced.DEVICE, road, rates, bounced.versions(), time.time())
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("request_bytes", [4096, 64 << 10, 4 << 20])
+def test_the_same_bytes(tmp_path: Path, engine: str, request_bytes: int) -> None:
+    if not (support := engines.try_engine(engine)).usable:
+        pytest.skip(f"engine {engine}: {support}")
+    path = tmp_path / "odd.safetensors"
+    random = torch.Generator().manual_seed(3)
+    tensors = {
+        f"t{length}": torch.randint(0, 256, (length,), dtype=torch.uint8, generator=random)
+        for length in (0, 1, 4095, 4096, 4097, 123_457, 1_000_003)
+    }
+    safetensors.torch.save_file(tensors, path)
+    options = {"engine": engine, "request_bytes": request_bytes, "bounce": "always"}
+    found = gdsload.load_file(path, cache="direct", options=options)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert gdsload.last_report().roads[f"posix/{engine}/direct bounced"] > 1_000_000
+
+
+def test_both_ways_are_measured_and_the_faster_is_kept(large: Path) -> None:
+    for _ in range(10):  # a machine that stops the process for a while measures nothing
+        went = load(large)
+        assert min(went.values()) >= STRETCH_BYTES // 2
+        if verdicts.kept():
+            break
+    (kept,) = verdicts.kept()
+    assert (kept.device, set(kept.rates)) == (bounced.DEVICE, set(bounced.WAYS))
+    in_place, through = (kept.rates[way] for way in bounced.WAYS)
+    assert min(in_place, through) > 0
+    # The copy costs the processor: it has to be worth it.
+    assert kept.road == bounced.WAYS[through > 1.1 * in_place]
+
+
+@pytest.mark.parametrize("road", bounced.WAYS)
+def test_what_was_kept_holds_from_the_first_byte(large: Path, road: str) -> None:
+    assert verdicts.keep(verdict(large, road)) == ""
+    went = load(large)
+    assert went["direct" if road == "bounced" else "bounced"] == 0
+
+
+def test_never_and_too_little(large: Path, tmp_path: Path) -> None:
+    assert load(large, bounce="never")["bounced"] == 0
+    small = tmp_path / "small.safetensors"
+    safetensors.torch.save_file({"t": torch.tensor([1])}, small)
+    assert load(small)["bounced"] == 0
+    assert verdicts.kept() == []
+
+
+def test_a_choice_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="bounce='sometimes' is none of auto, always, never"):
+        PosixBackend(bounce="sometimes")
+
+
+def test_slots_that_do_not_fit() -> None:
+    bounce = Bounce(engines.engine_module("threads").engine())
+    region = Region.anonymous(2 << 20)
+    for slot_bytes, slots in ((1 << 20, 3), (1 << 20, 0), (0, 1), (1, 17)):
+        with pytest.raises(ValueError, match=r"slots of"):
+            bounce.arm(region.handle(), slot_bytes, slots)
+    assert not bounce.armed and bounce.best() == -1
