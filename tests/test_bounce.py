@@ -1,4 +1,4 @@
-"""Direct reads through a few huge pages: the same bytes, where it is chosen, and that it is said."""
+"""Direct reads through a few huge pages: the same bytes, when it is chosen, that it is said."""
 
 from __future__ import annotations
 

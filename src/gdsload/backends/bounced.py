@@ -1,7 +1,7 @@
-"""Direct reads into host memory through a few huge pages, where that is faster than in place: when it
-is tried, with how much memory, and what is kept of the answer. The reads are `_native.bounce`'s.
+"""Direct reads into host memory through a few huge pages, where that is faster than in place: when
+it is tried, with how much memory, and what is kept of the answer. The reads are `_native.bounce`'s.
 
-On a virtual disk that is twice as fast (docs/benchmarks.md): its host maps each 4 KiB page of a read
+On a virtual disk that is twice as fast (docs/benchmarks.md): its host maps each page of a read
 apart. It is asked for each mount, on the first large load from it, and kept like the roads to GPUs.
 """
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gdsload import verdicts
 from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
 from gdsload.backends.base import OpenFile, Registration
@@ -61,6 +60,8 @@ class Bounced:
 
     def _ask(self, registration: Registration) -> None:
         """What is kept of the storage that this file is on."""
+        from gdsload import verdicts  # small loads need none
+
         if isinstance(registration.what, OpenFile):
             mount = mount_of(registration.what.path)
             self._mount = mount.key if mount is not None else ""
@@ -83,6 +84,8 @@ class Bounced:
         best = self._bounce.best()
         if best < 0 or best == self._known:
             return
+        from gdsload import verdicts
+
         rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
         # A load is no worse for a place where nothing can be kept.
         verdicts.keep(

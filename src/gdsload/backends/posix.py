@@ -92,7 +92,7 @@ class PosixBackend(Backend):
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
             Option(
-                "bounce", "auto", "auto: through huge pages where that is measured faster; never"
+                "bounce", "auto", "auto: through huge pages where that is faster; always; never"
             ),
             Option("in_place", False, "read into memory that the host and an integrated GPU share"),
         )
