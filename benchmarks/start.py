@@ -33,8 +33,10 @@ MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
 # On a virtual machine the host takes back what the last process, and the page cache, have let go:
 # for a second or two that slows down whoever comes next, imports most of all.
 SETTLE_SECONDS = 3.0
-# What "within" the longer of the two halves shall mean.
+# What "within" the longer of the two halves shall mean, and of how many repeats it can be said:
+# single starts of Python differ by more than that.
 AIM = 0.10
+FEWEST = 5
 
 # CLOCK_MONOTONIC is the same for all processes: the parent's `begin` is the process's start.
 CHILD = """
@@ -197,6 +199,8 @@ def notes(result: dict[str, Any]) -> str:
     took = tables.seconds_of(found["prefetch"]).median
     over = took / floor(result) - 1
     said = "met" if over <= AIM else "missed"
+    if (rounds := len(found["prefetch"])) < FEWEST:
+        said = f"{several(rounds, 'repeat')} cannot tell"
     return "\n".join([
         f"- {records.described(result)}",
         "- each run in a fresh process, arms in turn; weights evicted before each, the files of"

@@ -64,10 +64,16 @@ def test_kept_shown_and_drawn(
 ) -> None:
     monkeypatch.setattr(start, "child", told)
     path = tmp_path / "start-tiny.json"
-    assert start.main([str(source), "--rounds", "3", "--output", str(path)]) == 0
+    assert start.main([str(source), "--rounds", "5", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert [len(runs) for runs in tables.grouped(result).values()] == [3] * len(start.ARMS)
-    assert [run["arm"] for run in result["runs"][::5]] == ["imports", "imports", "stock"]  # in turn
+    assert [len(runs) for runs in tables.grouped(result).values()] == [5] * len(start.ARMS)
+    assert [run["arm"] for run in result["runs"][::5]] == [
+        "imports",
+        "imports",
+        "stock",
+        "stock",
+        "prefetch",
+    ]  # in turn
     assert start.floor(result) == READY["imports"]
     assert [run["reads"] for run in result["runs"] if run["reads"]] == [[["read", 0.1, 0.9]]]
     shown = render.rendered(path.name, tmp_path)
@@ -79,6 +85,9 @@ def test_kept_shown_and_drawn(
         if run["arm"] == "prefetch":
             run["seconds"] = 3.4
     assert "missed" in start.notes(result)
+    few = {**result, "runs": [run for run in result["runs"] if run["arm"] != "prefetch"][:-1]}
+    few["runs"] += [run for run in result["runs"] if run["arm"] == "prefetch"][:2]
+    assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(few)
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
     (picture,) = pictures.draw(result, tmp_path / "start-tiny")
     assert picture.read_text().count("3.20 s") == 1
