@@ -12,8 +12,8 @@ from gdsload.backends import cufile
 
 from . import fio
 from .arms import KINDS, Arm, parse, why_not
-from .judge import ArmFailed, python_of
-from .loaded import CPU, files_of
+from .judge import python_of
+from .loaded import CPU, ArmFailed, files_of
 from .prepare import build_bare
 from .records import Refused
 

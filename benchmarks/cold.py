@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from gdsload.arena import available_bytes
 
-from . import cache, fio, records, tables, values
+from . import cache, records, tables, values
 from .arms import KINDS, Arm, parse
 from .choice import chosen, reasons
-from .judge import ArmFailed, Conditions, Judge
-from .loaded import CPU, files_of, ranges
+from .judge import Conditions, Judge
+from .loaded import CPU, ArmFailed, files_of, ranges
 from .prepare import converted, converts, rehearsal
 from .records import Refused
 
@@ -113,10 +113,7 @@ def measure(
                     continue
                 checked = repeat == 0 and not options.no_checksums
                 try:
-                    if arm.kind == "fio":
-                        facts = fio.run(conditions["tensors"], arm.settings)
-                    else:
-                        facts = judges[arm.label].run(arm, checked=checked)
+                    facts = judges[arm.label].run(arm, checked=checked)
                 except ArmFailed as error:
                     left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
                     runs = [run for run in runs if run["arm"] != arm.label]
@@ -141,6 +138,7 @@ def judges_of(
     judges: dict[str, Judge] = {}
     for arm in arms:
         if arm.kind == "fio":
+            judges[arm.label] = first
             continue
         judge = common.get(KINDS[arm.kind].gives, first)
         dtype = arm.settings.get("dtype")
