@@ -45,10 +45,7 @@ def chosen(
         names += arms_there
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
-        try:
-            best = json.loads(options.best.read_text())["best"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"--best {options.best}: no settings of tune.py: {error}") from error
+        best = _best(options.best)
         # Beside the defaults, not instead: what people get, and what they could get.
         names = [label for name in names for label in (name, best.get(name, name))]
     names += options.also
@@ -73,6 +70,20 @@ def chosen(
     if not arms:
         raise Refused("no arm can run here\n" + reasons(left_out))
     return arms, left_out
+
+
+def _best(path: Path) -> dict[str, str]:
+    try:
+        kept = json.loads(path.read_text())
+    except OSError as error:
+        raise Refused(f"--best {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise Refused(f"--best {path}: this is no JSON: {error}") from error
+    best = kept.get("best") if isinstance(kept, dict) else None
+    try:
+        return {str(kind): parse(label).label for kind, label in best.items()}
+    except (AttributeError, ValueError) as error:
+        raise Refused(f"--best {path}: this is no result of gdsload bench tune") from error
 
 
 def hangs(arm: Arm, options: argparse.Namespace) -> str:

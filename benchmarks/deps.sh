@@ -81,6 +81,7 @@ make_environment() { # name
 }
 
 if [ -n "$wheels" ]; then
+    [ -d "$wheels" ] || { say "$wheels: there is no such directory" && exit 2; }
     make_from_wheels peers
     make_from_wheels prefetch
     exit 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import compare, costs, engines, pictures, pipeline, start, sweep, tables
+from . import compare, costs, engines, pictures, pipeline, records, start, sweep, tables
 from .places import CHECKOUT, RESULTS, ROOT
 from .records import Refused
 
@@ -53,18 +53,43 @@ def kind_of(file: str, result: dict[str, Any]) -> str:
     return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
 
 
+class Words(NamedTuple):
+    """A result, and what is said of it."""
+
+    result: dict[str, Any]
+    title: str
+    table: str
+    notes: str
+
+
+def words_of(path: Path) -> Words:
+    """A kept result in words. Raises Refused for a file that is none, or not a whole one."""
+    try:
+        result = json.loads(path.read_text())
+        known = result.get("format", records.FORMAT)
+        if known != records.FORMAT:
+            raise Refused(
+                f"{path}: kept in format {known}, and this gdsload reads {records.FORMAT}"
+            )
+        shown = KINDS[kind_of(path.name, result)]
+        return Words(result, shown.title(result), shown.table(result), shown.notes(result))
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from error
+    except (ValueError, LookupError, AttributeError, TypeError, StopIteration) as error:
+        raise Refused(f"{path}: this is no result that can be shown here") from error
+
+
 def rendered(file: str, directory: Path = RESULTS) -> str:
     """A result as the page shows it, or a line that it is not there yet."""
     path = directory / file
     if not path.exists():
         return f"Not measured yet: `benchmarks/results/{file}` is missing.\n"
-    result = json.loads(path.read_text())
-    shown = KINDS[kind_of(file, result)]
-    text = f"\n**{shown.title(result)}**\n\n{shown.table(result)}\n\n{shown.notes(result)}\n\n"
+    said = words_of(path)
+    text = f"\n**{said.title}**\n\n{said.table}\n\n{said.notes}\n\n"
     for picture in sorted(PICTURES.glob(f"{path.stem}.svg")) + sorted(
         PICTURES.glob(f"{path.stem}-throughput.svg")
     ):
-        text += f"![{shown.title(result)}](pictures/{picture.name})\n\n"
+        text += f"![{said.title}](pictures/{picture.name})\n\n"
     return text
 
 
@@ -85,14 +110,10 @@ def drawn(page: str) -> None:
 def show(files: list[Path]) -> None:
     """Prints results, and draws them beside their files where that is possible."""
     for file in files:
+        said = words_of(file)
+        records.say(f"{said.title}\n\n{said.table}\n\n{said.notes}\n")
         try:
-            result = json.loads(file.read_text())
-            shown = KINDS[kind_of(file.name, result)]
-        except (ValueError, KeyError, AttributeError) as error:
-            raise Refused(f"{file}: this is no result that can be shown here") from error
-        print(f"{shown.title(result)}\n\n{shown.table(result)}\n\n{shown.notes(result)}\n")
-        try:
-            for picture in pictures.draw(result, file.with_suffix("")):
+            for picture in pictures.draw(said.result, file.with_suffix("")):
                 print(f"picture: {picture}", file=sys.stderr)
         except Refused as error:
             print(error, file=sys.stderr)
@@ -113,15 +134,20 @@ def main(words: list[str] | None = None) -> int:
     if options.results:
         try:
             show(options.results)
-        except (Refused, OSError, ValueError) as error:
+        except Refused as error:
             print(f"bench report: {error}", file=sys.stderr)
             return 1
         return 0
     if not CHECKOUT:
         parser.error("name results: there is no page here, as in a checkout")
     page = PAGE.read_text()
+    try:
+        renewed = filled(page)
+    except Refused as error:
+        print(f"bench report: {error}", file=sys.stderr)
+        return 1
     if options.check:
-        behind = filled(page) != page
+        behind = renewed != page
         if behind:
             print(f"{PAGE} is behind the results: run gdsload bench report", file=sys.stderr)
         return int(behind)

@@ -41,6 +41,13 @@ def size(text: str) -> int:
     return int(number) << factor
 
 
+def name(text: str) -> str:
+    """A part of a file's name. Raises ArgumentTypeError for a path."""
+    if not text or "/" in text or "\0" in text:
+        raise ArgumentTypeError(f"{text!r} is no name: a result is called by it, in one directory")
+    return text
+
+
 def device(text: str) -> str:
     """cpu, cuda or cuda:N. Raises ArgumentTypeError."""
     kind, colon, number = text.partition(":")

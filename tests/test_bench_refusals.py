@@ -1,10 +1,12 @@
-"""What the benchmarks refuse to print of files and disks, and whether the reason helps. No test looks
-at a time.
+"""What the benchmarks refuse of files, disks and kept results, and whether the reason helps.
+
+No test looks at a time.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from command import run
 from gdsload import residency, synth
 from gdsload.cli import measuring
 
-arms, cache, fio, judge, records, truth = (
-    measuring.program(name) for name in ("arms", "cache", "fio", "judge", "records", "truth")
+arms, fio, instructions, judge, places = (
+    measuring.program(name) for name in ("arms", "fio", "instructions", "judge", "places")
 )
+records, truth = (measuring.program(name) for name in ("records", "truth"))
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +87,81 @@ def test_fio_is_judged_as_every_arm(
         one.run(arms.parse("fio"))
     monkeypatch.setattr(fio, "run", lambda *_: {**found, "device_read_bytes": 8 << 20})
     assert one.run(arms.parse("fio"))["resident_before_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "arm", ["bare:pages=x", "bare:request_kib=0", "bare:request_kib=6", "bare:depth=0",
+            "bare:depth=many", "bare:memory=", "bare:nonsense=1"],
+)  # fmt: skip
+def test_the_yardstick_takes_no_odd_setting(arm: str) -> None:
+    """bare.c would take it for another, or read nothing without end."""
+    answer = run("bench", "cold", "x", "--arms", arm)
+    assert answer.exit_code == 2
+    assert "it has request_kib=4, 8 ... 1048576, depth=1 ... 4096" in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "", "a/b"])
+def test_a_result_is_called_by_a_name(name: str) -> None:
+    answer = run("bench", "cold", "x", "--name", name)
+    assert answer.exit_code == 2
+    assert "is no name" in answer.stderr
+
+
+def test_a_batch_that_no_queue_takes_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(20 << 20))
+    monkeypatch.setattr(truth.Device, "measure", lambda self: self.limits.append(1e9) or 1e9)
+    answer = run("bench", "io", path, "--block", "4K", "--batch", "4097", "--engine", "threads",
+                 "--output", tmp_path / "x.json")  # fmt: skip
+    assert answer.exit_code == 1
+    assert "depth=4097: from 1 to 4096 reads can be in flight" in answer.stderr
+
+
+def test_what_is_installed_stays_where_wheels_are_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "CACHE", tmp_path)
+    (tmp_path / "peers").mkdir()
+    answer = run("bench", "deps", "--wheels", tmp_path / "nowhere")
+    assert answer.exit_code == 2
+    assert "there is no such directory" in answer.stderr
+    assert (tmp_path / "peers").is_dir()
+
+
+def kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((places.RESULTS / "warm-qwen3-0.6b-backed.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no result that can be shown here"),
+        ("[]", "no result that can be shown here"),
+        (json.dumps(kept())[:2000], "no result that can be shown here"),
+        (json.dumps({"kind": "loads"}), "no result that can be shown here"),
+        (json.dumps({**kept(), "kind": "start"}), "no result that can be shown here"),
+        (json.dumps({**kept(), "runs": [{"arm": "nobody"}]}), "no result that can be shown here"),
+        (json.dumps({**kept(), "format": 99}), "kept in format 99, and this gdsload reads 1"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(text)
+    answer = run("bench", "report", path)
+    assert answer.exit_code == 1
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"bench report: {path}: ")
+    assert why in line
+
+
+def test_a_baseline_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "baseline.json").write_text("{")
+    monkeypatch.setattr(instructions, "conditions", dict)
+    monkeypatch.setattr(instructions, "measure", lambda steps: {})
+    assert instructions.main(["--baseline", str(tmp_path / "baseline.json")]) == 2
+    assert "is no baseline" in capsys.readouterr().err

@@ -254,7 +254,7 @@ def one_cell(file: Path, **changed: Any) -> Any:
 class Trusting:
     """A device whose account is made up."""
 
-    who = "the device"
+    who, path = "the device", Path(__file__)
 
     def __init__(self, nbytes: int, busy_seconds: float = 0.0, limit: float = 1e12) -> None:
         self.after = truth.Counted(nbytes, busy_seconds)
