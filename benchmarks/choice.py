@@ -8,7 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from gdsload.backends import cufile
+from gdsload.backends import cufile, find
+from gdsload.errors import GdsloadError
 
 from . import fio
 from .arms import KINDS, Arm, parse, why_not
@@ -25,7 +26,7 @@ ARMS = (
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
-GPU_ROADS = ("backend=gds", "backend=gds_mt")
+CUFILE = ("backend=gds", "backend=gds_mt")
 # Where cuFile has no way of its own, this is how it is at its best.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 
@@ -40,9 +41,8 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        roads, arms_there = ((), ()) if options.device == CPU else (GPU_ROADS, GPU_ARMS)
-        names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
-        names += arms_there
+        names += [f"gdsload:{choice}" for choice in (*ENGINES, *CUFILE)]
+        names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         best = _best(options.best)
@@ -56,6 +56,7 @@ def chosen(
         if arm.kind in KINDS
         and (
             why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
+            or unreached(arm, options.device)
             or hangs(arm, options)
         )
     }
@@ -84,6 +85,19 @@ def _best(path: Path) -> dict[str, str]:
         return {str(kind): parse(label).label for kind, label in best.items()}
     except (AttributeError, ValueError) as error:
         raise Refused(f"--best {path}: this is no result of gdsload bench tune") from error
+
+
+def unreached(arm: Arm, device: str) -> str:
+    """Why a backend of ours has no way to host memory; empty where it may have one. What it can do
+    on a GPU is asked in the arm's own process."""
+    backend = arm.settings.get("backend", "auto")
+    if device != CPU or arm.kind != "gdsload" or backend == "auto":
+        return ""
+    try:
+        support = find(backend).probe(CPU)
+    except GdsloadError as error:
+        return str(error)
+    return "" if support.usable else str(support)
 
 
 def hangs(arm: Arm, options: argparse.Namespace) -> str:

@@ -33,14 +33,14 @@ SPARE_BYTES = 2 << 30
 IDLE_SECONDS = 10.0
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench cold", description=(__doc__ or "").partition("\n")[0]
-    )
+def arguments(
+    words: list[str] | None = None, *, prog: str = "gdsload bench cold", about: str = __doc__ or ""
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=about.partition("\n")[0])
     records.add_source(parser)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
-    parser.add_argument("--best", type=Path, metavar="FILE", help="settings that tune.py has found")
+    parser.add_argument("--best", type=Path, metavar="FILE", help="what bench tune has found")
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
     )
@@ -229,6 +229,13 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def name_of(result: dict[str, Any]) -> str:
+    """What a result of these arms is called: the checkpoint, the state, and a device if any."""
+    state = result["conditions"]
+    where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
+    return f"{result['checkpoint']['name']}-{state['state']}{where}"
+
+
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     try:
@@ -236,10 +243,7 @@ def main(words: list[str] | None = None) -> int:
     except Refused as error:
         print(f"bench: no table: {error}", file=sys.stderr)
         return 1
-    state = result["conditions"]
-    heat = "warm" if state["warm"] else "cold"
-    where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
-    name = f"{heat}-{result['checkpoint']['name']}-{state['state']}{where}"
+    name = f"{'warm' if options.warm else 'cold'}-{name_of(result)}"
     text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
     records.finish(result, options, name, text)
     return 0

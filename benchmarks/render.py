@@ -18,7 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import compare, costs, engines, pictures, pipeline, records, start, sweep, tables
+from . import (
+    compare,
+    costs,
+    engines,
+    pictures,
+    pipeline,
+    records,
+    start,
+    sweep,
+    tables,
+    tune,
+)  # fmt: skip
 from .places import CHECKOUT, RESULTS, ROOT
 from .records import Refused
 
@@ -38,6 +49,7 @@ class Shown(NamedTuple):
 KINDS = {
     "loads": Shown(tables.title, tables.table, tables.notes),
     "engines": Shown(tables.title, engines.pivot, tables.notes),
+    "best": Shown(tables.title, tables.table, tune.notes),
     "compare": Shown(tables.title, compare.table, compare.notes),
     "io": Shown(sweep.title, sweep.table, sweep.notes),
     "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
@@ -48,8 +60,6 @@ KINDS = {
 
 def kind_of(file: str, result: dict[str, Any]) -> str:
     """What a kept file holds; its name, where it is nothing that this page shows."""
-    if file.startswith("engines"):
-        return "engines"
     return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
 
 
@@ -103,7 +113,7 @@ def drawn(page: str) -> None:
     PICTURES.mkdir(exist_ok=True)
     for found in BLOCK.finditer(page):
         path = RESULTS / found["file"]
-        if path.exists() and not path.name.startswith("engines"):
+        if path.exists():
             pictures.draw(json.loads(path.read_text()), PICTURES / path.stem)
 
 

@@ -203,6 +203,14 @@ def agreed(result: dict[str, Any]) -> str:
     return "; ".join(words) or "nothing to compare: no arm hands tensors out"
 
 
+def absent(result: dict[str, Any]) -> dict[str, list[str]]:
+    """The arms that were left out, by the reason."""
+    found: dict[str, list[str]] = {}
+    for arm, why in result["left_out"].items():
+        found.setdefault(why, []).append(arm)
+    return found
+
+
 def notes(result: dict[str, Any]) -> str:
     """How it was made, what was left out, and what has to be known to believe it."""
     state = result["conditions"]
@@ -248,5 +256,5 @@ def notes(result: dict[str, Any]) -> str:
         for name, version in arm.get("versions", {}).items()
     }
     lines.append("versions: " + ", ".join(sorted(versions)))
-    lines += [f"left out: {arm}: {why}" for arm, why in result["left_out"].items()]
+    lines += [f"left out: {', '.join(arms)}: {why}" for why, arms in absent(result).items()]
     return "\n".join(f"- {line}" for line in lines)

@@ -17,6 +17,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A number of things, none among them. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def amount(least: float, what: str) -> Callable[[str], float]:
     """A number of `what`, `least` or more: the type of an argument."""
 
