@@ -201,12 +201,16 @@ def notes(result: dict[str, Any]) -> str:
     said = "met" if over <= AIM else "missed"
     if (rounds := len(found["prefetch"])) < FEWEST:
         said = f"{several(rounds, 'repeat')} cannot tell"
+    used = result["machine"].get("versions", {})  # older results have none
+    with_what = ", ".join(f"{name} {used[name]}" for name in ("torch", "transformers")
+                          if name in used)  # fmt: skip
     return "\n".join([
         f"- {records.described(result)}",
         "- each run in a fresh process, arms in turn; weights evicted before each, the files of"
         " Python's packages warm; all checksums equal; phases are those of the median run",
         f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
         f" {over:+.0%}, within {AIM:.0%} was wanted: {said}",
+        *([f"- versions: {with_what}"] if with_what else []),
     ])  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_kept_shown_and_drawn(
         if run["arm"] == "prefetch":
             run["seconds"] = 3.4
     assert "missed" in start.notes(result)
+    assert re.search(r"versions: torch \d\S+, transformers \d", start.notes(result))
     few = {**result, "runs": [run for run in result["runs"] if run["arm"] != "prefetch"][:-1]}
     few["runs"] += [run for run in result["runs"] if run["arm"] == "prefetch"][:2]
     assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(few)

@@ -123,7 +123,16 @@ def test_a_cold_table_of_two_arms(tiny_checkpoint: Path, tmp_path: Path) -> None
         assert ran["resident_before_bytes"] == 0
         assert ran["touched_bytes"] == 656768
         assert ran["load_s"] + ran["touch_s"] <= ran["seconds"] * 1.001
-    for fact in ("kernel", "cpu", "disk", "filesystem", "mount_options", "gpus", "python"):
+    for fact in (
+        "kernel",
+        "cpu",
+        "disk",
+        "filesystem",
+        "mount_options",
+        "gpus",
+        "python",
+        "versions",
+    ):
         assert fact in kept["machine"]
     assert "gdsload:engine=threads" in result.stdout
     assert "the sums of each tensor equal in all arms, CRC-32" in result.stdout
