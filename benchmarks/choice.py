@@ -57,6 +57,7 @@ def chosen(
         and (
             why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
             or unreached(arm, options.device)
+            or idle(arm, options)
             or hangs(arm, options)
         )
     }
@@ -85,6 +86,14 @@ def _best(path: Path) -> dict[str, str]:
         return {str(kind): parse(label).label for kind, label in best.items()}
     except (AttributeError, ValueError) as error:
         raise Refused(f"--best {path}: this is no result of gdsload bench tune") from error
+
+
+def idle(arm: Arm, options: argparse.Namespace) -> str:
+    """Why an engine of ours would have nothing to do; empty where it has, or was asked for."""
+    if options.arms or not options.warm or options.device != CPU or arm.label in options.also:
+        return ""
+    named = arm.kind == "gdsload" and "engine" in arm.settings
+    return "what is wholly in the page cache is mapped: no engine reads" if named else ""
 
 
 def unreached(arm: Arm, device: str) -> str:

@@ -75,6 +75,11 @@ def test_every_backend_is_an_arm_or_left_out_with_its_reason(
         assert f"gdsload:engine={engine}" in there
     for backend in ("gds", "gds_mt"):
         assert left_out[f"gdsload:backend={backend}"] == "it reaches CUDA devices, not cpu"
+    options.warm = True
+    arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
+    assert "gdsload" in {arm.label for arm in arms}
+    for engine in ("uring", "linuxaio", "threads", "aio"):
+        assert "is mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
     options.device = "cuda:0"  # what cuFile can do there is asked in the arm's own process
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert {"gdsload:backend=gds", "gdsload:backend=gds_mt"} <= {arm.label for arm in arms}
