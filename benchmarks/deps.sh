@@ -76,6 +76,10 @@ make_environment() { # name
         grep -v '^#' "$wanted" | while read -r requirement; do
             install "$env" "$requirement" || say "left out: $requirement"
         done
+        if ! "$env/bin/python" -c 'import importlib.util as u; exit(u.find_spec("torch") is None)'; then
+            say "no torch: no loader can run in $env, which is made again next time"
+            return
+        fi
     fi
     cp "$wanted" "$env/stamp"
 }

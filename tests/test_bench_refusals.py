@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +168,27 @@ def test_a_baseline_that_is_none_is_refused(
     monkeypatch.setattr(instructions, "measure", lambda steps: {})
     assert instructions.main(["--baseline", str(tmp_path / "baseline.json")]) == 2
     assert "is no baseline" in capsys.readouterr().err
+
+
+def test_an_environment_of_nothing_is_made_again(tmp_path: Path) -> None:
+    """As where there was no network: what failed then is no reason to leave it at that."""
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin/uv"
+    uv.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        '  venv) mkdir -p "$5/bin" && ln -s "$4" "$5/bin/python";;\n'
+        '  pip) echo "$@" >>"$UV_SAID"; exit 1;;\n'
+        "esac\n"
+    )
+    uv.chmod(0o755)
+    said = tmp_path / "said"
+    command = ["sh", places.PACKAGE / "deps.sh", tmp_path / "made", sys.executable]
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "UV_SAID": f"{said}"}
+    for _ in range(2):
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert "no torch: no loader can run in" in ran.stdout
+    assert not (tmp_path / "made/peers/stamp").exists()
+    assert said.read_text().count("fastsafetensors") == 2
