@@ -12,8 +12,8 @@ import pytest
 from gdsload import synth
 from gdsload.cli import measuring
 
-start, render, pictures, tables = (
-    measuring.program(name) for name in ("start", "render", "pictures", "tables")
+start, render, records, pictures, tables = (
+    measuring.program(name) for name in ("start", "render", "records", "pictures", "tables")
 )
 READY = {"imports": 3.0, "read": 1.0, "stock": 5.0, "gdsload": 4.5, "prefetch": 3.2}
 
@@ -93,6 +93,20 @@ def test_kept_shown_and_drawn(
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
     (picture,) = pictures.draw(result, tmp_path / "start-tiny")
     assert picture.read_text().count("3.20 s") == 1
+
+
+def test_weights_that_somebody_read_meanwhile_are_not_cold(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: float) -> None:
+        for file in source.glob("*.safetensors"):
+            file.read_bytes()
+
+    monkeypatch.setattr(start, "child", told)
+    assert start.run("stock", source)["resident_before_bytes"] == 0
+    monkeypatch.setattr(start.time, "sleep", read)
+    with pytest.raises(records.Refused, match=r"somebody read [\d,]+ bytes of it before stock"):
+        start.run("stock", source)
 
 
 def test_models_that_differ_are_no_result(
