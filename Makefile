@@ -73,19 +73,27 @@ bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed --warm
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
+WHOLE_qwen2.5-7b := gdsload transformers gdsload-model
+MIXTURES ?= build/demo/small-moe build/demo/thin-moe
 
 bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and cast, cold and warm
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --arms $(WHOLE) \
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) $(PREPARE_$(notdir $(MODEL))) \
+	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-cold.json
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --arms $(WHOLE) --warm \
+	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --warm \
+	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-warm.json
 
-bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, comparison, scaling; hours
+bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, engines, starts, scaling; hours
 	for model in $(MODELS); do $(MAKE) bench-table MODEL=$$model || exit 1; done
+	for model in $(MODELS) $(MIXTURES); do $(MAKE) bench-models MODEL=$$model || exit 1; done
 	$(PY) -m gdsload bench io $(firstword $(MODELS)) --replace
+	$(PY) -m gdsload bench engines $(firstword $(MODELS)) --replace
 	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model --replace || exit 1; done
+	for model in $(MODELS); do $(PY) -m gdsload bench start $$model --replace || exit 1; done
 	$(PY) -m gdsload bench scale --replace
+	$(PY) -m benchmarks.pipeline --replace
 	$(PY) -m gdsload bench report
 
 bench-micro: setup  ## seconds of each small step, by pytest-benchmark

@@ -94,6 +94,8 @@ def parse(text: str) -> Arm:
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
         settings[key] = int(value) if value.lstrip("-").isdigit() else value
+    if kind == "bare":
+        loaders.bare_settings(settings)
     return Arm(text, kind, settings)
 
 

@@ -4,6 +4,7 @@ page cache, that this process is told so, and that nobody changes them meanwhile
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ Identity = tuple[tuple[str, int, int, int], ...]
 
 
 def require_cold_can_be(files: Iterable[Path]) -> None:
-    """Raises Refused for a file that is never cold."""
+    """Raises Refused for a file that is never cold, or whose coldness nobody tells us."""
+    files = list(files)  # gone through twice
     for file in files:
         kind = machine.mount_of(file).get("filesystem")
         if kind in IN_MEMORY:
@@ -36,9 +38,21 @@ def require_told(files: Iterable[Path]) -> None:
         try:
             residency.resident_bytes(file)
         except OSError as error:
+            why = error.strerror
+            if error.errno == errno.EPERM:
+                why = f"{why}; take a copy of your own, or be root"
             raise Refused(
-                f"{file}: what the page cache holds of it cannot be asked: {error.strerror}"
+                f"{file}: what the page cache holds of it cannot be asked: {why}"
             ) from error
+
+
+def holes(files: Iterable[Path]) -> str:
+    """Words for files of which less is on the disk than they are long; empty for others."""
+    found = [file.stat() for file in files]
+    stored, length = sum(one.st_blocks * 512 for one in found), sum(one.st_size for one in found)
+    if stored >= length:
+        return ""
+    return f"; only {stored:,} of them are on the disk, the rest are holes, or it is compressed"
 
 
 def evict(files: Iterable[Path]) -> int:

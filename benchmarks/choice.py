@@ -8,12 +8,13 @@ import argparse
 import json
 from pathlib import Path
 
-from gdsload.backends import cufile
+from gdsload.backends import cufile, find
+from gdsload.errors import GdsloadError
 
 from . import fio
 from .arms import KINDS, Arm, parse, why_not
-from .judge import ArmFailed, python_of
-from .loaded import CPU, files_of
+from .judge import python_of
+from .loaded import CPU, ArmFailed, files_of
 from .prepare import build_bare
 from .records import Refused
 
@@ -25,7 +26,7 @@ ARMS = (
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
-GPU_ROADS = ("backend=gds", "backend=gds_mt")
+CUFILE = ("backend=gds", "backend=gds_mt")
 # Where cuFile has no way of its own, this is how it is at its best.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 
@@ -40,15 +41,11 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        roads, arms_there = ((), ()) if options.device == CPU else (GPU_ROADS, GPU_ARMS)
-        names += [f"gdsload:{choice}" for choice in (*ENGINES, *roads)]
-        names += arms_there
+        names += [f"gdsload:{choice}" for choice in (*ENGINES, *CUFILE)]
+        names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
-        try:
-            best = json.loads(options.best.read_text())["best"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"--best {options.best}: no settings of tune.py: {error}") from error
+        best = _best(options.best)
         # Beside the defaults, not instead: what people get, and what they could get.
         names = [label for name in names for label in (name, best.get(name, name))]
     names += options.also
@@ -59,6 +56,8 @@ def chosen(
         if arm.kind in KINDS
         and (
             why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
+            or unreached(arm, options.device)
+            or idle(arm, options)
             or hangs(arm, options)
         )
     }
@@ -73,6 +72,41 @@ def chosen(
     if not arms:
         raise Refused("no arm can run here\n" + reasons(left_out))
     return arms, left_out
+
+
+def _best(path: Path) -> dict[str, str]:
+    try:
+        kept = json.loads(path.read_text())
+    except OSError as error:
+        raise Refused(f"--best {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise Refused(f"--best {path}: this is no JSON: {error}") from error
+    best = kept.get("best") if isinstance(kept, dict) else None
+    try:
+        return {str(kind): parse(label).label for kind, label in best.items()}
+    except (AttributeError, ValueError) as error:
+        raise Refused(f"--best {path}: this is no result of gdsload bench tune") from error
+
+
+def idle(arm: Arm, options: argparse.Namespace) -> str:
+    """Why an engine of ours would have nothing to do; empty where it has, or was asked for."""
+    if options.arms or not options.warm or options.device != CPU or arm.label in options.also:
+        return ""
+    named = arm.kind == "gdsload" and "engine" in arm.settings
+    return "what is wholly in the page cache is mapped: no engine reads" if named else ""
+
+
+def unreached(arm: Arm, device: str) -> str:
+    """Why a backend of ours has no way to host memory; empty where it may have one. What it can do
+    on a GPU is asked in the arm's own process."""
+    backend = arm.settings.get("backend", "auto")
+    if device != CPU or arm.kind != "gdsload" or backend == "auto":
+        return ""
+    try:
+        support = find(backend).probe(CPU)
+    except GdsloadError as error:
+        return str(error)
+    return "" if support.usable else str(support)
 
 
 def hangs(arm: Arm, options: argparse.Namespace) -> str:

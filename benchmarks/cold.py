@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from gdsload.arena import available_bytes
 
-from . import cache, fio, records, tables, values
+from . import cache, records, tables, values
 from .arms import KINDS, Arm, parse
 from .choice import chosen, reasons
-from .judge import ArmFailed, Conditions, Judge
-from .loaded import CPU, files_of, ranges
+from .judge import Conditions, Judge
+from .loaded import CPU, ArmFailed, files_of, ranges
 from .prepare import converted, converts, rehearsal
 from .records import Refused
 
@@ -33,14 +33,14 @@ SPARE_BYTES = 2 << 30
 IDLE_SECONDS = 10.0
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench cold", description=(__doc__ or "").partition("\n")[0]
-    )
+def arguments(
+    words: list[str] | None = None, *, prog: str = "gdsload bench cold", about: str = __doc__ or ""
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=about.partition("\n")[0])
     records.add_source(parser)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
-    parser.add_argument("--best", type=Path, metavar="FILE", help="settings that tune.py has found")
+    parser.add_argument("--best", type=Path, metavar="FILE", help="what bench tune has found")
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
     )
@@ -113,10 +113,7 @@ def measure(
                     continue
                 checked = repeat == 0 and not options.no_checksums
                 try:
-                    if arm.kind == "fio":
-                        facts = fio.run(conditions["tensors"], arm.settings)
-                    else:
-                        facts = judges[arm.label].run(arm, checked=checked)
+                    facts = judges[arm.label].run(arm, checked=checked)
                 except ArmFailed as error:
                     left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
                     runs = [run for run in runs if run["arm"] != arm.label]
@@ -141,6 +138,7 @@ def judges_of(
     judges: dict[str, Judge] = {}
     for arm in arms:
         if arm.kind == "fio":
+            judges[arm.label] = first
             continue
         judge = common.get(KINDS[arm.kind].gives, first)
         dtype = arm.settings.get("dtype")
@@ -231,6 +229,13 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def name_of(result: dict[str, Any]) -> str:
+    """What a result of these arms is called: the checkpoint, the state, and a device if any."""
+    state = result["conditions"]
+    where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
+    return f"{result['checkpoint']['name']}-{state['state']}{where}"
+
+
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
     try:
@@ -238,10 +243,7 @@ def main(words: list[str] | None = None) -> int:
     except Refused as error:
         print(f"bench: no table: {error}", file=sys.stderr)
         return 1
-    state = result["conditions"]
-    heat = "warm" if state["warm"] else "cold"
-    where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
-    name = f"{heat}-{result['checkpoint']['name']}-{state['state']}{where}"
+    name = f"{'warm' if options.warm else 'cold'}-{name_of(result)}"
     text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
     records.finish(result, options, name, text)
     return 0

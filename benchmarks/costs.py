@@ -122,6 +122,9 @@ def notes(result: dict[str, Any]) -> str:
         lines.append(
             f"the model: tensors at {each * 1e6:.2f} us and requests at"
             f" {per_request(result['sections'][PLANS]) * 1e6:.2f} us each, as measured above, and"
-            " then all bytes at the slower of storage and bus, whose rates are their makers'"
+            " then all bytes at the slower of storage and bus, by their makers' rates: "
+            + "; ".join(
+                f"{name}, and {bus:g} GB/s to memory" for name, (_, bus) in HARDWARE.items()
+            )
         )
     return "\n".join(f"- {line}" for line in lines)

@@ -22,6 +22,9 @@ def main(words: list[str] | None = None) -> int:
         " Python is of",
     )
     options = parser.parse_args(words)
+    if options.wheels and not options.wheels.is_dir():
+        # Said before what is installed is removed for it.
+        parser.error(f"--wheels {options.wheels}: there is no such directory")
     command = ["sh", places.PACKAGE / "deps.sh", places.CACHE, sys.executable]
     if options.wheels:
         command.append(options.wheels.absolute())

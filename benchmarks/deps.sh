@@ -76,11 +76,16 @@ make_environment() { # name
         grep -v '^#' "$wanted" | while read -r requirement; do
             install "$env" "$requirement" || say "left out: $requirement"
         done
+        if ! "$env/bin/python" -c 'import importlib.util as u; exit(u.find_spec("torch") is None)'; then
+            say "no torch: no loader can run in $env, which is made again next time"
+            return
+        fi
     fi
     cp "$wanted" "$env/stamp"
 }
 
 if [ -n "$wheels" ]; then
+    [ -d "$wheels" ] || { say "$wheels: there is no such directory" && exit 2; }
     make_from_wheels peers
     make_from_wheels prefetch
     exit 0

@@ -1,10 +1,10 @@
-"""Which request size, how many in flight, by which engine: the sweep that chose gdsload's defaults.
+"""Each backend and engine side by side, by request size and reads in flight: our defaults' grounds.
 
-    python -m benchmarks.engines MODEL_DIR --repeats 3
-    python -m benchmarks.engines MODEL_DIR --engine uring --populate 0 1 2 --huge auto never
+    gdsload bench engines MODEL_DIR
+    gdsload bench engines MODEL_DIR --road uring --populate 0 1 2 --huge auto never
 
 Every combination is an arm of one cold benchmark (cold.py): fresh processes, in turn, judged by
-the same rules.
+the same rules. Reads in flight are `depth` to posix and gds, and `threads` to gds_mt.
 """
 
 from __future__ import annotations
@@ -12,84 +12,131 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from . import cold, records, tables
+from gdsload.backends.engines import ENGINES
+
+from . import cold, records, tables, values
+from .arms import parse
+from .loaded import CPU
 from .records import Refused
 
-ENGINES = ("uring", "linuxaio", "threads", "aio")
-AXES = ("engine", "populate_threads", "huge_pages", "request_bytes", "depth")
+CUFILE = ("gds", "gds_mt")
+SIZES = [1 << 20, 4 << 20, 16 << 20]
+IN_FLIGHT = [4, 16, 64]
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
+    roads = (*ENGINES, *CUFILE)
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engines", description=(__doc__ or "").partition("\n")[0]
+        prog="gdsload bench engines", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--engine", nargs="+", default=ENGINES, choices=ENGINES)
-    parser.add_argument("--request-kib", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--depth", nargs="+", type=int, default=[4, 8, 16, 32, 64])
-    parser.add_argument("--populate", nargs="+", type=int, default=[2], help="threads")
-    parser.add_argument("--huge", nargs="+", default=["auto"], choices=("auto", "never"))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed")
-    parser.add_argument("--neighbours", action="store_true")
-    parser.add_argument("--name")
-    records.add_output(parser)
+    records.add_source(parser)
+    parser.add_argument("--road", nargs="+", default=roads, choices=roads,
+                        help="engines of posix, and backends: all")  # fmt: skip
+    parser.add_argument("--request", nargs="+", type=values.size, default=SIZES, metavar="BYTES",
+                        help="of one read, at most: 1M 4M 16M")  # fmt: skip
+    parser.add_argument("--in-flight", nargs="+", type=values.whole, default=IN_FLIGHT,
+                        metavar="N", help="reads at one time: 4 16 64")  # fmt: skip
+    parser.add_argument("--populate", nargs="+", type=values.count, default=[2], metavar="N",
+                        help="threads that make memory ready, of posix: 2")  # fmt: skip
+    parser.add_argument("--huge", nargs="+", default=["auto"], choices=("auto", "never"),
+                        help="pages of that memory: auto")  # fmt: skip
+    parser.add_argument("--repeats", type=values.whole, default=3, metavar="N",
+                        help="runs of each combination: 3")  # fmt: skip
+    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed",
+                        help="of memory, as in bench cold")  # fmt: skip
+    parser.add_argument(
+        "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
+    )
+    parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
     return parser.parse_args(words)
 
 
-def label(values: dict[str, Any]) -> str:
-    return "gdsload:" + ",".join(f"{name}={value}" for name, value in values.items())
+def grid(options: argparse.Namespace) -> Iterator[str]:
+    """The arms: each road with each combination that means something to it."""
+    ahead = list(itertools.product(options.populate, options.huge))
+    for road, size, number in itertools.product(options.road, options.request, options.in_flight):
+        if road in CUFILE:
+            many = "threads" if road == "gds_mt" else "depth"
+            yield f"gdsload:backend={road},request_bytes={size},{many}={number}"
+            continue
+        for populate, huge in ahead:
+            yield (f"gdsload:engine={road},request_bytes={size},depth={number},"
+                   f"populate_threads={populate},huge_pages={huge}")  # fmt: skip
 
 
-def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The settings of each arm."""
-    sizes = [size << 10 for size in options.request_kib]
-    axes = (options.engine, options.populate, options.huge, sizes, options.depth)
-    return [dict(zip(AXES, values, strict=True)) for values in itertools.product(*axes)]
+def engines(options: argparse.Namespace) -> dict[str, Any]:
+    """The result of a cold benchmark of all combinations. Raises Refused."""
+    records.require_room(options)
+    with records.source_of(options) as source:
+        words = [str(source), "--name", records.name_of(options, source), "--device",
+                 options.device, "--repeats", str(options.repeats), "--state", options.state,
+                 *(["--neighbours"] if options.neighbours else []),
+                 "--no-checksums", "--arms", *grid(options)]  # fmt: skip
+        result = cold.bench_source(source, cold.arguments(words))
+    for run in result["runs"]:
+        run.pop("notes", None)
+    return {**result, "kind": "engines", "left_out": shortened(result)}
+
+
+def road_of(settings: dict[str, Any]) -> str:
+    return str(settings.get("backend") or f"posix/{settings['engine']}")
+
+
+def shortened(result: dict[str, Any]) -> dict[str, str]:
+    """What was left out, a road of which nothing ran by its name alone."""
+    ran = {road_of(arm["settings"]) for arm in result["arms"]}
+    found: dict[str, str] = {}
+    for label, why in result["left_out"].items():
+        road = road_of(parse(label).settings)
+        found[label if road in ran else road] = why
+    return found
+
+
+def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spread]]:
+    """Seconds by (request size, reads in flight), for each road and what memory it had."""
+    settings = {arm["label"]: arm["settings"] for arm in result["arms"]}
+    found: dict[str, dict[tuple[int, int], tables.Spread]] = {}
+    for label, runs in tables.grouped(result).items():
+        of = settings[label]
+        name = road_of(of)
+        if name not in CUFILE:
+            name += f", {of['populate_threads']} populating, huge pages {of['huge_pages']}"
+        shape = of["request_bytes"], of.get("depth") or of["threads"]
+        found.setdefault(name, {})[shape] = tables.seconds_of(runs)
+    return found
 
 
 def pivot(result: dict[str, Any]) -> str:
-    """GB/s: request sizes down, requests in flight across, one table for the rest."""
-    rates: dict[tuple[Any, ...], dict[tuple[int, int], float]] = {}
+    """GB/s: request sizes down, reads in flight across, one table for each road."""
     nbytes = result["checkpoint"]["bytes"]
-    settings = {arm["label"]: arm["settings"] for arm in result["arms"]}
-    for name, runs in tables.grouped(result).items():
-        *group, size, depth = (settings[name][axis] for axis in AXES)
-        rate = nbytes / tables.seconds_of(runs).median / 1e9
-        rates.setdefault(tuple(group), {})[size, depth] = rate
     parts = []
-    for (engine, populate, huge), found in rates.items():
-        depths = sorted({depth for _, depth in found})
+    for name, found in groups(result).items():
+        numbers = sorted({number for _, number in found})
         rows = [
-            [f"{size >> 10} KiB", *(f"{found.get((size, depth), 0):.2f}" for depth in depths)]
+            [f"{size >> 10} KiB", *(
+                f"{nbytes / found[size, number].median / 1e9:.2f}"
+                if (size, number) in found else ""
+                for number in numbers
+            )]
             for size in sorted({size for size, _ in found})
-        ]
-        head = [f"{engine}, GB/s", *(f"{depth} in flight" for depth in depths)]
-        parts.append(
-            f"populate threads {populate}, huge pages {huge}\n\n{tables.markdown(head, rows)}"
-        )
+        ]  # fmt: skip
+        head = ["request, GB/s", *(f"{number} in flight" for number in numbers)]
+        parts.append(f"{name}\n\n{tables.markdown(head, rows)}")
     return "\n\n".join(parts)
 
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
-    command = [str(options.source), "--state", options.state, "--repeats", str(options.repeats)]
-    command += ["--name", options.name] if options.name else []
-    command += ["--neighbours"] if options.neighbours else []
-    command += ["--no-checksums", "--arms", *(label(values) for values in grid(options))]
     try:
-        result = cold.bench(cold.arguments(command))
+        result = engines(options)
     except Refused as error:
-        print(f"engines: no table: {error}", file=sys.stderr)
+        print(f"bench engines: no table: {error}", file=sys.stderr)
         return 1
-    name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    for run in result["runs"]:
-        run.pop("notes", None)
     text = f"{tables.title(result)}\n\n{pivot(result)}\n\n{tables.notes(result)}"
-    records.finish(result, options, f"engines-{name}-{state}", text)
+    records.finish(result, options, f"engines-{cold.name_of(result)}", text)
     return 0
 
 

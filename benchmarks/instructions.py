@@ -179,7 +179,10 @@ def compared(words: argparse.Namespace) -> int:
         return 0
     if not words.baseline.exists():
         raise Refused(f"there is no baseline {words.baseline}: make one with --keep")
-    known = json.loads(words.baseline.read_text())
+    try:
+        known = json.loads(words.baseline.read_text())
+    except ValueError as error:
+        raise Refused(f"{words.baseline} is no baseline: {error}") from error
     print(table(found, known["steps"]))
     other = [f"{name} {known.get(name)}, here {value}" for name, value in here.items()
              if known.get(name) != value]  # fmt: skip

@@ -21,9 +21,9 @@ from typing import Any
 
 from gdsload import residency
 
-from . import cache, machine, places
+from . import cache, fio, machine, places
 from .arms import KINDS, Arm, versions
-from .loaded import CPU, OURS, PREFETCH, files_of
+from .loaded import CPU, OURS, PREFETCH, ArmFailed, files_of
 from .records import Refused
 
 PATIENCE_SECONDS = 900.0
@@ -35,10 +35,6 @@ SHORT_SHARE = 0.002
 
 
 SAMPLE_SECONDS = 0.05  # between two looks at the disk's counter, for a picture
-
-
-class ArmFailed(Exception):
-    """An arm that cannot run here, with its reason."""
 
 
 class NotWhatItSays(Refused):
@@ -116,7 +112,7 @@ class Judge:
         """One run that adds up. Raises ArmFailed, or NotWhatItSays after so many `tries`."""
         for turn in range(1, tries + 1):
             try:
-                facts = self._run(arm, checked)
+                facts = self._fio(arm) if arm.kind == "fio" else self._run(arm, checked)
             finally:
                 self.require_unchanged()
             why = self.objection(facts)
@@ -150,10 +146,12 @@ class Judge:
         if read is None:
             return None
         # What was cast to something larger is more than what had to be read.
-        least = min(facts["touched_bytes"], total) * (1 - SHORT_SHARE)
+        touched = facts["touched_bytes"] or facts.get("read_bytes", 0)  # fio touches nothing
+        least = min(touched, total) * (1 - SHORT_SHARE)
         most = total * (1 + SLACK_SHARE) + SLACK_BYTES
         if read < least:
-            return f"{who} read {read:,} bytes, but {facts['touched_bytes']:,} were touched"
+            why = f"{who} read {read:,} bytes, but {touched:,} were touched"
+            return why + cache.holes(self.conditions.files)
         if read > most:
             if self.conditions.neighbours and own is not None and least <= own <= most:
                 return None
@@ -161,6 +159,17 @@ class Judge:
             others = own is not None and least <= own <= most
             return why + ("; others use this disk: --neighbours allows it" if others else "")
         return None
+
+    def _fio(self, arm: Arm) -> dict[str, Any]:
+        how = self.conditions.make_cache()
+        resident = self.conditions.settled_bytes()
+        facts = fio.run(self.conditions.files, self.disk, arm.settings)
+        return {
+            **facts,
+            "cache": how,
+            "resident_before_bytes": resident,
+            "resident_after_bytes": self.conditions.resident_bytes(),
+        }
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
         conditions = self.conditions

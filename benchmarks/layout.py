@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 
@@ -17,7 +18,7 @@ def size(nbytes: float) -> str:
 
 def fitted(text: str, width: int) -> str:
     """The same text for a terminal: a table that is too wide comes in parts, side by side no more,
-    each with the first column."""
+    each with the first column; a line that is too long is broken between words."""
     found: list[str] = []
     table: list[list[str]] = []
     for line in [*text.splitlines(), ""]:
@@ -26,7 +27,8 @@ def fitted(text: str, width: int) -> str:
             continue
         found += _parts(table, width)
         table = []
-        found.append(line)
+        found.append(textwrap.fill(line, width, subsequent_indent="  " * line.startswith("- "),
+                                   break_long_words=False, break_on_hyphens=False))  # fmt: skip
     return "\n".join(found[:-1])
 
 

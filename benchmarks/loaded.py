@@ -14,6 +14,10 @@ OURS, PEERS, PREFETCH = "ours", "peers", "prefetch"  # environments; deps.sh mak
 CPU, CUDA = "cpu", "cuda"
 
 
+class ArmFailed(Exception):
+    """An arm that cannot run here, with its reason."""
+
+
 class Loaded(NamedTuple):
     """(address, bytes) of each tensor, what keeps them alive, and what the library has to say.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,26 @@ def open_runai(wanted: Wanted) -> Opened:
             return tensors(dict(streamer.get_tensors()))
 
     return Opened(load)
+
+
+BARE = {"pages": ("small", "huge"), "memory": ("fresh", "backed")}
+MOST_BARE_KIB, MOST_BARE_DEPTH = 1 << 20, 4096
+
+
+def bare_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ValueError for what bare.c would take for something else, or wait for without end."""
+    for name, value in settings.items():
+        if name in BARE and value in BARE[name]:
+            continue
+        if name == "request_kib" and value in range(4, MOST_BARE_KIB + 1, 4):
+            continue
+        if name == "depth" and value in range(1, MOST_BARE_DEPTH + 1):
+            continue
+        raise ValueError(
+            f"bare: {name}={value}; it has request_kib=4, 8 ... {MOST_BARE_KIB}, depth=1 ..."
+            f" {MOST_BARE_DEPTH}, pages=small or huge, memory=fresh or backed"
+        )
+    return settings
 
 
 def open_bare(wanted: Wanted) -> Opened:

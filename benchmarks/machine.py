@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -195,6 +196,18 @@ def gpus() -> list[str]:
     return [line.strip() for line in ran.stdout.splitlines() if line.strip()]
 
 
+def versions() -> dict[str, str]:
+    """Of gdsload and what is installed beside it, and of the kernel's GPUDirect Storage."""
+    import gdsload
+
+    found = {"gdsload": gdsload.__version__}
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    module = first_line("/sys/module/nvidia_fs/version")
+    return {**found, **({"nvidia-fs": module} if module else {})}
+
+
 def describe(path: Path) -> dict[str, Any]:
     """Everything that a reader needs to judge a figure, without names of hosts or people."""
     cpu, memory = fields("/proc/cpuinfo"), fields("/proc/meminfo")
@@ -224,4 +237,5 @@ def describe(path: Path) -> dict[str, Any]:
         "disk": block_device(path),
         "gpus": gpus(),
         "python": platform.python_version(),
+        "versions": versions(),
     }

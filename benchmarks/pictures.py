@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from . import costs, start, sweep, tables
+from . import costs, engines, start, sweep, tables
 from .records import Refused
 from .scale import PLANS
 
@@ -127,6 +127,32 @@ def rates(result: dict[str, Any], path: Path) -> Path:
     return save(figure, path)
 
 
+def depths(result: dict[str, Any], path: Path) -> Path:
+    """GB/s against reads in flight: a plot for each road, a line for each request size."""
+    found = engines.groups(result)
+    rate = result["checkpoint"]["bytes"] / 1e9
+    most = 1.05 * rate / min(one.low for shapes in found.values() for one in shapes.values())
+    figure, (plots,) = axes(3.4 * len(found), 3.5, len(found))
+    for plot, (road, shapes) in zip(plots, found.items(), strict=True):
+        for size in sorted({size for size, _ in shapes}):
+            numbers = sorted(number for other, number in shapes if other == size)
+            took = [shapes[size, number] for number in numbers]
+            middles = [rate / one.median for one in took]
+            plot.errorbar(
+                numbers, middles, label=f"requests of {block_name(size)}", marker=".", capsize=3,
+                yerr=[[mid - rate / one.high for mid, one in zip(middles, took, strict=True)],
+                      [rate / one.low - mid for mid, one in zip(middles, took, strict=True)]],
+            )  # fmt: skip
+        plot.set_xscale("log", base=2)
+        plot.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.set_ylim(0, most)
+        plot.set_xlabel("reads in flight")
+        plot.set_title(road.replace(", ", "\n", 1), fontsize=8)
+    plots[0].set_ylabel("GB/s: median, fastest and slowest")
+    plots[0].legend(fontsize=7)
+    return save(figure, path)
+
+
 def curves(result: dict[str, Any], path: Path) -> Path:
     """Seconds against what varied, both on logarithmic scales."""
     sections = {
@@ -188,6 +214,8 @@ def timeline(result: dict[str, Any], path: Path) -> Path:
 KINDS: dict[str, dict[str, Callable[[dict[str, Any], Path], Path]]] = {
     "loads": {"": bars, "-throughput": throughput},
     "compare": {"": bars},
+    "best": {"": bars},
+    "engines": {"": depths},
     "io": {"": rates},
     "scale": {"": curves},
     "start": {"": timeline},

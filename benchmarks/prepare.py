@@ -16,7 +16,9 @@ from pathlib import Path
 
 from . import places
 from .arms import KINDS, Arm
-from .judge import ArmFailed, Conditions, python_of
+from .judge import Conditions, python_of
+from .layout import size
+from .loaded import ArmFailed
 
 SPARE_BYTES = 1 << 30  # of the disk, for others
 
@@ -80,8 +82,10 @@ def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
     beside = conditions.source.parent
     free = shutil.disk_usage(beside).free
     if free < conditions.file_bytes + SPARE_BYTES:
-        raise ArmFailed(f"its own copy takes {conditions.file_bytes / 1e9:.1f} GB of disk, and"
-                        f" {free / 1e9:.1f} are free")  # fmt: skip
+        raise ArmFailed(
+            f"its own copy takes {size(conditions.file_bytes)} of disk, and of the"
+            f" {size(free)} that are free {size(SPARE_BYTES)} are left to others"
+        )
     try:
         room = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
     except OSError as error:

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import layout, machine, places
+from . import layout, machine, places, values
 
 FORMAT = 1
 T = TypeVar("T")
@@ -90,12 +90,17 @@ def finish(result: dict[str, Any], options: argparse.Namespace, name: str, text:
     """Prints a result and keeps it: the table, or with `--json` what is kept."""
     if options.json:
         print(json.dumps(result, indent=1))
-    elif sys.stdout.isatty():
-        print("\n" + layout.fitted(text, shutil.get_terminal_size().columns))
     else:
-        print("\n" + text)
+        say("\n" + text)
     sys.stdout.flush()
     print(f"\nraw runs: {keep(result, options, name)}", file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Prints a table; on a terminal so that it fits."""
+    if sys.stdout.isatty():
+        text = layout.fitted(text, shutil.get_terminal_size().columns)
+    print(text)
 
 
 def described(result: dict[str, Any]) -> str:
@@ -122,7 +127,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, default=Path(), help="where --model writes: a directory of that name"
     )
     parser.add_argument("--keep", action="store_true", help="leave what --model wrote")
-    parser.add_argument("--name", help="of the checkpoint; its directory's by default")
+    parser.add_argument(
+        "--name", type=values.name, help="of the checkpoint; its directory's by default"
+    )
     add_output(parser)
 
 

@@ -26,10 +26,12 @@ from . import (
     pictures,
     pipeline,
     pool,
+    records,
     start,
     sweep,
     tables,
     targets,
+    tune,
 )
 from .places import CHECKOUT, RESULTS, ROOT
 from .records import Refused
@@ -51,6 +53,7 @@ class Shown(NamedTuple):
 KINDS = {
     "loads": Shown(tables.title, tables.table, tables.notes),
     "engines": Shown(tables.title, engines.pivot, tables.notes),
+    "best": Shown(tables.title, tables.table, tune.notes),
     "compare": Shown(tables.title, compare.table, compare.notes),
     "io": Shown(sweep.title, sweep.table, sweep.notes),
     "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
@@ -63,9 +66,33 @@ KINDS = {
 
 def kind_of(file: str, result: dict[str, Any]) -> str:
     """What a kept file holds; its name, where it is nothing that this page shows."""
-    if file.startswith("engines"):
-        return "engines"
     return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
+
+
+class Words(NamedTuple):
+    """A result, and what is said of it."""
+
+    result: dict[str, Any]
+    title: str
+    table: str
+    notes: str
+
+
+def words_of(path: Path) -> Words:
+    """A kept result in words. Raises Refused for a file that is none, or not a whole one."""
+    try:
+        result = json.loads(path.read_text())
+        known = result.get("format", records.FORMAT)
+        if known != records.FORMAT:
+            raise Refused(
+                f"{path}: kept in format {known}, and this gdsload reads {records.FORMAT}"
+            )
+        shown = KINDS[kind_of(path.name, result)]
+        return Words(result, shown.title(result), shown.table(result), shown.notes(result))
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from error
+    except (ValueError, LookupError, AttributeError, TypeError, StopIteration) as error:
+        raise Refused(f"{path}: this is no result that can be shown here") from error
 
 
 def rendered(file: str, directory: Path = RESULTS) -> str:
@@ -73,13 +100,12 @@ def rendered(file: str, directory: Path = RESULTS) -> str:
     path = directory / file
     if not path.exists():
         return f"Not measured yet: `benchmarks/results/{file}` is missing.\n"
-    result = json.loads(path.read_text())
-    shown = KINDS[kind_of(file, result)]
-    text = f"\n**{shown.title(result)}**\n\n{shown.table(result)}\n\n{shown.notes(result)}\n\n"
+    said = words_of(path)
+    text = f"\n**{said.title}**\n\n{said.table}\n\n{said.notes}\n\n"
     for picture in sorted(PICTURES.glob(f"{path.stem}.svg")) + sorted(
         PICTURES.glob(f"{path.stem}-throughput.svg")
     ):
-        text += f"![{shown.title(result)}](pictures/{picture.name})\n\n"
+        text += f"![{said.title}](pictures/{picture.name})\n\n"
     return text
 
 
@@ -94,21 +120,17 @@ def drawn(page: str) -> None:
     PICTURES.mkdir(exist_ok=True)
     for found in BLOCK.finditer(page):
         path = RESULTS / found["file"]
-        if path.exists() and not path.name.startswith("engines"):
+        if path.exists():
             pictures.draw(json.loads(path.read_text()), PICTURES / path.stem)
 
 
 def show(files: list[Path]) -> None:
     """Prints results, and draws them beside their files where that is possible."""
     for file in files:
+        said = words_of(file)
+        records.say(f"{said.title}\n\n{said.table}\n\n{said.notes}\n")
         try:
-            result = json.loads(file.read_text())
-            shown = KINDS[kind_of(file.name, result)]
-        except (ValueError, KeyError, AttributeError) as error:
-            raise Refused(f"{file}: this is no result that can be shown here") from error
-        print(f"{shown.title(result)}\n\n{shown.table(result)}\n\n{shown.notes(result)}\n")
-        try:
-            for picture in pictures.draw(result, file.with_suffix("")):
+            for picture in pictures.draw(said.result, file.with_suffix("")):
                 print(f"picture: {picture}", file=sys.stderr)
         except Refused as error:
             print(error, file=sys.stderr)
@@ -129,15 +151,20 @@ def main(words: list[str] | None = None) -> int:
     if options.results:
         try:
             show(options.results)
-        except (Refused, OSError, ValueError) as error:
+        except Refused as error:
             print(f"bench report: {error}", file=sys.stderr)
             return 1
         return 0
     if not CHECKOUT:
         parser.error("name results: there is no page here, as in a checkout")
     page = PAGE.read_text()
+    try:
+        renewed = filled(page)
+    except Refused as error:
+        print(f"bench report: {error}", file=sys.stderr)
+        return 1
     if options.check:
-        behind = filled(page) != page
+        behind = renewed != page
         if behind:
             print(f"{PAGE} is behind the results: run gdsload bench report", file=sys.stderr)
         return int(behind)

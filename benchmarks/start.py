@@ -24,7 +24,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cache, records, tables, values
+from gdsload import residency
+
+from . import cache, machine, records, tables, values
 from .layout import several, size
 from .records import Refused
 
@@ -33,8 +35,10 @@ MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
 # On a virtual machine the host takes back what the last process, and the page cache, have let go:
 # for a second or two that slows down whoever comes next, imports most of all.
 SETTLE_SECONDS = 3.0
-# What "within" the longer of the two halves shall mean.
+# What "within" the longer of the two halves shall mean, and of how many repeats it can be said:
+# single starts of Python differ by more than that.
 AIM = 0.10
+FEWEST = 5
 
 # CLOCK_MONOTONIC is the same for all processes: the parent's `begin` is the process's start.
 CHILD = """
@@ -116,12 +120,19 @@ def child(arm: str, source: Path) -> dict[str, Any]:
 
 def run(arm: str, source: Path) -> dict[str, Any]:
     """One fresh process, with the weights out of the page cache. Raises Refused where some stay."""
-    left = cache.evict(sorted(source.glob("*.safetensors")))
+    files = sorted(source.glob("*.safetensors"))
+    left = cache.evict(files)
     if left:
         raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
     time.sleep(SETTLE_SECONDS)
+    resident = sum(residency.resident_bytes(file) for file in files)
+    if resident:
+        raise Refused(f"{source}: somebody read {resident:,} bytes of it before {arm} started")
+    disk, reads = machine.diskstats_key(source), machine.disk_reads()
     facts = child(arm, source)
-    return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
+    read = machine.disk_reads()[disk] - reads[disk] if disk else None
+    return {"arm": arm, "seconds": facts["marks"]["ready"], **facts,
+            "resident_before_bytes": resident, "device_read_bytes": read}  # fmt: skip
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
@@ -197,12 +208,22 @@ def notes(result: dict[str, Any]) -> str:
     took = tables.seconds_of(found["prefetch"]).median
     over = took / floor(result) - 1
     said = "met" if over <= AIM else "missed"
+    if (rounds := len(found["prefetch"])) < FEWEST:
+        said = f"{several(rounds, 'repeat')} cannot tell"
+    checked = ""
+    if all("resident_before_bytes" in run for run in result["runs"]):  # older results have none
+        checked = " and none of them resident when its clock started"
+    used = result["machine"].get("versions", {})  # older results have none
+    with_what = ", ".join(f"{name} {used[name]}" for name in ("torch", "transformers")
+                          if name in used)  # fmt: skip
     return "\n".join([
         f"- {records.described(result)}",
-        "- each run in a fresh process, arms in turn; weights evicted before each, the files of"
-        " Python's packages warm; all checksums equal; phases are those of the median run",
+        "- each run in a fresh process, arms in turn; weights evicted before each"
+        f"{checked}, the files of Python's packages warm; all checksums equal; phases are those of"
+        " the median run",
         f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
         f" {over:+.0%}, within {AIM:.0%} was wanted: {said}",
+        *([f"- versions: {with_what}"] if with_what else []),
     ])  # fmt: skip
 
 

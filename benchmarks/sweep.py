@@ -80,6 +80,10 @@ def fits(cell: Cell, size: int) -> str:
         return f"{taken >> 20} MiB of memory"
     if cell.block * cell.batch > size // cell.threads:
         return "the file is too small"
+    try:
+        cell.open().close()
+    except ValueError as error:  # more in flight than the backend allows
+        return str(error)
     return ""
 
 

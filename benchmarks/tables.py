@@ -184,21 +184,51 @@ def title(result: dict[str, Any]) -> str:
     )
 
 
+def agreed(result: dict[str, Any]) -> str:
+    """Whose sums were compared with whose: only what the judge did compare is called equal."""
+    crcs = ", CRC-32 of the first round too" if result["conditions"]["checked"] else ""
+    alike: dict[Any, list[str]] = {}  # what was cast compares with what was cast to the same
+    for arm in result["arms"]:
+        if arm["kind"] not in ("fio", "pinned"):
+            alike.setdefault(arm["settings"].get("dtype"), []).append(arm["label"])
+    alone = [arms[0] for arms in alike.values() if len(arms) == 1]
+    words = []
+    if len(alone) < len(alike):
+        rest = "" if not alone else " of the others"
+        words.append(f"the sums of each tensor{rest} equal in all arms{crcs}")
+    if alone:
+        several_runs = result["conditions"]["repeats"] > 1
+        others = "its own runs only" if several_runs else "nothing: it ran once"
+        words.append(f"the sums of {', '.join(alone)} compared with {others}")
+    return "; ".join(words) or "nothing to compare: no arm hands tensors out"
+
+
+def absent(result: dict[str, Any]) -> dict[str, list[str]]:
+    """The arms that were left out, by the reason."""
+    found: dict[str, list[str]] = {}
+    for arm, why in result["left_out"].items():
+        found.setdefault(why, []).append(arm)
+    return found
+
+
 def notes(result: dict[str, Any]) -> str:
     """How it was made, what was left out, and what has to be known to believe it."""
     state = result["conditions"]
     reference = yardstick(result)
     idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
+    memory = "no memory touched before"
+    if state["prepare_bytes"]:
+        touched = size(state["prepare_bytes"])
+        memory = f"memory touched and freed before, in the same process: {touched} in 4 KiB pages"
+        memory += idled
     on_cpu = state.get("device", "cpu") == "cpu"
     summed = "by one thread inside it" if on_cpu else "on the device after it"
+    rehearsal = " and one small rehearsal" if state["rehearsal"] else ""
     lines = [
         described(result),
-        f"cache: {', '.join(state['cache'])}, residency checked before each clock; memory touched "
-        f"and freed before, in the same process: {size(state['prepare_bytes'])} in 4 KiB "
-        f"pages{idled}",
-        "arms in turn, each run in a fresh process, imports and one small rehearsal outside the "
-        f"clock; every byte summed {summed}; all sums equal"
-        + (", all CRC-32 of the first round equal" if state["checked"] else ""),
+        f"cache: {', '.join(state['cache'])}, residency checked before each clock; {memory}",
+        f"arms in turn, each run in a fresh process, imports{rehearsal} outside the clock; every"
+        f" byte summed {summed}; {agreed(result)}",
     ]
     if reference:
         lines.append(f"of limit: {reference} = 1.00; {LIMITS[reference.partition(':')[0]]}")
@@ -215,7 +245,7 @@ def notes(result: dict[str, Any]) -> str:
         reasons = "; ".join(f"{run['arm']}: {run['why']}" for run in result["discarded"])
         number = several(len(result["discarded"]), "run")
         lines.append(f"discarded and repeated, {number}: {reasons}")
-    if result["machine"]["disk"] == {}:
+    if result["machine"]["disk"] == {} and not state["warm"]:
         lines.append(
             "nobody counts the reads of this disk apart: instead each arm's own account"
             " (/proc/self/io) had to add up"
@@ -228,5 +258,5 @@ def notes(result: dict[str, Any]) -> str:
         for name, version in arm.get("versions", {}).items()
     }
     lines.append("versions: " + ", ".join(sorted(versions)))
-    lines += [f"left out: {arm}: {why}" for arm, why in result["left_out"].items()]
+    lines += [f"left out: {', '.join(arms)}: {why}" for why, arms in absent(result).items()]
     return "\n".join(f"- {line}" for line in lines)

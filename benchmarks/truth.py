@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,20 +43,24 @@ class Truth:
         self.size = path.stat().st_size // PAGE_BYTES * PAGE_BYTES
         if not self.size:
             raise Refused(f"{path}: {PAGE_BYTES} bytes are the least that a sweep reads")
-        sums = []
+        try:
+            self.sums = numpy.concatenate(list(self._read()))
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}") from error
+
+    def _read(self) -> Iterator[Any]:
         step = bytearray(READER_BYTES)
-        with path.open("rb", buffering=0) as opened:
+        with self.path.open("rb", buffering=0) as opened:
             left = self.size
             while left:
                 part = memoryview(step)[: min(left, len(step))]
                 got = opened.readinto(part) or 0
                 whole = got // PAGE_BYTES * PAGE_BYTES
                 if not whole:
-                    raise Refused(f"{path}: it ended while it was read")
+                    raise Refused(f"{self.path}: it ended while it was read")
                 opened.seek(whole - got, os.SEEK_CUR)
-                sums.append(page_sums(numpy.frombuffer(part[:whole], numpy.uint8)))
+                yield page_sums(numpy.frombuffer(part[:whole], numpy.uint8))
                 left -= whole
-        self.sums = numpy.concatenate(sums)
 
     def evict(self) -> None:
         """Raises Refused where the file's pages stay in the page cache."""
@@ -110,7 +115,7 @@ class Device:
         if did.nbytes < claimed * (1 - SHORT_SHARE):
             raise Refused(
                 f"{what}: {claimed:,} bytes are said to have been read, but {self.who} counted"
-                f" {did.nbytes:,}: the rest came from somewhere else"
+                f" {did.nbytes:,}: the rest came from somewhere else{cache.holes([self.path])}"
             )
         return did
 

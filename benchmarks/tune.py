@@ -1,15 +1,16 @@
 """Finds each arm's best settings on this machine, so that nobody is beaten by a bad default.
 
-    python -m benchmarks.tune MODEL_DIR --state backed --repeats 3
-    python -m benchmarks.cold MODEL_DIR --state backed --best benchmarks/results/best-...json
+    gdsload bench tune MODEL_DIR --state backed --repeats 3
+    gdsload bench cold MODEL_DIR --state backed --best benchmarks/results/best-...json
 
-Runs the candidates as arms of one cold benchmark, in turn, and keeps the one of the lowest median
-of each kind. Arguments are those of benchmarks.cold.
+Runs the candidates as arms of one cold benchmark, in turn, and names the one of the lowest median
+of each kind. Arguments are those of `bench cold`; `--arms` names kinds.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from . import cold, records, tables
 from .records import Refused
@@ -46,29 +47,40 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def main(words: list[str] | None = None) -> int:
-    options = cold.arguments(words)
-    kinds = options.arms or list(CANDIDATES)
-    options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
-    try:
-        result = cold.bench(options)
-    except Refused as error:
-        print(f"tune: no result: {error}", file=sys.stderr)
-        return 1
+def best(result: dict[str, Any]) -> dict[str, str]:
+    """The label with the lowest median of each kind that ran."""
     medians = {
         label: tables.seconds_of(runs).median for label, runs in tables.grouped(result).items()
     }
-    best = {
+    return {
         kind: min(ran, key=lambda label: medians[label])
-        for kind in kinds
-        if (ran := [label for label in CANDIDATES[kind] if label in medians])
+        for kind, candidates in CANDIDATES.items()
+        if (ran := [label for label in candidates if label in medians])
     }
-    name, state = result["checkpoint"]["name"], result["conditions"]["state"]
-    kept = {"kind": "best", "date": result["date"], "machine": result["machine"], "best": best,
-            "medians": medians}  # fmt: skip
-    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
-    words_of_best = "best: " + ", ".join(best.values())
-    records.finish(kept, options, f"best-{name}-{state}", f"{text}\n\n{words_of_best}")
+
+
+def notes(result: dict[str, Any]) -> str:
+    found = ", ".join(result["best"].values())
+    return f"{tables.notes(result)}\n- the lowest median of each kind: {found}"
+
+
+def main(words: list[str] | None = None) -> int:
+    options = cold.arguments(words, prog="gdsload bench tune", about=__doc__ or "")
+    kinds = options.arms or list(CANDIDATES)
+    try:
+        unknown = [kind for kind in kinds if kind not in CANDIDATES]
+        if unknown:
+            raise Refused(
+                f"--arms {unknown[0]}: there is nothing to choose from; of {', '.join(CANDIDATES)}"
+            )
+        options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
+        result = cold.bench(options)
+    except Refused as error:
+        print(f"bench tune: no result: {error}", file=sys.stderr)
+        return 1
+    kept = {**result, "kind": "best", "best": best(result)}
+    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{notes(kept)}"
+    records.finish(kept, options, f"best-{cold.name_of(result)}", text)
     return 0
 
 

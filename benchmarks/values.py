@@ -17,6 +17,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A number of things, none among them. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def amount(least: float, what: str) -> Callable[[str], float]:
     """A number of `what`, `least` or more: the type of an argument."""
 
@@ -39,6 +46,13 @@ def size(text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise ArgumentTypeError(f"{text!r} is not a number of bytes, such as 4096, 64K or 1M")
     return int(number) << factor
+
+
+def name(text: str) -> str:
+    """A part of a file's name. Raises ArgumentTypeError for a path."""
+    if not text or "/" in text or "\0" in text:
+        raise ArgumentTypeError(f"{text!r} is no name: a result is called by it, in one directory")
+    return text
 
 
 def device(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from gdsload import synth
 from gdsload.cli import measuring
 
-start, render, pictures, tables = (
-    measuring.program(name) for name in ("start", "render", "pictures", "tables")
+start, render, records, pictures, tables = (
+    measuring.program(name) for name in ("start", "render", "records", "pictures", "tables")
 )
 READY = {"imports": 3.0, "read": 1.0, "stock": 5.0, "gdsload": 4.5, "prefetch": 3.2}
 
@@ -64,10 +65,16 @@ def test_kept_shown_and_drawn(
 ) -> None:
     monkeypatch.setattr(start, "child", told)
     path = tmp_path / "start-tiny.json"
-    assert start.main([str(source), "--rounds", "3", "--output", str(path)]) == 0
+    assert start.main([str(source), "--rounds", "5", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert [len(runs) for runs in tables.grouped(result).values()] == [3] * len(start.ARMS)
-    assert [run["arm"] for run in result["runs"][::5]] == ["imports", "imports", "stock"]  # in turn
+    assert [len(runs) for runs in tables.grouped(result).values()] == [5] * len(start.ARMS)
+    assert [run["arm"] for run in result["runs"][::5]] == [
+        "imports",
+        "imports",
+        "stock",
+        "stock",
+        "prefetch",
+    ]  # in turn
     assert start.floor(result) == READY["imports"]
     assert [run["reads"] for run in result["runs"] if run["reads"]] == [[["read", 0.1, 0.9]]]
     shown = render.rendered(path.name, tmp_path)
@@ -79,9 +86,27 @@ def test_kept_shown_and_drawn(
         if run["arm"] == "prefetch":
             run["seconds"] = 3.4
     assert "missed" in start.notes(result)
+    assert re.search(r"versions: torch \d\S+, transformers \d", start.notes(result))
+    few = {**result, "runs": [run for run in result["runs"] if run["arm"] != "prefetch"][:-1]}
+    few["runs"] += [run for run in result["runs"] if run["arm"] == "prefetch"][:2]
+    assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(few)
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
     (picture,) = pictures.draw(result, tmp_path / "start-tiny")
     assert picture.read_text().count("3.20 s") == 1
+
+
+def test_weights_that_somebody_read_meanwhile_are_not_cold(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(_: float) -> None:
+        for file in source.glob("*.safetensors"):
+            file.read_bytes()
+
+    monkeypatch.setattr(start, "child", told)
+    assert start.run("stock", source)["resident_before_bytes"] == 0
+    monkeypatch.setattr(start.time, "sleep", read)
+    with pytest.raises(records.Refused, match=r"somebody read [\d,]+ bytes of it before stock"):
+        start.run("stock", source)
 
 
 def test_models_that_differ_are_no_result(

@@ -165,6 +165,7 @@ def test_wide_tables_come_in_parts() -> None:
     assert narrow.count("gdsload") == 2
     assert narrow.endswith("- note")
     assert layout.fitted(text, 1).count("gdsload") == 2, "a column at least, however narrow"
+    assert layout.fitted("- one two three\n\nfour", 10) == "- one two\n  three\n\nfour"
 
 
 # --- odd storage --------------------------------------------------------------------------------

@@ -123,9 +123,42 @@ def test_a_cold_table_of_two_arms(tiny_checkpoint: Path, tmp_path: Path) -> None
         assert ran["resident_before_bytes"] == 0
         assert ran["touched_bytes"] == 656768
         assert ran["load_s"] + ran["touch_s"] <= ran["seconds"] * 1.001
-    for fact in ("kernel", "cpu", "disk", "filesystem", "mount_options", "gpus", "python"):
+    for fact in (
+        "kernel",
+        "cpu",
+        "disk",
+        "filesystem",
+        "mount_options",
+        "gpus",
+        "python",
+        "versions",
+    ):
         assert fact in kept["machine"]
     assert "gdsload:engine=threads" in result.stdout
+    assert "the sums of each tensor equal in all arms, CRC-32" in result.stdout
+    assert "no memory touched before" in result.stdout
+
+
+def ran(*arms: str, repeats: int = 1) -> dict[str, Any]:
+    parse = measuring.program("arms").parse
+    return {"arms": [parse(arm)._asdict() for arm in arms],
+            "conditions": {"repeats": repeats, "checked": False}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (ran("gdsload", "bare", "fio"), "the sums of each tensor equal in all arms"),
+        (ran("gdsload", "fio"), "the sums of gdsload compared with nothing: it ran once"),
+        (ran("gdsload", repeats=2), "the sums of gdsload compared with its own runs only"),
+        (ran("transformers", "gdsload-model", "transformers:dtype=float32"),
+         "the sums of each tensor of the others equal in all arms; the sums of"
+         " transformers:dtype=float32 compared with nothing: it ran once"),
+        (ran("fio"), "nothing to compare: no arm hands tensors out"),
+    ],
+)  # fmt: skip
+def test_only_what_was_compared_is_called_equal(result: dict[str, Any], said: str) -> None:
+    assert tables.agreed(result) == said
 
 
 def facts(**changed: Any) -> dict[str, Any]:
@@ -246,7 +279,7 @@ def one_cell(file: Path, **changed: Any) -> Any:
 class Trusting:
     """A device whose account is made up."""
 
-    who = "the device"
+    who, path = "the device", Path(__file__)
 
     def __init__(self, nbytes: int, busy_seconds: float = 0.0, limit: float = 1e12) -> None:
         self.after = truth.Counted(nbytes, busy_seconds)

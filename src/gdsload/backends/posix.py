@@ -256,11 +256,11 @@ class PosixBackend(Backend):
         through = 0
         if isinstance(request, PosixRequest) and self._bounced is not None:
             through = self._bounced.news(direct)
-        return {
+        found = {
             f"posix/{self.engine}/direct{way}": direct - through,
-            f"posix/{self.engine}/direct bounced": through,
             f"posix/{self.engine}/buffered{way}": buffered,
         }
+        return {**found, f"posix/{self.engine}/direct bounced": through} if through else found
 
     def close(self) -> None:
         while self._device_roads:

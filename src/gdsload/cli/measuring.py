@@ -28,6 +28,8 @@ COMMANDS = {
     "compare": ("compare", "Beside the Hugging Face loader, as the mini-gds study did."),
     "start": ("start", "Process start to a ready model, by phase."),
     "scale": ("scale", "Cost against tensors, bytes, shards and loads; plans of large models."),
+    "engines": ("engines", "Each backend and engine, by request size and reads in flight."),
+    "tune": ("tune", "Find the settings that each arm is fastest with here."),
     "report": ("render", "Tables and pictures of results that were kept."),
     "deps": ("deps", "Install the other loaders, in environments of their own."),
 }

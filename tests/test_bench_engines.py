@@ -1,0 +1,121 @@
+"""Engines side by side, and each loader at its best: what is tried, kept and shown.
+
+No test looks at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import run
+from gdsload import residency
+from gdsload.cli import measuring
+
+choice, cold, engines, render, tune = (
+    measuring.program(name) for name in ("choice", "cold", "engines", "render", "tune")
+)
+
+
+@pytest.fixture(autouse=True)
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+
+
+def test_each_road_is_tried_with_what_means_something_to_it() -> None:
+    options = engines.arguments(["x", "--request", "1M", "--in-flight", "4", "8"])
+    assert list(engines.grid(options)) == [
+        *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth},populate_threads=2,"
+          "huge_pages=auto"
+          for engine in ("uring", "linuxaio", "threads", "aio") for depth in (4, 8)),
+        *(f"gdsload:backend=gds,request_bytes=1048576,depth={depth}" for depth in (4, 8)),
+        *(f"gdsload:backend=gds_mt,request_bytes=1048576,threads={count}" for count in (4, 8)),
+    ]  # fmt: skip
+
+
+def test_engines_side_by_side(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "engines.json"
+    answer = run(
+        "bench", "engines", tiny_checkpoint, "--road", "threads", "gds", "gds_mt", "--request",
+        "4K", "1M", "--in-flight", "1", "4", "--repeats", "1", "--state", "none", "--neighbours",
+        "--output", output,
+    )  # fmt: skip
+    assert answer.exit_code == 0, answer.output
+    kept = json.loads(output.read_text())
+    assert kept["kind"] == "engines"
+    assert kept["left_out"] == dict.fromkeys(("gds", "gds_mt"), "it reaches CUDA devices, not cpu")
+    assert len(kept["runs"]) == 4
+    assert "posix/threads, 2 populating, huge pages auto" in answer.stdout
+    assert "| request, GB/s | 1 in flight | 4 in flight |" in answer.stdout
+    assert "left out: gds, gds_mt: it reaches CUDA devices, not cpu" in answer.stdout
+    assert "posix/threads" in render.rendered(output.name, tmp_path)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
+    assert run("bench", "report", output).exit_code == 0
+    assert "requests of 1M" in output.with_suffix(".svg").read_text()
+
+
+def test_of_a_road_that_ran_in_part_the_rest_is_named() -> None:
+    made, missing = (f"gdsload:engine=aio,request_bytes=4096,depth={depth}" for depth in (1, 2))
+    parse = measuring.program("arms").parse
+    result = {"arms": [parse(made)._asdict()],
+              "left_out": {missing: "why", "gdsload:backend=gds,depth=1": "no"}}  # fmt: skip
+    assert engines.shortened(result) == {missing: "why", "gds": "no"}
+
+
+def test_every_backend_is_an_arm_or_left_out_with_its_reason(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    options = cold.arguments([str(tiny_checkpoint)])
+    arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
+    there = {arm.label for arm in arms}
+    for engine in ("uring", "linuxaio", "threads", "aio"):
+        assert f"gdsload:engine={engine}" in there
+    for backend in ("gds", "gds_mt"):
+        assert left_out[f"gdsload:backend={backend}"] == "it reaches CUDA devices, not cpu"
+    options.warm = True
+    arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
+    assert "gdsload" in {arm.label for arm in arms}
+    for engine in ("uring", "linuxaio", "threads", "aio"):
+        assert "is mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
+    options.device = "cuda:0"  # what cuFile can do there is asked in the arm's own process
+    arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
+    assert {"gdsload:backend=gds", "gdsload:backend=gds_mt"} <= {arm.label for arm in arms}
+
+
+def test_tuning_names_the_best_and_cold_takes_it(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "CANDIDATES", {
+        "gdsload": ("gdsload", "gdsload:engine=threads"), "runai": ("runai",),
+    })  # fmt: skip
+    output = tmp_path / "best.json"
+    words = ["--repeats", "1", "--state", "none", "--neighbours"]
+    answer = run("bench", "tune", tiny_checkpoint, *words, "--arms", "gdsload", "--output", output)
+    assert answer.exit_code == 0, answer.output
+    kept = json.loads(output.read_text())
+    took = {one["arm"]: one["seconds"] for one in kept["runs"]}
+    assert kept["best"] == {"gdsload": min(took, key=lambda label: took[label])}
+    assert f"the lowest median of each kind: {kept['best']['gdsload']}" in answer.stdout
+    assert f"of each kind: {kept['best']['gdsload']}" in run("bench", "report", output).stdout
+    options = cold.arguments([str(tiny_checkpoint), "--arms", "gdsload", "--best", str(output)])
+    arms, _ = choice.chosen(options, tiny_checkpoint, 1 << 40)
+    assert {arm.label for arm in arms} == {"gdsload", kept["best"]["gdsload"]}
+
+
+@pytest.mark.parametrize("kept", ["", "[]", '{"best": 3}', '{"best": {"gdsload": "nonsense"}}'])
+def test_settings_that_are_none_are_refused(
+    kept: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    (path := tmp_path / "best.json").write_text(kept)
+    answer = run("bench", "cold", tiny_checkpoint, "--best", path, "--output", tmp_path / "x.json")
+    assert answer.exit_code == 1
+    assert f"no table: --best {path}: this is no" in answer.stderr
+
+
+def test_there_is_nothing_to_choose_for_an_unknown_kind(tiny_checkpoint: Path) -> None:
+    answer: Any = run("bench", "tune", tiny_checkpoint, "--arms", "gdsload:depth=4")
+    assert answer.exit_code == 1
+    assert "no result: --arms gdsload:depth=4: there is nothing to choose from" in answer.stderr

@@ -1,0 +1,194 @@
+"""What the benchmarks refuse of files, disks and kept results, and whether the reason helps.
+
+No test looks at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import run
+from gdsload import residency, synth
+from gdsload.cli import measuring
+
+arms, fio, instructions, judge, places = (
+    measuring.program(name) for name in ("arms", "fio", "instructions", "judge", "places")
+)
+records, truth = (measuring.program(name) for name in ("records", "truth"))
+
+
+@pytest.fixture(autouse=True)
+def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+
+
+@pytest.mark.parametrize("command", ["cold", "io", "start"])
+def test_somebody_elses_file_is_refused_by_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untold(file: object, *_: int) -> int:
+        raise PermissionError(errno.EPERM, "the kernel tells it only to its owner")
+
+    synth.write("tiny", tmp_path / "tiny")
+    monkeypatch.setattr(residency, "resident_bytes", untold)
+    answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
+    assert answer.exit_code == 1
+    assert "model-00001-of-00002.safetensors: what the page cache holds" in answer.stderr
+    assert "only to its owner; take a copy of your own, or be root" in answer.stderr
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(1 << 14))
+
+    def closed(*_: object, **__: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(records.Refused, match=r"model\.safetensors: Permission denied"):
+        truth.Truth(path)
+
+
+def test_holes_are_named_where_the_disk_read_too_little(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(8 << 20))
+    short = {"resident_before_bytes": 0, "device_read_bytes": 4096, "touched_bytes": 8 << 20}
+    one = judge.Judge(judge.Conditions(tmp_path))
+    assert str(one.objection(short)).endswith("were touched")
+    with path.open("wb") as sparse:
+        sparse.truncate(8 << 20)
+    assert str(one.objection(short)).endswith("the rest are holes, or it is compressed")
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "why"),
+    [
+        (900 << 20, 8 << 20, "the disk read 943,718,400 bytes for files of 8,388,608"),
+        (4096, 4096, "the disk read 4,096 bytes, but 8,388,608 were touched"),
+        (None, 4096, "the arm read 4,096 bytes"),
+    ],
+)
+def test_fio_is_judged_as_every_arm(
+    device: int | None, own: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(8 << 20))
+    found = {"touched_bytes": 0, "read_bytes": 8 << 20, "own_read_bytes": own,
+             "device_read_bytes": device}  # fmt: skip
+    monkeypatch.setattr(fio, "run", lambda *_: found)
+    one = judge.Judge(judge.Conditions(tmp_path))
+    with pytest.raises(judge.NotWhatItSays, match=f"fio, 3 times in a row: {why}"):
+        one.run(arms.parse("fio"))
+    monkeypatch.setattr(fio, "run", lambda *_: {**found, "device_read_bytes": 8 << 20})
+    assert one.run(arms.parse("fio"))["resident_before_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "arm", ["bare:pages=x", "bare:request_kib=0", "bare:request_kib=6", "bare:depth=0",
+            "bare:depth=many", "bare:memory=", "bare:nonsense=1"],
+)  # fmt: skip
+def test_the_yardstick_takes_no_odd_setting(arm: str) -> None:
+    """bare.c would take it for another, or read nothing without end."""
+    answer = run("bench", "cold", "x", "--arms", arm)
+    assert answer.exit_code == 2
+    assert "it has request_kib=4, 8 ... 1048576, depth=1 ... 4096" in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "", "a/b"])
+def test_a_result_is_called_by_a_name(name: str) -> None:
+    answer = run("bench", "cold", "x", "--name", name)
+    assert answer.exit_code == 2
+    assert "is no name" in answer.stderr
+
+
+def test_a_batch_that_no_queue_takes_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(20 << 20))
+    monkeypatch.setattr(truth.Device, "measure", lambda self: self.limits.append(1e9) or 1e9)
+    answer = run("bench", "io", path, "--block", "4K", "--batch", "4097", "--engine", "threads",
+                 "--output", tmp_path / "x.json")  # fmt: skip
+    assert answer.exit_code == 1
+    assert "depth=4097: from 1 to 4096 reads can be in flight" in answer.stderr
+
+
+def test_what_is_installed_stays_where_wheels_are_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "CACHE", tmp_path)
+    (tmp_path / "peers").mkdir()
+    answer = run("bench", "deps", "--wheels", tmp_path / "nowhere")
+    assert answer.exit_code == 2
+    assert "there is no such directory" in answer.stderr
+    assert (tmp_path / "peers").is_dir()
+
+
+def kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((places.RESULTS / "warm-qwen3-0.6b-backed.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no result that can be shown here"),
+        ("[]", "no result that can be shown here"),
+        (json.dumps(kept())[:2000], "no result that can be shown here"),
+        (json.dumps({"kind": "loads"}), "no result that can be shown here"),
+        (json.dumps({**kept(), "kind": "start"}), "no result that can be shown here"),
+        (json.dumps({**kept(), "runs": [{"arm": "nobody"}]}), "no result that can be shown here"),
+        (json.dumps({**kept(), "format": 99}), "kept in format 99, and this gdsload reads 1"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(text)
+    answer = run("bench", "report", path)
+    assert answer.exit_code == 1
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith(f"bench report: {path}: ")
+    assert why in line
+
+
+def test_a_baseline_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "baseline.json").write_text("{")
+    monkeypatch.setattr(instructions, "conditions", dict)
+    monkeypatch.setattr(instructions, "measure", lambda steps: {})
+    assert instructions.main(["--baseline", str(tmp_path / "baseline.json")]) == 2
+    assert "is no baseline" in capsys.readouterr().err
+
+
+def test_an_environment_of_nothing_is_made_again(tmp_path: Path) -> None:
+    """As where there was no network: what failed then is no reason to leave it at that."""
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin/uv"
+    uv.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        '  venv) mkdir -p "$5/bin" && ln -s "$4" "$5/bin/python";;\n'
+        '  pip) echo "$@" >>"$UV_SAID"; exit 1;;\n'
+        "esac\n"
+    )
+    uv.chmod(0o755)
+    said = tmp_path / "said"
+    command = ["sh", places.PACKAGE / "deps.sh", tmp_path / "made", sys.executable]
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "UV_SAID": f"{said}"}
+    for _ in range(2):
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert "no torch: no loader can run in" in ran.stdout
+    assert not (tmp_path / "made/peers/stamp").exists()
+    assert said.read_text().count("fastsafetensors") == 2
