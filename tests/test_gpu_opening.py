@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gdsload
 import gpudoubles
 from contract import SIZE
 from gdsload import gpu
@@ -19,7 +20,7 @@ from gdsload.backends import (
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
 from gpudoubles import (
     CODE,
     Doubles,
@@ -34,6 +35,23 @@ def test_a_failed_open_is_final(doubles: Doubles) -> None:
             cufile.opened("cuda:0", False)
     assert doubles.cufile_log["opens"] == 0
     assert not cufile.support("cuda:0", True).usable
+
+
+def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> None:
+    doubles.fault("cuFileDriverGetProperties", CODE, 5030, times=-1)
+    doubles.fault("cuFileDriverClose_v2", CODE, 5004, skip=1)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="5030"):
+            cufile.opened("cuda:0", False)
+    assert (doubles.cufile_log["opens"], doubles.cufile_log["open"]) == (1, 0)
+
+
+def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
+    cufile.opened("cuda:0", False)
+    doubles.fault("cuFileDriverClose_v2", CODE, 5004)
+    with pytest.raises(GdsloadError, match="does not close"):
+        gdsload.quiesce()
+    assert not cufile.support("cuda:0", False).usable
 
 
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:

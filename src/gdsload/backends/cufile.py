@@ -139,7 +139,11 @@ class Driver:
                     " buffers"
                 )
             _driver.clear()
-            if not self.library.close_driver(CLOSE_SECONDS):
+            try:
+                closed = self.library.close_driver(CLOSE_SECONDS)
+            except CuFileFailure as error:
+                raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
+            if not closed:
                 raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
 
     def wake(self) -> None:
@@ -327,11 +331,22 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
             which = settings.fault or "its words on stderr say which of them is wrong"
             why = f"it does not take its settings ({settings.source}): {which}"
         raise _latch(f"cuFile does not open: {why}") from error
-    driver = Driver(found)
+    try:
+        driver = Driver(found)
+    except CuFileFailure as error:
+        _close_again(found)
+        why = explain(error.code) or str(error)
+        raise _latch(f"cuFile opens, and does not say which way it has: {why}") from error
     if driver.mode == COMPAT and not allow_compat:
-        found.close_driver(CLOSE_SECONDS)
+        _close_again(found)
         raise _latch("cuFile opened in compatibility mode only: it has no native path here")
     return driver
+
+
+def _close_again(found: CuFile) -> None:
+    # It is latched anyway: what closing it has to say changes nothing.
+    with suppress(CuFileFailure):
+        found.close_driver(CLOSE_SECONDS)
 
 
 def _latch(why: str) -> BackendUnavailable:
