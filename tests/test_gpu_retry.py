@@ -15,7 +15,7 @@ from gdsload.backends.base import Failure
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gpuauto import MIB, SMALL, load, rates_are
-from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, Doubles
+from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, Doubles
 
 
 @pytest.fixture
@@ -41,6 +41,26 @@ def test_a_failed_range_goes_by_the_next_road(
     assert why in report.refusals["gds_mt/ranges"]
     assert "failed, and read again: gds_mt -> posix, 131,072 bytes" in report.summary()
     assert sum(report.roads.values()) == report.read_bytes
+
+
+def test_an_end_of_file_that_is_none_goes_by_the_next_road(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    doubles.fault(f"cuFileRead at {MIB}", SHORT, 0, times=-1)
+    report = load(checkpoint)
+    assert report.rerouted == {"gds_mt -> posix": 2 * (64 << 10)}
+    assert "though the file goes on" in report.refusals["gds_mt/ranges"]
+
+
+@pytest.mark.parametrize(("backend", "call"), [("gds", "event"), ("gds_mt", "cuFileRead")])
+def test_an_end_of_file_that_is_none_is_not_called_one(
+    backend: str, call: str, doubles: Doubles, checkpoint: Path
+) -> None:
+    doubles.fault(call, SHORT, 0, skip=3, times=-1)
+    with pytest.raises(ReadError, match="though the file goes on") as caught:
+        gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=SMALL)
+    assert not isinstance(caught.value, ShortRead)
 
 
 def test_a_road_that_fails_for_good_is_left(
