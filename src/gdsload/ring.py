@@ -17,6 +17,7 @@ from gdsload import gpu, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
+from gdsload.arena import available_bytes
 from gdsload.errors import PlacementError
 
 DRAM, VRAM = "dram", "vram"
@@ -67,7 +68,7 @@ class StagingRing:
                 self.native = Ring(base, slot_bytes, count)
                 if register is not None:
                     self._undo.append(register(base, self.nbytes))
-        except (CudaFailure, MemoryError) as error:
+        except (CudaFailure, MemoryError, OverflowError) as error:
             self._free()
             raise PlacementError(
                 f"no staging ring of {self.nbytes:,} bytes of {kind.upper()} for cuda:{ordinal}:"
@@ -79,6 +80,10 @@ class StagingRing:
 
     def _take_dram(self, slot_bytes: int, count: int) -> None:
         device = gpu.device(self.ordinal)
+        room = available_bytes()
+        if room is not None and self.nbytes > room:
+            # Pinning takes all of it at once, and whoever is killed for it is not asked.
+            raise MemoryError(f"the host has {room:,} bytes available")
         region = Region.anonymous(self.nbytes)
         self._undo.append(lambda: region)  # what keeps the mapping alive as long as the ring
         self.native = Ring(region.address, slot_bytes, count)

@@ -180,7 +180,7 @@ class StagedRequest(PumpedRequest):
         return super().failure(place)
 
     def _goes_on(self, place: int) -> bool:
-        """Whether the bytes of a transfer are in its file: an end that cuFile tells of may be none."""
+        """Whether its bytes are in the file: an end that cuFile tells of may be none."""
         transfer = self._transfers[place]
         file = self._files[transfer.shard].what
         return (
