@@ -14,6 +14,8 @@ from contextlib import contextmanager
 # In place of 700 or 2,000 objects between two passes: 70 passes in place of a thousand, which takes
 # a seventh off the imports. Garbage is found a little later, and found all the same.
 IMPORTING = 10_000
+# New objects after which a pass over them is worth leaving out.
+MANY = 10_000
 _before: list[tuple[int, int, int]] = []
 
 
@@ -27,7 +29,17 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        if gc.get_count()[0] > MANY:
+            _take_for_old()
         gc.enable()
+
+
+def _take_for_old() -> None:
+    """Counts what is there as old, without a look at it: of 100,000 tensors the looks that would
+    come now take as long as opening their file. A full collection finds what of it is garbage."""
+    if not gc.get_freeze_count():  # else it would thaw what somebody has frozen
+        gc.freeze()
+        gc.unfreeze()
 
 
 def ease_imports() -> None:

@@ -71,12 +71,12 @@ def arranged(
     return plan, {**spots, **there}, memory
 
 
+@collector_paused()
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Puts whole tensors on their way to the session's device, and returns at once."""
-    cuts = [whole(info) for info in infos]
     if session.device == "cpu":
-        return session.start(runs_of(cuts))
-    return DeviceBatch.of(session, cuts)
+        return session.start(runs_of(map(whole, infos)))
+    return DeviceBatch.of(session, [whole(info) for info in infos])
 
 
 def load(
