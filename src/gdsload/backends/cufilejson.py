@@ -47,13 +47,15 @@ def settings(root: str = "/") -> Settings:
     named = os.environ.get(_PATH, "")
     path = named or os.path.join(root, _SYSTEM[1:])
     source = f"{_PATH}={named}" if named else _SYSTEM
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except FileNotFoundError:
+    if not os.path.exists(path):
         if not named:
             return Settings("", {})
         return Settings(source, {}, note="there is no such file, and cuFile goes on without it")
+    if not os.path.isfile(path):
+        return Settings(source, {}, fault="it is no file")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
     except OSError as error:
         return Settings(source, {}, fault=f"it cannot be read: {error.strerror}")
     try:
