@@ -15,7 +15,7 @@ from gdsload.backends.base import Failure
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gpuauto import MIB, SMALL, load, rates_are
-from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, Doubles
+from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
 
 
 @pytest.fixture
@@ -85,6 +85,19 @@ def test_a_kept_verdict_that_fails_is_forgotten(
     report = load(checkpoint)
     assert report.backend == "posix"
     assert verdicts.kept() == []
+
+
+def test_a_ring_with_no_slot_left_is_left_at_once(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slots, each lost with an entry that timed out, before three ranges have failed."""
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
+    monkeypatch.setattr(retry, "SILENT_SECONDS", 1e9)
+    doubles.fault("event", STATUS, 0x20, skip=3, times=-1)
+    report = load(checkpoint, request_bytes=256 << 10)
+    assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
+    # What had waited at that ring for another load went with it: the fixture counts what is left.
+    assert [each.native.lost for each in ring._given_up] == [4]
 
 
 def test_batches_fall_back_on_single_reads(

@@ -56,6 +56,7 @@ class StagingRing:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, Road]] = []
+        self._given_up = False
         self._lock = threading.Lock()
         device = gpu.device(ordinal)
         try:
@@ -94,10 +95,24 @@ class StagingRing:
         self._undo.append(lambda: device.unpin(region.address))
 
     def park(self, kind: object, road: Road) -> None:
-        """Keeps a road that is still and sound for whoever needs one of its kind next."""
+        """Keeps a road that is still and sound for whoever needs one of its kind next; nobody will
+        come to a ring that was given up, and there it is closed."""
         with self._lock:
             self.users.discard(road)
-            self._parked.append((kind, road))
+            kept = not self._given_up
+            if kept:
+                self._parked.append((kind, road))
+        if not kept:
+            road.close()
+
+    def give_up(self) -> None:
+        """Its memory stays, since something may still write to it. Nobody reads through it again,
+        and roads that wait here do so in vain."""
+        with self._lock:
+            self._given_up = True
+            parked, self._parked = self._parked, []
+        for _, road in parked:
+            road.close()
 
     def unpark(self, kind: object) -> Road | None:
         """A road of that kind that nobody uses, if there is one. It is the caller's now."""
@@ -187,6 +202,7 @@ def _fitting(
                     " were asked for"
                 )
             # Reads were lost in it: it is never freed, and never used again.
+            known.give_up()
             _given_up.append(known)
         del _rings[kind, ordinal]
     ring = StagingRing(kind, ordinal, slot_bytes, count, register)
