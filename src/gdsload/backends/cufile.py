@@ -265,7 +265,8 @@ def support(device: str, allow_compat: bool) -> Support:
     try:
         found = library()
     except BackendUnavailable as error:
-        return Support(False, (str(error),), "pip install nvidia-cufile")
+        mend = "" if _library else "pip install nvidia-cufile"  # or it is there, and the parent's
+        return Support(False, (str(error),), mend)
     if why := gpu.why_not(device):
         return Support(False, (why,))
     if _latched:
