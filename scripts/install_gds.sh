@@ -75,8 +75,8 @@ look_at_system() {
         add partly distribution - "${pretty:-unknown}: this script installs on Debian and Ubuntu" \
             "NVIDIA's GPUDirect Storage installation guide has yours"
     fi
-    if [ -e "$root/.dockerenv" ] || [ -e "$root/run/.containerenv" ] ||
-        [ -e "$root/run/systemd/container" ] ||
+    if [ -n "${KUBERNETES_SERVICE_HOST:-}" ] || [ -e "$root/.dockerenv" ] ||
+        [ -e "$root/run/.containerenv" ] || [ -e "$root/run/systemd/container" ] ||
         holds /proc/1/cgroup 'docker|containerd|kubepods|libpod|/lxc'; then
         container=yes
         can_install=
@@ -193,8 +193,10 @@ look_at_nvidia_fs() {
         add no nvidia-fs install "not installed" "sh scripts/install_gds.sh"
         repository || add partly "apt repository" - "NVIDIA's is not configured" \
             "--add-repo=PACKAGE, the cuda-keyring of NVIDIA's CUDA installation guide"
+        [ -e "$root/lib/modules/$kernel/build" ] || candidate "linux-headers-$kernel" ||
+            add partly "kernel headers" - "none for $kernel, nor in apt" "whoever built it has them"
     else
-        add no nvidia-fs nvidia-fs "not loaded" "NVIDIA's open driver first, then nvidia-fs"
+        add no nvidia-fs nvidia-fs "not loaded" "the open driver, then nvidia-fs, by NVIDIA's guide"
     fi
     mofed=$(ofed_info -s 2>/dev/null | tr -d ':') || mofed=
     # nvidia-fs takes hold of the NVMe driver by this symbol; stock kernels do not have it.
@@ -240,14 +242,14 @@ look_at_p2pdma() {
 
 number() { # name default   a number of cufile.json
     value=$(printf '%s\n' "$lines" |
-        sed -n 's/.*"'"$1"'"[[:space:]]*:[[:space:]]*\([0-9][0-9]*\).*/\1/p' | head -n 1)
+        sed -n 's/.*"'"$1"'"[[:space:]]*:[[:space:]]*\([0-9]\{1,12\}\).*/\1/p')
     echo "${value:-$2}"
 }
 look_at_settings() {
-    file=/etc/cufile.json
-    [ -f "$root$file" ] || file=/usr/local/cuda/gds/cufile.json
-    file=${CUFILE_ENV_PATH_JSON:-$file}
-    lines=$(text "$file" | grep -Ev '^[[:space:]]*//') || lines=
+    file=${CUFILE_ENV_PATH_JSON:-/etc/cufile.json}
+    # Its comments say nothing; a // with an odd number of quotes before it is in a string.
+    lines=$(text "$file" | sed -e ':a' -e 's|^\(\([^"]*"[^"]*"\)*[^"]*\)//.*|\1|' -e ta |
+        tr '\n' ' ' | sed 's|/\*[^*]*\*/||g')
     if printf '%s' "$lines" | grep -Eq '"use_pci_p2pdma"[[:space:]]*:[[:space:]]*true' ||
         [ "${CUFILE_USE_PCIP2PDMA:-}" = true ]; then
         add yes use_pci_p2pdma - "asked for"
@@ -325,7 +327,7 @@ gather() {
 show_json() {
     printf '%s' "$found" | awk -F "$sep" -v code="$code" -v nvfs="$nvfs" -v p2p="$p2p" '
         function quoted(s) {
-            gsub(/\\/, "\\\\", s); gsub(/"/, "\\\"", s); gsub(/[\001-\037]/, " ", s)
+            gsub(/\\/, "&&", s); gsub(/"/, "\\\"", s); gsub(/[\001-\037]/, " ", s)
             return "\"" s "\""
         }
         BEGIN {

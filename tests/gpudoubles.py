@@ -68,7 +68,7 @@ def library(name: str) -> ctypes.CDLL:
     else:
         lib.cufile_double_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         lib.cufile_double_size.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        lib.cufile_double_log_dir.restype = ctypes.c_char_p
+        lib.cufile_double_log_path.restype = ctypes.c_char_p
     return lib
 
 
@@ -138,8 +138,9 @@ class Doubles:
         return dict(zip(names, values, strict=True))
 
     @property
-    def log_dir(self) -> str:
-        return str(self.cufile.cufile_double_log_dir().decode())
+    def log_path(self) -> str:
+        """The file that cuFile logs to since it was opened."""
+        return str(self.cufile.cufile_double_log_path().decode())
 
     def complaints(self) -> str:
         """The promises that were broken, in the doubles' words."""
@@ -197,7 +198,8 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
         path.write_text("2.26\n")
     (root / "run/udev").mkdir(parents=True)
     patch.setattr(cufile, "ROOT", str(root))
-    patch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
+        patch.delenv(name, raising=False)
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     yield doubles
     doubles.let_go()

@@ -120,6 +120,12 @@ def test_settings_that_cannot_be(options: dict[str, int]) -> None:
         PosixBackend(**options)
 
 
+@pytest.mark.parametrize("value", ["1M", 1.5e6, None])
+def test_settings_that_are_no_whole_number(value: object) -> None:
+    with pytest.raises(TypeError, match=r"ring_bytes=.*: a whole number"):
+        PosixBackend(ring_bytes=value)
+
+
 def test_an_engine_of_no_such_name() -> None:
     with pytest.raises(gdsload.BackendUnavailable, match="uring, linuxaio"):
         PosixBackend(engine="warp")

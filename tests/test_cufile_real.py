@@ -120,20 +120,26 @@ def test_whole_checkpoints(
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(tmp_path),
-        "CUFILE_LOGFILE_PATH": str(tmp_path / "cufile.log"),
+        "TMPDIR": str(tmp_path / "log"),
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
     }
+    environment.pop("CUFILE_LOGFILE_PATH", None)
+    for name in ("here", "log"):
+        (tmp_path / name).mkdir()
     stand_in(library, tmp_path)
     before = command(tmp_path, environment)
     script = [sys.executable, str(HERE / "real_cufile.py"), str(library), backend,
               str(request_bytes), *map(str, sources)]  # fmt: skip
     ran = subprocess.run(
-        [*before, *script], capture_output=True, text=True, env=environment, cwd=tmp_path,
+        [*before, *script], capture_output=True, text=True, env=environment, cwd=tmp_path / "here",
         timeout=RUN_SECONDS, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     facts: dict[str, Any] = json.loads(ran.stdout)
     assert facts["engine"] == "compat"
+    if not os.path.exists("/etc/cufile.json"):
+        assert list((tmp_path / "log").glob("cufile-*.log"))
+        assert not list((tmp_path / "here").iterdir()), "cuFile's log is where the process stands"
     assert facts["equal"] > 100
     assert facts["freed"]
     roads = {road for each in facts["roads"] for road in each}

@@ -231,6 +231,20 @@ def test_no_memory_for_the_ring(doubles: Doubles, file: OpenFile) -> None:
     assert doubles.cuda_log["ranges"] == before["ranges"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nbytes", [1 << 45, 1 << 62, 10**30])
+def test_rings_larger_than_any_machine(
+    kind: type[Backend], nbytes: int, doubles: Doubles, file: OpenFile
+) -> None:
+    before = doubles.cuda_log
+    with kind(**{**SMALL, "ring_bytes": nbytes}) as backend:
+        space = Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)
+        with pytest.raises(PlacementError, match="ring_bytes makes it smaller"):
+            backend.prepare([], [], [space])
+    after = doubles.cuda_log
+    assert (after["ranges"], after["pins"]) == (before["ranges"], before["pins"])
+
+
 def test_pinning_that_fails(doubles: Doubles) -> None:
     doubles.fault("cuMemHostRegister_v2", CODE, 801)
     doubles.fault("cuMemHostAlloc", CODE, 2)

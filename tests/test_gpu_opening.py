@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gdsload
 import gpudoubles
 from contract import SIZE
 from gdsload import gpu
@@ -19,7 +20,7 @@ from gdsload.backends import (
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
 from gpudoubles import (
     CODE,
     Doubles,
@@ -34,6 +35,23 @@ def test_a_failed_open_is_final(doubles: Doubles) -> None:
             cufile.opened("cuda:0", False)
     assert doubles.cufile_log["opens"] == 0
     assert not cufile.support("cuda:0", True).usable
+
+
+def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> None:
+    doubles.fault("cuFileDriverGetProperties", CODE, 5030, times=-1)
+    doubles.fault("cuFileDriverClose_v2", CODE, 5004, skip=1)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable, match="5030"):
+            cufile.opened("cuda:0", False)
+    assert (doubles.cufile_log["opens"], doubles.cufile_log["open"]) == (1, 0)
+
+
+def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
+    cufile.opened("cuda:0", False)
+    doubles.fault("cuFileDriverClose_v2", CODE, 5004)
+    with pytest.raises(GdsloadError, match="does not close"):
+        gdsload.quiesce()
+    assert not cufile.support("cuda:0", False).usable
 
 
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:
@@ -102,20 +120,72 @@ def test_auto_takes_the_native_way_or_our_own(doubles: Doubles, tmp_path: Path) 
     assert "gds_mt" in choice.refusals
 
 
-def test_the_log_is_not_dropped_where_the_process_stands(
-    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cufile, "own_configuration", lambda: "")
+def test_the_log_is_not_dropped_where_the_process_stands(doubles: Doubles) -> None:
     cufile.opened("cuda:0", False)
-    assert os.path.isabs(doubles.log_dir)
+    assert os.path.isabs(doubles.log_path)
+    assert "CUFILE_LOGFILE_PATH" not in os.environ
 
 
-def test_a_configuration_of_ones_own_is_respected(
+@pytest.mark.parametrize(
+    ("text", "its_own"),
+    [
+        ('{"logging": {"dir": "/var/log"}}', True),
+        # As NVIDIA's packages bring it.
+        ('{"logging": {\n // "dir": "/home/<xxxx>",\n "level": "ERROR" /* "dir": "/x" */}}', False),
+        ("[]", False),
+    ],
+)
+def test_a_log_of_ones_own_is_respected(
+    text: str, its_own: bool, doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    cufile.opened("cuda:0", False)
+    assert (doubles.log_path == "cufile.log") == its_own
+
+
+def test_the_variable_for_the_log_is_respected(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/somewhere/cufile.json")
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/somewhere/x.log")
     cufile.opened("cuda:0", False)
-    assert doubles.log_dir == ""
+    assert doubles.log_path == os.environ["CUFILE_LOGFILE_PATH"] == "/somewhere/x.log"
+
+
+def test_settings_that_cufile_does_not_take_are_named(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own.json").write_text('{"properties": {')
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    doubles.fault("cuFileDriverOpen", CODE, -22)
+    with pytest.raises(BackendUnavailable, match=r"own.json\): it is not JSON"):
+        cufile.opened("cuda:0", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "words"),
+    [
+        (None, "partly", "there is no such file"),
+        ("# {}", "no", "not JSON"),
+        ('{"properties": {"io_batchsize": 8 /* few */}} // yes', "yes", "own.json"),
+        ('{"properties": {"per_buffer_cache_size_kb": 16384}}', "partly", "holds 8 buffers"),
+    ],
+)
+def test_the_doctor_reads_the_settings(
+    text: str | None,
+    verdict: str,
+    words: str,
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    own = tmp_path / "own.json"
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(own))
+    if text is not None:
+        own.write_text(text)
+    facts = {each.name: each for each in truth.facts()}
+    found = facts["cuFile's configuration"]
+    assert (found.verdict, words in found.detail) == (verdict, True), found
 
 
 def test_limits_that_stall_batches_are_explained(doubles: Doubles, file: OpenFile) -> None:

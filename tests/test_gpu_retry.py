@@ -15,7 +15,7 @@ from gdsload.backends.base import Failure
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gpuauto import MIB, SMALL, load, rates_are
-from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, Doubles
+from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
 
 
 @pytest.fixture
@@ -43,6 +43,26 @@ def test_a_failed_range_goes_by_the_next_road(
     assert sum(report.roads.values()) == report.read_bytes
 
 
+def test_an_end_of_file_that_is_none_goes_by_the_next_road(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    doubles.fault(f"cuFileRead at {MIB}", SHORT, 0, times=-1)
+    report = load(checkpoint)
+    assert report.rerouted == {"gds_mt -> posix": 2 * (64 << 10)}
+    assert "though the file goes on" in report.refusals["gds_mt/ranges"]
+
+
+@pytest.mark.parametrize(("backend", "call"), [("gds", "event"), ("gds_mt", "cuFileRead")])
+def test_an_end_of_file_that_is_none_is_not_called_one(
+    backend: str, call: str, doubles: Doubles, checkpoint: Path
+) -> None:
+    doubles.fault(call, SHORT, 0, skip=3, times=-1)
+    with pytest.raises(ReadError, match="though the file goes on") as caught:
+        gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=SMALL)
+    assert not isinstance(caught.value, ShortRead)
+
+
 def test_a_road_that_fails_for_good_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +85,19 @@ def test_a_kept_verdict_that_fails_is_forgotten(
     report = load(checkpoint)
     assert report.backend == "posix"
     assert verdicts.kept() == []
+
+
+def test_a_ring_with_no_slot_left_is_left_at_once(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slots, each lost with an entry that timed out, before three ranges have failed."""
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
+    monkeypatch.setattr(retry, "SILENT_SECONDS", 1e9)
+    doubles.fault("event", STATUS, 0x20, skip=3, times=-1)
+    report = load(checkpoint, request_bytes=256 << 10)
+    assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
+    # What had waited at that ring for another load went with it: the fixture counts what is left.
+    assert [each.native.lost for each in ring._given_up] == [4]
 
 
 def test_batches_fall_back_on_single_reads(

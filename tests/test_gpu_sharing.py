@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload import gpu, ring
 from gdsload.backends import (
@@ -148,3 +150,28 @@ def test_a_fork_is_refused(kind: type[Backend], doubles: Doubles, file: OpenFile
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         backend.release(load.request)
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix", "gds", "gds_mt"])
+def test_a_whole_load_after_a_fork_is_refused(
+    backend: str, measuring: Doubles, checkpoint: Path
+) -> None:
+    """By gdsload, with the mend, and not by what torch says when it is to move the bytes."""
+    options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+    gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=options)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "it loaded"
+        try:
+            gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=options)
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        said = told.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert said.startswith("BackendUnavailable: ") and "'spawn'" in said, said
+    assert "pip install" not in said

@@ -85,6 +85,31 @@ def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
     json.loads(cache.read_text())
 
 
+@pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
+def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
+    verdicts.keep(verdict())
+    text = json.dumps({**json.loads(cache.read_text())})
+    for measured in verdict().rates.values():
+        text = text.replace(f": {measured}", f": {rate}")
+    cache.write_text(text)
+    assert verdicts.kept() == []
+
+
+def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:
+    cache.parent.mkdir()
+    os.mkfifo(cache)
+    assert verdicts.kept() == []
+    assert verdicts.keep(verdict()) == ""
+    assert asked() == verdict()
+
+
+def test_without_a_home_nothing_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts.keep(verdict())
+    monkeypatch.chdir(cache.parent)  # where a file of that name is
+    monkeypatch.setattr(verdicts, "directory", str)
+    assert verdicts.kept() == []
+
+
 def test_one_bad_row_spoils_no_other(cache: Path) -> None:
     verdicts.keep(verdict())
     found = json.loads(cache.read_text())

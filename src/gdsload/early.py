@@ -380,9 +380,9 @@ def prefetch(
         "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
     }  # fmt: skip
     made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
-    made._begin()
     if "torch" not in sys.modules:
-        ease_imports()
+        ease_imports()  # before the thread begins, which holds the collector back now and then
+    made._begin()
     return made
 
 

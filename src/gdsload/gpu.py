@@ -58,6 +58,12 @@ def cuda() -> Cuda:
         return _own(_cuda[0])
 
 
+def refuse_after_fork() -> None:
+    """Raises BackendUnavailable where this process was forked from one that had started CUDA."""
+    if _cuda:  # not under the lock, which a thread of the parent may have held
+        _own(_cuda[0])
+
+
 def _own(found: Cuda) -> Cuda:
     if found.pid != os.getpid():
         raise BackendUnavailable(

@@ -18,6 +18,7 @@ from gdsload import gpu, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
+from gdsload.arena import available_bytes
 from gdsload.errors import PlacementError
 
 DRAM, VRAM = "dram", "vram"
@@ -56,6 +57,7 @@ class StagingRing:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, Road]] = []
+        self._given_up = False
         self._lock = threading.Lock()
         device = gpu.device(ordinal)
         try:
@@ -68,7 +70,7 @@ class StagingRing:
                 self.native = Ring(base, slot_bytes, count)
                 if register is not None:
                     self._undo.append(register(base, self.nbytes))
-        except (CudaFailure, MemoryError) as error:
+        except (CudaFailure, MemoryError, OverflowError) as error:
             self._free()
             raise PlacementError(
                 f"no staging ring of {self.nbytes:,} bytes of {kind.upper()} for cuda:{ordinal}:"
@@ -80,6 +82,10 @@ class StagingRing:
 
     def _take_dram(self, slot_bytes: int, count: int) -> None:
         device = gpu.device(self.ordinal)
+        room = available_bytes()
+        if room is not None and self.nbytes > room:
+            # Pinning takes all of it at once, and whoever is killed for it is not asked.
+            raise MemoryError(f"the host has {room:,} bytes available")
         region = Region.anonymous(self.nbytes)
         self.native = Ring(region.address, slot_bytes, count)
         node = gpu.facts(self.ordinal).node
@@ -99,10 +105,24 @@ class StagingRing:
         self._undo.append(lambda: device.unpin(region.address))
 
     def park(self, kind: object, road: Road) -> None:
-        """Keeps a road that is still and sound for whoever needs one of its kind next."""
+        """Keeps a road that is still and sound for whoever needs one of its kind next; nobody will
+        come to a ring that was given up, and there it is closed."""
         with self._lock:
             self.users.discard(road)
-            self._parked.append((kind, road))
+            kept = not self._given_up
+            if kept:
+                self._parked.append((kind, road))
+        if not kept:
+            road.close()
+
+    def give_up(self) -> None:
+        """Its memory stays, since something may still write to it. Nobody reads through it again,
+        and roads that wait here do so in vain."""
+        with self._lock:
+            self._given_up = True
+            parked, self._parked = self._parked, []
+        for _, road in parked:
+            road.close()
 
     def unpark(self, kind: object) -> Road | None:
         """A road of that kind that nobody uses, if there is one. It is the caller's now."""
@@ -192,6 +212,7 @@ def _fitting(
                     " were asked for"
                 )
             # Reads were lost in it: it is never freed, and never used again.
+            known.give_up()
             _given_up.append(known)
         del _rings[kind, ordinal]
     ring = StagingRing(kind, ordinal, slot_bytes, count, register)

@@ -6,6 +6,7 @@ is as good as not there, and a file that cannot be written is written another ti
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -55,8 +56,11 @@ def directory() -> str:
 
 def kept() -> list[Verdict]:
     """All that can be read, the newest first."""
+    where = directory()
+    if not where:
+        return []
     try:
-        with open(os.path.join(directory(), FILE), encoding="utf-8") as file:
+        with open(os.path.join(where, FILE), encoding="utf-8", opener=_at_once) as file:
             found = json.loads(file.read(_LARGEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
@@ -65,6 +69,11 @@ def kept() -> list[Verdict]:
     rows = found.get("verdicts")
     verdicts = [_verdict(row) for row in rows] if isinstance(rows, list) else []
     return sorted((each for each in verdicts if each), key=lambda each: -each.at)
+
+
+def _at_once(path: str, flags: int) -> int:
+    # A FIFO of that name would keep the load until somebody writes to it.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _verdict(row: Any) -> Verdict | None:
@@ -77,7 +86,8 @@ def _verdict(row: Any) -> Verdict | None:
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return made if made.road in rates else None
+    sound = all(0 <= rate < math.inf for rate in rates.values()) and rates.get(made.road, 0) > 0
+    return made if sound else None
 
 
 def verdict_on(

@@ -42,9 +42,10 @@ _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 def reached(target: str, backend: str, options: Mapping[str, Any] | None = None) -> str:
     """The device that reads can go to for this target: itself, or "cpu" where what was read has to
-    be moved on by torch."""
+    be moved on by torch. Raises BackendUnavailable after a fork."""
     if target.partition(":")[0] != "cuda" or not reaches(backend, VRAM):
         return "cpu"
+    gpu.refuse_after_fork()  # torch could not move anything there either
     if backend in ("auto", "posix") and not (options or {}).get("in_place"):
         return "cpu" if gpu.why_not(target) else target
     return target  # it was asked for by name, and says itself what is in its way

@@ -36,7 +36,7 @@ static size_t sizes[16] = { 0, 128, 8, 1024, 4, 16384, 131072, 1024, 1 << 30, 12
 static buffer_t known[ROOM];
 static int64_t reads, read_bytes, by_p2p, by_nvfs, by_posix, unaligned;
 static int level, started;
-static char log_dir[4096];
+static char log_path[4096];
 static params_t late[256];
 static int late_count;
 static int (*is_device)(const void *, size_t);
@@ -49,11 +49,11 @@ EXPORT void cufile_double_set(int wanted_version, int is_native, int (*device)(c
     compat_allowed = 1; level = started = 0;
     reads = read_bytes = by_p2p = by_nvfs = by_posix = unaligned = 0;
     sizes[5] = 16384; sizes[6] = 131072; sizes[7] = 1024; sizes[9] = 128;
-    log_dir[0] = 0;
+    log_path[0] = 0;
     pthread_mutex_unlock(&lock);
 }
 EXPORT void cufile_double_size(int parameter, size_t value) { sizes[parameter] = value; }
-EXPORT const char *cufile_double_log_dir(void) { return log_dir; }
+EXPORT const char *cufile_double_log_path(void) { return log_path; }
 EXPORT void cufile_double_log(int64_t *out)
 {
     pthread_mutex_lock(&lock);
@@ -68,6 +68,8 @@ EXPORT answer_t cuFileDriverOpen(void)
 {
     ENTER();
     opens++;
+    const char *log = getenv("CUFILE_LOGFILE_PATH");
+    snprintf(log_path, sizeof log_path, "%s", log ? log : "cufile.log");
     if (failed_open) broken("the driver was opened again after it failed");
     if (is_open) DONE(5026);
     if (!native && !compat_allowed) { failed_open = 1; DONE(5001); }
@@ -129,7 +131,7 @@ EXPORT answer_t cuFileSetParameterString(int parameter, const char *value)
 {
     ENTER();
     if (is_open) DONE(5026);
-    if (parameter == 2) snprintf(log_dir, sizeof log_dir, "%s", value);
+    (void)parameter, (void)value;   /* the real one takes where to log, too, and does not care */
     DONE(0);
 }
 EXPORT answer_t cuFileDriverGetP2PFlags(int target, int *flags)

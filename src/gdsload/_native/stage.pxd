@@ -113,6 +113,14 @@ cdef inline void lose(CRing *ring) noexcept nogil:
     ring.lost += 1
     pthread_mutex_unlock(&ring.lock)
 
+cdef inline int all_lost(CRing *ring) noexcept nogil:
+    """Whether no slot is left that could ever be lent."""
+    cdef int lost
+    pthread_mutex_lock(&ring.lock)
+    lost = ring.lost == ring.count
+    pthread_mutex_unlock(&ring.lock)
+    return lost
+
 cdef inline CLanding *landing_of(CStage *stage, char *address) noexcept nogil:
     """The landing that an address is of, retained; NULL where there is none any more."""
     cdef uint64_t word = <uint64_t>address

@@ -32,6 +32,7 @@ from gdsload._native.stage cimport (
     LOST,
     CLanding,
     CStage,
+    all_lost,
     borrow,
     copy_on,
     give_back,
@@ -49,6 +50,7 @@ cdef enum:
     EFAULT = 14
     EINVAL = 22
     ENOMEM = 12
+    ENOBUFS = 105
     ECANCELED = 125
     BATCH = 64
     CLOSE_LOOK_NS = 20000000
@@ -271,6 +273,8 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
         if number < 0:
             release_landing(slot.landing)
             slot.landing = NULL
+            if all_lost(stage.ring):
+                refused = -ENOBUFS  # nobody will ever give one back
             break
         slot.number = number
         slot.state = READING

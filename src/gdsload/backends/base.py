@@ -8,6 +8,7 @@ verbs are those of NIXL's South Bound API.
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,13 @@ class Progress(NamedTuple):
     idle_seconds: float = 0.0
 
 
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
+
+
 class Backend(ABC):
     """One road from files to memory."""
 
@@ -124,7 +132,8 @@ class Backend(ABC):
     memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM})
 
     def __init__(self, **options: Any) -> None:
-        """Raises TypeError for an option that this backend does not have."""
+        """Raises TypeError for an option that this backend does not have, and for one that is no
+        whole number where it counts something."""
         known = {option.name: option.default for option in self.options()}
         for name in options:
             if name not in known:
@@ -133,6 +142,9 @@ class Backend(ABC):
                     f" it has {', '.join(sorted(known)) or 'none'}"
                 )
         self.settings: dict[str, Any] = {**known, **options}
+        for name, default in known.items():
+            if type(default) is int:
+                self.settings[name] = _whole(name, self.settings[name])
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import tempfile
 import threading
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from gdsload import gpu, libraries, quiet
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
+from gdsload.backends import cufilejson
 from gdsload.backends.base import Support
 from gdsload.errors import BackendUnavailable, GdsloadError
 
@@ -28,10 +28,9 @@ ROOT = "/"  # where the machine's files are looked for
 OPEN_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 
-# CUFileSizeTConfigParameter_t, CUFileBoolConfigParameter_t, CUFileStringConfigParameter_t.
+# CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
 _MAX_DIRECT_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
 _ALLOW_COMPAT = 1
-_LOG_DIR = 2
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
@@ -142,7 +141,11 @@ class Driver:
                     " buffers"
                 )
             _driver.clear()
-            if not self.library.close_driver(CLOSE_SECONDS):
+            try:
+                closed = self.library.close_driver(CLOSE_SECONDS)
+            except CuFileFailure as error:
+                raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
+            if not closed:
                 raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
 
     def wake(self) -> None:
@@ -264,7 +267,8 @@ def support(device: str, allow_compat: bool) -> Support:
     try:
         found = library()
     except BackendUnavailable as error:
-        return Support(False, (str(error),), "pip install nvidia-cufile")
+        mend = "" if _library else "pip install nvidia-cufile"  # or it is there, and the parent's
+        return Support(False, (str(error),), mend)
     if why := gpu.why_not(device):
         return Support(False, (why,))
     if _latched:
@@ -316,43 +320,41 @@ def opened(device: str, allow_compat: bool) -> Driver:
 
 
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
-    _configure(found, allow_compat)
+    with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
+        found.set_bool(_ALLOW_COMPAT, allow_compat)
+    settings = cufilejson.settings(ROOT)
     try:
-        found.open_driver(gpu.device(gpu.ordinal_of(device)), OPEN_SECONDS)
+        with cufilejson.log_elsewhere(settings):
+            found.open_driver(gpu.device(gpu.ordinal_of(device)), OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: it is left to itself") from error
     except CuFileFailure as error:
-        raise _latch(f"cuFile does not open: {explain(error.code) or error}") from error
-    driver = Driver(found)
+        why = explain(error.code) or str(error)
+        if error.code < 0 and settings.source:  # it could not make sense of them
+            which = settings.fault or "its words on stderr say which of them is wrong"
+            why = f"it does not take its settings ({settings.source}): {which}"
+        raise _latch(f"cuFile does not open: {why}") from error
+    try:
+        driver = Driver(found)
+    except CuFileFailure as error:
+        _close_again(found)
+        why = explain(error.code) or str(error)
+        raise _latch(f"cuFile opens, and does not say which way it has: {why}") from error
     if driver.mode == COMPAT and not allow_compat:
-        found.close_driver(CLOSE_SECONDS)
+        _close_again(found)
         raise _latch("cuFile opened in compatibility mode only: it has no native path here")
     return driver
+
+
+def _close_again(found: CuFile) -> None:
+    # It is latched anyway: what closing it has to say changes nothing.
+    with suppress(CuFileFailure):
+        found.close_driver(CLOSE_SECONDS)
 
 
 def _latch(why: str) -> BackendUnavailable:
     _latched.append(why)
     return BackendUnavailable(why, {"cufile": why})
-
-
-def _configure(found: CuFile, allow_compat: bool) -> None:
-    """What cuFile is told before it opens. Where the user has a configuration, only what decides
-    whether a load may be slow in secret."""
-    with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
-        found.set_bool(_ALLOW_COMPAT, allow_compat)
-    if own_configuration():
-        return
-    with suppress(CuFileFailure, NotSupported):
-        # Its log would be dropped into whatever directory the process is in.
-        found.set_string(_LOG_DIR, tempfile.gettempdir())
-
-
-def own_configuration() -> str:
-    """The cuFile settings that the user or the machine has: a path or a variable; else empty."""
-    for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
-        if os.environ.get(name):
-            return f"{name}={os.environ[name]}"
-    return "/etc/cufile.json" if os.path.exists("/etc/cufile.json") else ""
 
 
 def explain(code: int) -> str:

@@ -8,6 +8,7 @@ nothing of devices, reads to addresses as it always does.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from gdsload.backends.base import (
     VRAM,
     Failure,
     Memory,
+    OpenFile,
     Registration,
 )
 from gdsload.backends.pumped import PumpedRequest, file_table
@@ -121,6 +123,7 @@ class StagedRequest(PumpedRequest):
     ) -> None:
         self.road = road
         self.populator = None
+        self._transfers, self._files = transfers, files
         # Kept as long as something may be copied into it.
         self._memory: list[Registration] = list(memory)
         shares: list[tuple[int, int, int]] = []
@@ -164,6 +167,8 @@ class StagedRequest(PumpedRequest):
 
     def failure(self, place: int) -> Failure:
         _, got, code = self.native.result(place)
+        if code < 0 and self.road.files is not None and self._goes_on(place):
+            return Failure(place, got, errno.EIO, "cuFile brought nothing, though the file goes on")
         if self.road.explain is not None and code > 0:
             text = self.road.explain(code)
             if text:
@@ -173,6 +178,15 @@ class StagedRequest(PumpedRequest):
             text = f"the device refused a copy: CUDA error {cuda_error}"
             return Failure(place, got, code, text, final=True)
         return super().failure(place)
+
+    def _goes_on(self, place: int) -> bool:
+        """Whether its bytes are in the file: an end that cuFile tells of may be none."""
+        transfer = self._transfers[place]
+        file = self._files[transfer.shard].what
+        return (
+            isinstance(file, OpenFile)
+            and os.fstat(file.fd).st_size >= transfer.offset + transfer.wanted
+        )
 
     def end(self) -> None:
         """After this nothing is copied into its memory any more."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gdsload import gpu
-from gdsload.backends import cufile
+from gdsload.backends import cufile, cufilejson
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import rings
 
@@ -73,9 +73,25 @@ def native() -> Fact:
 
 
 def _configuration() -> Fact:
-    own = cufile.own_configuration()
-    return Fact("cuFile's configuration", YES, own or "its defaults; its log goes to the system's"
-                " temporary directory")  # fmt: skip
+    name = "cuFile's configuration"
+    found = cufilejson.settings(cufile.ROOT)
+    if found.fault:
+        return Fact(name, NO, f"cuFile does not open with {found.source}: {found.fault}",
+                    "mend the file, or set CUFILE_ENV_PATH_JSON to another")  # fmt: skip
+    log = cufilejson.log_file(found)
+    detail = "; ".join(
+        [found.source or "its defaults", *filter(None, [found.note, log and f"its log is {log}"])]
+    )
+    complaint = cufile.Limits(
+        found.number("per_buffer_cache_size_kb", 1024) << 10,
+        found.number("max_device_cache_size_kb", 131072) << 10,
+        found.number("max_direct_io_size_kb", 1024) << 10,
+        found.number("io_batchsize", 128),
+    ).complaint()
+    if complaint:
+        why, _, mend = complaint.partition(": ")
+        return Fact(name, PARTLY, f"{detail}; {why}", mend)
+    return Fact(name, PARTLY if found.note else YES, detail)
 
 
 def _rings() -> list[Fact]:
