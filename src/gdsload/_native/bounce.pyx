@@ -35,10 +35,13 @@ cdef enum:
     # What is measured at a time: 30 ms of a fast disk, and long beside what overlaps at its ends.
     STRETCH_BYTES = 67108864
     LIVE_STRETCHES = 8
-    # Stretches between two tries of the dearer way, doubled each time that it stays dearer.
+    FIRST_STRETCHES = 2        # of each way, before one is chosen: storage has its moods
+    # Stretches between two tries of the other way, doubled each time that it is no better.
     FIRST_RETRY = 16
-    KNOWN_RETRY = 64           # where an earlier load has measured
     LAST_RETRY = 256
+    # The first of them where an earlier load has chosen: it costs most where that was in place.
+    RETRY_IN_PLACE = 8
+    RETRY_BOUNCED = 64
     PAUSE_NS = 50000000
     WORTH_PERCENT = 110        # a copy costs the processor: it has to be that much faster
 
@@ -53,11 +56,12 @@ cdef struct CBounce:
     CRegion *region            # the slots; NULL until it is armed
     uint64_t slot_bytes
     int slots
-    int first_way              # known from an earlier load; -1: nothing is
+    int first_way              # chosen by an earlier load; -1: by none
     int only                   # the way of all reads, measured or not; -1: as it is measured
     int64_t armed
     int64_t copied_bytes
-    int64_t rates[2]           # bytes per second by way, as last measured; 0: not yet
+    int64_t rates[2]           # bytes per second by way, as measured; 0: not yet
+    int64_t best               # the way that is chosen; -1: none yet
 
 cdef struct Entry:             # one read that the engine has
     uint64_t cookie            # the pump's
@@ -88,6 +92,8 @@ cdef struct Runner:
     int stretch                # the one that reads are added to
     int64_t last_end           # when the stretch before ended; 0: nobody read meanwhile
     int64_t still_since        # when the last read came that was under way
+    int begun[2]               # stretches, by way
+    int measured[2]
     int until_retry
     int retry
 
@@ -100,31 +106,31 @@ cdef void release_bounce(CBounce *self) noexcept nogil:
     free(self)
 
 
-cdef int best_way(CBounce *bounce) noexcept nogil:
-    if bounce.rates[BOUNCED] * 100 > bounce.rates[IN_PLACE] * WORTH_PERCENT:
-        return BOUNCED
-    return IN_PLACE
+cdef int better(CBounce *bounce) noexcept nogil:
+    """What the rates say. Storage that is slower than either way tells nothing of them: then it
+    stays as it is, and in place where nothing was chosen yet."""
+    cdef int64_t in_place = bounce.rates[IN_PLACE], bounced = bounce.rates[BOUNCED]
+    if in_place == 0 or bounced == 0:
+        return <int>bounce.best
+    if bounce.best == BOUNCED:
+        return IN_PLACE if in_place > bounced else BOUNCED
+    return BOUNCED if bounced * 100 > in_place * WORTH_PERCENT else IN_PLACE
 
 
 cdef int next_way(Runner *self) noexcept nogil:
     """The way of the stretch that begins."""
     cdef CBounce *bounce = self.bounce
-    cdef int best
     if bounce.only >= 0:
         return bounce.only
-    if bounce.rates[IN_PLACE] == 0 or bounce.rates[BOUNCED] == 0:
-        if bounce.first_way >= 0:
-            best = bounce.first_way
-        else:
-            return IN_PLACE if bounce.rates[IN_PLACE] == 0 else BOUNCED
-    else:
-        best = best_way(bounce)
+    if bounce.best < 0 and min(self.measured[0], self.measured[1]) < FIRST_STRETCHES:
+        return IN_PLACE if self.begun[IN_PLACE] <= self.begun[BOUNCED] else BOUNCED
+    gds_store(&bounce.best, better(bounce))
     self.until_retry -= 1
     if self.until_retry > 0:
-        return best
+        return <int>bounce.best
     self.retry = min(2 * self.retry, <int>LAST_RETRY)
     self.until_retry = self.retry
-    return 1 - best
+    return 1 - <int>bounce.best
 
 
 cdef void begin_stretch(Runner *self, int way) noexcept nogil:
@@ -136,6 +142,7 @@ cdef void begin_stretch(Runner *self, int way) noexcept nogil:
         return
     one.handed, one.came, one.closed, one.way = 0, 0, 0, way
     self.stretch = place
+    self.begun[way] += 1
 
 
 cdef void measured(Runner *self, Stretch *one) noexcept nogil:
@@ -143,8 +150,12 @@ cdef void measured(Runner *self, Stretch *one) noexcept nogil:
     cdef CBounce *bounce = self.bounce
     cdef int64_t now = monotonic_ns()
     cdef int64_t took = now - self.last_end
+    cdef int64_t known = bounce.rates[one.way], rate
     if self.last_end != 0 and took > 0 and one.came == one.handed:
-        gds_store(&bounce.rates[one.way], max(<int64_t>(<double>one.came * 1e9 / took), 1))
+        # A fast stretch is believed at once, a slow one by half.
+        rate = max(<int64_t>(<double>one.came * 1e9 / took), 1)
+        gds_store(&bounce.rates[one.way], rate if rate > known else (rate + known) // 2)
+        self.measured[one.way] += 1
     self.last_end = now
 
 
@@ -202,7 +213,9 @@ cdef void arm(Runner *self) noexcept nogil:
         self.stretches[0].way = bounce.only
     elif bounce.first_way >= 0:
         self.stretches[0].way = bounce.first_way
-        self.retry = self.until_retry = KNOWN_RETRY
+        gds_store(&bounce.best, bounce.first_way)
+        self.retry = RETRY_BOUNCED if bounce.first_way == BOUNCED else RETRY_IN_PLACE
+        self.until_retry = self.retry
 
 
 cdef void taken(Runner *self, Entry *entry, uint64_t length) noexcept nogil:
@@ -356,6 +369,7 @@ cdef class Bounce:
             raise MemoryError("no memory for a bounce")
         self.bounce.references = 1
         self.bounce.first_way = self.bounce.only = -1
+        self.bounce.best = -1
         self.bounce.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
 
     def capsule(self):
@@ -369,7 +383,7 @@ cdef class Bounce:
     def arm(self, object region, uint64_t slot_bytes, int slots, int first_way=-1, int only=-1):
         """From now on reads may go through ``slots`` of ``slot_bytes`` bytes at the start of a
         region, whose handle it is, asked for as huge pages. ``first_way``: 1 through them, 0 in
-        place, as an earlier load measured; -1: nobody did. ``only``: the same, and nothing is
+        place, as an earlier load chose; -1: nobody did. ``only``: the same, and nothing is
         measured. Once is enough."""
         cdef CRegion *memory = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
         cdef CBounce *bounce = self.bounce
@@ -398,10 +412,8 @@ cdef class Bounce:
         return gds_load(&self.bounce.rates[IN_PLACE]), gds_load(&self.bounce.rates[BOUNCED])
 
     def best(self):
-        """1 where going through slots was worth it, 0 where in place was, -1 where nobody knows."""
-        if 0 in self.rates():
-            return -1
-        return best_way(self.bounce)
+        """The way that was chosen: 1 through slots, 0 in place; -1 where both were not measured."""
+        return -1 if 0 in self.rates() else gds_load(&self.bounce.best)
 
     def __dealloc__(self):
         if self.bounce != NULL:

@@ -22,8 +22,8 @@ from gdsload.version import __version__
 CHOICES = ("auto", "always", "never")
 # Of one request each: while one is emptied, the others are read to.
 SLOTS = 4
-# Two stretches of either way: what is smaller has come before anything is known.
-LEAST_BYTES = 256 << 20
+# Four stretches are measured, one is not: what is smaller has come before anything is known.
+LEAST_BYTES = 320 << 20
 DEVICE = "cpu"
 WAYS = ("in place", "bounced")
 
