@@ -93,6 +93,8 @@ bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, engine
 	for model in $(MODELS); do $(PY) -m gdsload bench compare $$model --replace || exit 1; done
 	for model in $(MODELS); do $(PY) -m gdsload bench start $$model --replace || exit 1; done
 	$(PY) -m gdsload bench scale --replace
+	$(PY) -m benchmarks.parse --replace
+	$(PY) -m benchmarks.pool .cache/bench/pool --replace
 	$(PY) -m benchmarks.pipeline --replace
 	$(PY) -m gdsload bench report
 

@@ -22,10 +22,11 @@ ARMS = (
     "gdsload", "safetensors-mmap", "safetensors-pread", "safetensors-prefetch", "fastsafetensors",
     "fastsafetensors-parallel", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "instanttensor",
     "tensorizer", "nixl-posix", "nixl-gds-mt", "bare", "bare:pages=huge", "bare:memory=backed",
-    "pinned", "fio",
+    "bare:pages=huge,memory=backed", "pinned", "fio",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
+IN_PLACE = "bounce=never"  # as every other loader reads into host memory
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Where cuFile has no way of its own, this is how it is at its best.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
@@ -41,7 +42,7 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        names += [f"gdsload:{choice}" for choice in (*ENGINES, *CUFILE)]
+        names += [f"gdsload:{choice}" for choice in (IN_PLACE, *ENGINES, *CUFILE)]
         names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
@@ -92,7 +93,7 @@ def idle(arm: Arm, options: argparse.Namespace) -> str:
     """Why an engine of ours would have nothing to do; empty where it has, or was asked for."""
     if options.arms or not options.warm or options.device != CPU or arm.label in options.also:
         return ""
-    named = arm.kind == "gdsload" and "engine" in arm.settings
+    named = arm.kind == "gdsload" and not arm.settings.keys().isdisjoint(("engine", "bounce"))
     return "what is wholly in the page cache is mapped: no engine reads" if named else ""
 
 
