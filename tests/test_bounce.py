@@ -122,6 +122,21 @@ def test_never_and_too_little(large: Path, tmp_path: Path) -> None:
     assert verdicts.kept() == []
 
 
+def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
+    for name, tensor in gdsload.stream(large, cache="direct", window_bytes=STRETCH_BYTES):
+        assert int(tensor[0]) == int(name[1:]) + 1
+    assert any(road.endswith("bounced") for road in gdsload.last_report().roads)
+
+
+def test_what_was_kept_holds_for_smaller_loads(large: Path) -> None:
+    assert verdicts.keep(verdict(large, "bounced")) == ""
+    gdsload.load_file(large, cache="direct", names=["t02"])
+    roads = gdsload.last_report().roads
+    assert next(size for road, size in roads.items() if road.endswith("bounced")) > 60 << 20
+    gdsload.load_file(large, cache="direct", names=["t02"], options={"bounce": "never"})
+    assert not any(road.endswith("bounced") for road in gdsload.last_report().roads)
+
+
 def test_a_choice_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="bounce='sometimes' is none of auto, always, never"):
         PosixBackend(bounce="sometimes")

@@ -24,6 +24,8 @@ CHOICES = ("auto", "always", "never")
 SLOTS = 4
 # Four stretches are measured, one is not: what is smaller has come before anything is known.
 LEAST_BYTES = 320 << 20
+# What an earlier load has found is worth the memory from here on.
+LEAST_KNOWN_BYTES = 64 << 20
 DEVICE = "cpu"
 WAYS = ("in place", "bounced")
 
@@ -35,23 +37,27 @@ class Bounced:
         """`engine` is the capsule of the engine that reads."""
         self._choice = settings["bounce"]
         self._slot_bytes = settings["request_bytes"]
-        self._told = 0
-        self._mount = ""
+        self._told = self._asked = 0
+        self._mount: str | None = None
         self._known = -1
         self._bounce = Bounce(engine) if self._choice != "never" else None
         self.engine = engine if self._bounce is None else self._bounce.capsule()
         self.buffers = [] if self._bounce is None else self._bounce.buffers()
 
     def arm(self, transfers: Sequence[Transfer], files: Sequence[Registration]) -> None:
-        """Takes the memory for it, with the first request that is large enough."""
+        """Takes the memory for it, where these transfers and those before them are enough."""
         bounce = self._bounce
         if bounce is None or bounce.armed or not transfers:
             return
         only = WAYS.index("bounced") if self._choice == "always" else -1
-        if only < 0 and sum(t.length for t in transfers if t.road == "direct") < LEAST_BYTES:
-            return
         if only < 0:
-            self._ask(files[transfers[0].shard])
+            self._asked += sum(t.length for t in transfers if t.road == "direct")
+            if self._asked < LEAST_KNOWN_BYTES:
+                return
+            if self._mount is None:
+                self._ask(files[transfers[0].shard])
+            if self._asked < LEAST_BYTES and self._known != WAYS.index("bounced"):
+                return
         try:
             region = Region.anonymous(SLOTS * self._slot_bytes)
         except MemoryError:
@@ -62,6 +68,7 @@ class Bounced:
         """What is kept of the storage that this file is on."""
         from gdsload import verdicts  # small loads need none
 
+        self._mount = ""
         if isinstance(registration.what, OpenFile):
             mount = mount_of(registration.what.path)
             self._mount = mount.key if mount is not None else ""

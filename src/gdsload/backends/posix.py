@@ -212,10 +212,11 @@ class PosixBackend(Backend):
     ) -> Any:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
             return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
-        request = PosixRequest(self.pump, self.settings, transfers, files, memory)
-        if self._bounced is not None and not request.shared:
+        pump = self.pump
+        # Before its threads make memory ready, which whoever maps memory has to wait for.
+        if self._bounced is not None and not _shared(memory):
             self._bounced.arm(transfers, files)
-        return request
+        return PosixRequest(pump, self.settings, transfers, files, memory)
 
     def _device_road(self, device: str) -> Any:
         from gdsload.backends import posix_vram
@@ -286,7 +287,7 @@ class PosixRequest(PumpedRequest):
         memory: Sequence[Registration],
     ) -> None:
         self.populator: Populator | None = None
-        self.shared = any(isinstance(e.what, Memory) and e.what.device for e in memory)
+        self.shared = _shared(memory)
         table, direct, buffered = file_table(files)
         handles = [getattr(entry.what, "region", None) for entry in memory]
         regions = [None if region is None else region.handle() for region in handles]
@@ -323,6 +324,11 @@ class PosixRequest(PumpedRequest):
         self.native.quiet(DRAIN_SECONDS)
         if self.populator is not None:
             self.populator.stop()
+
+
+def _shared(memory: Sequence[Registration]) -> bool:
+    """Whether a device has that memory too."""
+    return any(isinstance(entry.what, Memory) and entry.what.device for entry in memory)
 
 
 def _spare_threads() -> int:
