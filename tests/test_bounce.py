@@ -114,8 +114,9 @@ def test_what_was_kept_holds_from_the_first_byte(large: Path, road: str) -> None
     assert went["direct" if road == "bounced" else "bounced"] == 0
 
 
-def test_never_and_too_little(large: Path, tmp_path: Path) -> None:
+def test_never_too_large_and_too_little(large: Path, tmp_path: Path) -> None:
     assert load(large, bounce="never")["bounced"] == 0
+    assert load(large, bounce="always", request_bytes=32 << 20)["bounced"] == 0
     small = tmp_path / "small.safetensors"
     safetensors.torch.save_file({"t": torch.tensor([1])}, small)
     assert load(small)["bounced"] == 0

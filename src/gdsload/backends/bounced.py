@@ -22,6 +22,8 @@ from gdsload.version import __version__
 CHOICES = ("auto", "always", "never")
 # Of one request each: while one is emptied, the others are read to.
 SLOTS = 4
+# Larger requests are read in place: what a load needs beside its tensors stays small.
+MOST_SLOT_BYTES = 16 << 20
 # Four stretches are measured, one is not: what is smaller has come before anything is known.
 LEAST_BYTES = 320 << 20
 # What an earlier load has found is worth the memory from here on.
@@ -40,7 +42,8 @@ class Bounced:
         self._told = self._asked = 0
         self._mount: str | None = None
         self._known = -1
-        self._bounce = Bounce(engine) if self._choice != "never" else None
+        wanted = self._choice != "never" and self._slot_bytes <= MOST_SLOT_BYTES
+        self._bounce = Bounce(engine) if wanted else None
         self.engine = engine if self._bounce is None else self._bounce.capsule()
         self.buffers = [] if self._bounce is None else self._bounce.buffers()
 
