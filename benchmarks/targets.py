@@ -17,8 +17,9 @@ from .places import RESULTS
 
 Result = dict[str, Any]
 OURS, MODEL, STOCK, CAST = "gdsload", "gdsload-model", "transformers", ":dtype=float32"
-# Two processes that hold the same tensors differ by some pages.
-MEMORY_SLACK = 1.01
+# Two processes that hold the same tensors differ by some pages; and what a load takes beside them
+# is bounded, and no part of the model: four slots of 4 MiB.
+MEMORY_SLACK, SLOT_BYTES = 1.01, 16 << 20
 GROWTH_BYTES = 1 << 20
 
 
@@ -88,8 +89,10 @@ def warm(result: Result) -> Found:
     return beside(result, "safetensors-mmap", 1.05)
 
 
-def least(fact: str, slack: float, form: Callable[[float], str]) -> Callable[[Result], Found]:
-    """No more of something than the loader that takes the least of it."""
+def least(
+    fact: str, form: Callable[[float], str], slack: float = 1.0, more: float = 0.0
+) -> Callable[[Result], Found]:
+    """No more of something than the loader that takes the least of it, but for some slack."""
 
     def measure(result: Result) -> Found:
         found = tables.grouped(result)
@@ -100,7 +103,7 @@ def least(fact: str, slack: float, form: Callable[[float], str]) -> Callable[[Re
         best = min(loaders(result), key=median)
         return Found(
             f"{form(median(OURS))}, {best} {form(median(best))}",
-            median(OURS) <= slack * median(best),
+            median(OURS) <= slack * median(best) + more,
         )
 
     return measure
@@ -183,9 +186,10 @@ TARGETS = (
     Target("cold: the bare reader's rate", "0.95 of it", COLD, bare_rate),
     Target("cold: the fastest loader", "no slower than any other", COLD, fastest),
     Target("cold: CPU", "no more than any other", COLD,
-           least("cpu_s", 1.0, lambda value: f"{value:.2f} s")),
-    Target("cold: peak memory", "no more than any other, to 1 %", COLD,
-           least("peak_rss_bytes", MEMORY_SLACK, lambda value: f"{value / 1e9:.2f} GB")),
+           least("cpu_s", lambda value: f"{value:.2f} s")),
+    Target("cold: peak memory", "no more than any other, to 1 % and 16 MiB", COLD,
+           least("peak_rss_bytes", lambda value: f"{value / 1e9:.3f} GB", MEMORY_SLACK,
+                 SLOT_BYTES)),
     Target("warm", "1.05 of safetensors' time", (f"warm-{SMALL}-backed", f"warm-{LARGE}"), warm),
     Target("plan and hand over, 100,000 tensors", "under 5 us a tensor", ("parse",), of_tensors),
     Target("open 200 shards of 100,000 tensors", "under 1 s", ("parse",), of_headers),
