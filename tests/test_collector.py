@@ -64,7 +64,8 @@ def test_what_was_frozen_stays_frozen() -> None:
         frozen = gc.get_freeze_count()
         with collector_paused():
             kept = [[] for _ in range(2 * MANY)]  # type: ignore[var-annotated]
-        assert gc.get_freeze_count() == frozen and kept
+        # Some of what was frozen may have ended meanwhile; thawed, there would be none.
+        assert frozen - 1000 < gc.get_freeze_count() <= frozen and kept
     finally:
         gc.unfreeze()
 
