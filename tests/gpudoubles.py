@@ -28,6 +28,7 @@ from gdsload.backends import cufile, staged
 
 SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
+CLOSES_INPUT = 12
 COMPAT, NVFS, P2P = 0, 1, 2
 # What a device shares with the host: bits of INTEGRATED, HOST_PAGE_TABLES, CONCURRENT_MANAGED.
 DISCRETE, JETSON, GB10, GH200 = 0, 1, 5, 6
@@ -45,12 +46,13 @@ def compiler() -> str:
 
 
 @functools.cache
-def built(name: str) -> Path:
+def built(name: str, *defined: str) -> Path:
     """The double of that name, compiled; it stays as long as the process."""
     folder = Path(tempfile.mkdtemp(prefix="gdsload-doubles-"))
     out = folder / f"lib{name}.so"
     command = [compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
-               "-fvisibility=hidden", str(SOURCES / f"{name}.c"), "-o", str(out)]  # fmt: skip
+               "-fvisibility=hidden", *(f"-D{word}" for word in defined),
+               str(SOURCES / f"{name}.c"), "-o", str(out)]  # fmt: skip
     subprocess.run(command, check=True)
     return out
 
@@ -111,6 +113,23 @@ class Doubles:
     def capture_graphs(self, capture: bool) -> None:
         """Somebody captures a graph meanwhile, on another thread."""
         self.cuda.cuda_double_capture(capture)
+
+    def capture_stream(self, capture: bool) -> None:
+        """A graph is captured on the default stream of the first device."""
+        self.cuda.cuda_double_capture_stream(0, capture)
+
+    def keep_busy(self) -> None:
+        """Gives the default stream of the first device work that goes on until `end_work`."""
+        self.cuda.cuda_double_work(0)
+
+    def end_work(self) -> None:
+        """Ends that work, and runs all that waits for it."""
+        self.cuda.cuda_double_end_work()
+
+    @property
+    def hung(self) -> int:
+        """Calls that hang now."""
+        return int(self.cuda.double_hung() + self.cufile.double_hung())
 
     def let_go(self) -> None:
         self.cuda.double_let_go()
@@ -204,6 +223,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     yield doubles
     doubles.let_go()
     doubles.hold_copies(False)
+    doubles.end_work()
     ring.release_rings()
     staged._kept.clear()  # copies that a busy machine was late with have ended now
     assert doubles.complaints() == ""

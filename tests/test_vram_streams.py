@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,18 @@ import torch
 import gdsload
 import gpudoubles
 from gdsload import gpu, ring, tensors, vram
+from gdsload.backends import staged
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
+from gdsload.cuts import whole
+from gdsload.devicefeed import DeviceStage
 from gdsload.errors import PlacementError
+from gdsload.feed import Feed
+from gdsload.load import Session
+from gdsload.report import LoadReport
 from gpudoubles import CODE, Doubles
+from gpuloads import PATIENCE_SECONDS
 from test_vram import ROADS, device_tensor, raw
 
 
@@ -180,6 +190,36 @@ def test_two_allocations_that_touch_are_not_one(
     block.device.release(block.address)
 
 
+class TorchStream:
+    """torch's current stream: the default one."""
+
+    cuda_stream = 0
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+class TorchCuda:
+    """What of `torch.cuda` a load asks, in a process that uses CUDA."""
+
+    def __init__(self) -> None:
+        self.stream = TorchStream()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: str) -> TorchStream:
+        return self.stream
+
+    def memory_reserved(self, ordinal: int) -> int:
+        return 0
+
+    memory_allocated = memory_reserved
+
+
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_torch_is_not_waited_for(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
@@ -188,28 +228,7 @@ def test_torch_is_not_waited_for(
     """The device is told to copy after what torch's stream has to do. Only where it does not take
     that, the stream is waited for."""
 
-    class Stream:
-        cuda_stream = 0
-        waited = 0
-
-        def synchronize(self) -> None:
-            self.waited += 1
-
-    class Cuda:
-        stream = Stream()
-
-        def is_initialized(self) -> bool:
-            return True
-
-        def current_stream(self, device: str) -> Stream:
-            return self.stream
-
-        def memory_reserved(self, ordinal: int) -> int:
-            return 0
-
-        memory_allocated = memory_reserved
-
-    cuda = Cuda()
+    cuda = TorchCuda()
     monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
     followed: list[int] = []
     follow = Backends[backend].follow
@@ -240,3 +259,59 @@ def test_torch_has_no_room(
     ):
         with pytest.raises(PlacementError, match="CUDA out of memory"):
             read()
+
+
+class Allocator(Block):
+    """torch's allocator: memory whose tensor is gone is lent again at once, whatever the device has
+    to do with it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.returned: list[tuple[int, int]] = []  # address, bytes
+        self.lent = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        view = (ctypes.c_char * nbytes).from_address(self.next)
+        weakref.finalize(view, self.returned.append, (self.next, nbytes))
+        self.next += -(-nbytes // 512) * 512
+        self.lent += 1
+        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Copies wait for what torch's stream has to do, and run when the load has ended long since."""
+    allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
+    monkeypatch.setattr(vram, "empty", allocator.empty)
+    monkeypatch.setattr(vram, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(staged, "_kept", [])
+    doubles.keep_busy()
+    with (
+        gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(
+            checkpoint, LoadReport("m"), device="cuda:0", backend=backend, options=options
+        ) as session,
+    ):
+        cuts = [whole(info) for info in checkpoint.tensors.values()]
+        with Feed(session, cuts, window_bytes=0, stages=DeviceStage) as feed:
+            feed.start()
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while doubles.cuda_log["copies"] == copies:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+    gc.collect()
+    for address, nbytes in allocator.returned:
+        ctypes.memset(address, 0x5A, nbytes)  # its next owner
+    doubles.end_work()
+    for address, nbytes in allocator.returned:
+        assert ctypes.string_at(address, nbytes) == b"\x5a" * nbytes
+    while not all(request.landed for request in staged._kept):
+        assert time.monotonic() < deadline
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+    gc.collect()
+    assert staged._kept == [] and len(allocator.returned) == allocator.lent
+    allocator.device.release(allocator.address)

@@ -73,4 +73,6 @@ class DeviceStage(Stage):
         """Releases what nobody took, and the request."""
         self.release()
         self.spots.clear()
-        self._shelf.tensors.clear()
+        # The dict stays whole: a request with copies on their way holds it, and torch's allocator
+        # must not lend the memory before they have ended.
+        self._shelf.tensors = {}

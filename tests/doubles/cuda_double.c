@@ -2,10 +2,11 @@
  *
  * It keeps the part of the driver's contract that gdsload leans on: memory is allocated and freed
  * once, copies come from memory that is pinned or the device's own and end inside an allocation,
- * they run later than they were asked for and in the order of their stream, an event is done when
- * what came before it is. A copy runs when its event has been asked about `patience` times, so that
+ * they run later than they were asked for and in the order of their stream, which waits for what it
+ * was told to wait for, an event is done when what came before it in its stream is. Tests give a
+ * stream work of others, which ends when they say so. A copy runs when its event has been asked about `patience` times, so that
  * a slot that was used again too early shows as wrong bytes. Contexts must be retained and current,
- * streams and events of the current one. While somebody captures a graph, what would break it breaks
+ * streams and events of the current one. Nothing is recorded in a stream that is captured. While somebody captures a graph, what would break it breaks
  * a promise; when the process ends, every call is refused, and what is left is told of. Built with names from the real
  * libcufile (stubs.inc), it also carries that library's compatibility mode.
  */
@@ -24,21 +25,27 @@
 #define NOT_SUPPORTED 801
 #define CAPTURE_UNSUPPORTED 900
 #define ROOM 4096
-#define OPS 65536
 
 typedef struct { char *base; size_t length; char *raw; int managed; void *context; } range_t;
-typedef struct { char *to; const char *from; size_t length; } copy_t;
-typedef struct { int ordinal, retained, alive; } context_t;
-typedef struct { context_t *context; } stream_t;
-typedef struct { int asked; long after; int recorded; context_t *context; } event_t;
+enum { COPY, WAIT, WORK };
+typedef struct stream stream_t;
+typedef struct {
+    int kind;
+    char *to; const char *from; size_t length;   /* COPY */
+    stream_t *of; long after;                    /* WAIT: until so much of that stream is done */
+} op_t;
+typedef struct context context_t;
+struct stream { context_t *context; op_t *ops; long room, asked_for, done; int captured, destroyed; };
+struct context { int ordinal, retained, alive; stream_t own; };   /* its default stream */
+typedef struct { int asked; stream_t *of; long after; int recorded; context_t *context; } event_t;
 
 static context_t contexts[8];
 static range_t device[ROOM], pinned[ROOM];
 static int device_count = 1, ranges, pins, streams, events, retained;
 static size_t used, kept, residue, capacity = (size_t)1 << 40;
 static int patience, held, sticky, weightless;
-static copy_t queue[OPS];          /* one queue: what every stream does, in one order */
-static long asked_for, done;
+static stream_t *all[ROOM];        /* streams that were created: never freed, but used again */
+static int all_count, working;     /* whether work of others goes on */
 static int64_t copies, copied, allocations, frees;
 static int unified;                /* of these: */
 enum { INTEGRATED = 1, HOST_PAGE_TABLES = 2, CONCURRENT_MANAGED = 4 };
@@ -54,15 +61,39 @@ static range_t *range_of(range_t *table, int count, const void *at, size_t lengt
             return &table[i];
     return NULL;
 }
-static void run_until(long end)
+static void push(stream_t *stream, op_t op)
 {
-    for (; done < end; done++) {
-        copy_t *copy = &queue[done % OPS];
-        if (!range_of(device, ranges, copy->to, copy->length))
-            broken("a copy of %zu bytes ran after its memory was freed", copy->length);
-        else
-            memmove(copy->to, copy->from, copy->length);
+    if (stream->asked_for - stream->done == stream->room) {
+        long room = stream->room ? 2 * stream->room : 64;
+        op_t *ops = malloc(room * sizeof *ops);
+        for (long at = stream->done; at < stream->asked_for; at++)
+            ops[at % room] = stream->ops[at % stream->room];
+        free(stream->ops);
+        stream->ops = ops;
+        stream->room = room;
     }
+    stream->ops[stream->asked_for++ % stream->room] = op;
+}
+/* Does what a stream was asked for, up to a place: whether it got there. Whoever waits for the device
+ * itself (`wait`) waits until the work of others has ended. */
+static int run_until(stream_t *stream, long end, int wait)
+{
+    for (; stream->done < end; stream->done++) {
+        op_t *op = &stream->ops[stream->done % stream->room];
+        if (op->kind == WORK && working && !wait) return 0;
+        if (op->kind == WAIT && !run_until(op->of, op->after, wait)) return 0;
+        if (op->kind != COPY) continue;
+        if (!range_of(device, ranges, op->to, op->length))
+            broken("a copy of %zu bytes ran after its memory was freed", op->length);
+        else
+            memmove(op->to, op->from, op->length);
+    }
+    return 1;
+}
+static void run_all(void)
+{
+    for (int i = 0; i < all_count; i++) run_until(all[i], all[i]->asked_for, 1);
+    for (int i = 0; i < 8; i++) run_until(&contexts[i].own, contexts[i].own.asked_for, 1);
 }
 static int enter(const char *call, int needs_context)
 {
@@ -99,6 +130,10 @@ static int of_this_context(const char *call, context_t *context)
     broken("%s with a stream or an event of another context", call);
     return 0;
 }
+static stream_t *stream_of(stream_t *handle)
+{
+    return handle > (stream_t *)2 ? handle : &stack[depth - 1]->own;
+}
 static context_t *context_of(stream_t *stream)
 {
     return stream > (stream_t *)2 ? stream->context : stack[depth - 1];
@@ -117,7 +152,8 @@ EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int 
 {
     pthread_mutex_lock(&lock);
     device_count = devices; capacity = bytes; patience = wanted_patience; unified = wanted_unified;
-    held = sticky = capturing = 0;
+    held = sticky = capturing = working = 0;
+    for (int i = 0; i < 8; i++) contexts[i].own.captured = 0;
     used -= kept; kept = residue = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -127,6 +163,24 @@ EXPORT void cuda_double_hold(int hold)
     held = hold;
     pthread_mutex_unlock(&lock);
 }
+/* Gives the default stream of a device work that goes on until it is ended. */
+EXPORT void cuda_double_work(int ordinal)
+{
+    pthread_mutex_lock(&lock);
+    working = 1;
+    push(&contexts[ordinal].own, (op_t){ .kind = WORK });
+    pthread_mutex_unlock(&lock);
+}
+/* It has ended, and with it all that waited for it. */
+EXPORT void cuda_double_end_work(void)
+{
+    pthread_mutex_lock(&lock);
+    working = 0;
+    run_all();
+    pthread_mutex_unlock(&lock);
+}
+/* A graph is being captured on the default stream of a device. */
+EXPORT void cuda_double_capture_stream(int ordinal, int wanted) { contexts[ordinal].own.captured = wanted; }
 /* What a driver takes for itself with the first stream, and keeps. */
 EXPORT void cuda_double_residue(size_t bytes) { residue = bytes; }
 EXPORT void cuda_double_break(int code) { sticky = code; }
@@ -310,7 +364,7 @@ EXPORT int cuCtxSynchronize(void)
 {
     ENTER(1);
     if (capturing) { broken("a device was waited for while a graph was captured"); return leave(CAPTURE_UNSUPPORTED); }
-    run_until(asked_for);
+    run_all();
     return leave(0);
 }
 EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
@@ -355,7 +409,7 @@ EXPORT int cuMemFree_v2(uint64_t address)
     for (int i = 0; i < ranges; i++) {
         range_t found = device[i];
         if (found.base != (char *)address) continue;
-        run_until(asked_for);     /* as cuMemFree does */
+        run_all();                /* as cuMemFree does */
         for (char *at = found.base + found.length; at < found.raw + found.length + 8192; at++)
             if (*at != (char)0xA5) { broken("bytes were written past an allocation"); break; }
         used -= found.length;
@@ -393,7 +447,7 @@ static int unpin(char *at, int ours)
 {
     for (int i = 0; i < pins; i++)
         if (pinned[i].base == at && !pinned[i].raw == !ours) {
-            run_until(asked_for);
+            run_all();
             if (!is_mapped(at, pinned[i].length)) broken("memory was unmapped while it was pinned");
             pinned[i] = pinned[--pins];
             return 0;
@@ -443,7 +497,7 @@ EXPORT int cuMemcpy(uint64_t to, uint64_t from, size_t bytes)
 {
     ENTER(1);
     UNSAFE();
-    run_until(asked_for);
+    run_all();
     memmove((void *)to, (void *)from, bytes);
     return leave(0);
 }
@@ -471,11 +525,11 @@ EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream)
     }
     if (!range_of(pinned, pins, (void *)from, bytes) && !range_of(device, ranges, (void *)from, bytes))
         broken("a copy of %zu bytes from memory that is not pinned", bytes);
-    if (asked_for - done == OPS) run_until(asked_for);
-    queue[asked_for++ % OPS] = (copy_t){ (char *)to, (char *)from, bytes };
+    stream_t *queue = stream_of(stream);
+    push(queue, (op_t){ COPY, (char *)to, (char *)from, bytes, NULL, 0 });
     copies++;
     copied += bytes;
-    if (patience == 0 && !held) run_until(asked_for);
+    if (patience == 0 && !held) run_until(queue, queue->asked_for, 0);
     return leave(0);
 }
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream)
@@ -487,7 +541,14 @@ EXPORT int cuStreamCreate(void **stream, unsigned flags)
 {
     ENTER(1);
     if (flags != 1) broken("a stream that waits for the default one");
-    *stream = memcpy(malloc(sizeof(stream_t)), &(stream_t){ stack[depth - 1] }, sizeof(stream_t));
+    int place = 0;
+    while (place < all_count && !(all[place]->destroyed && all[place]->done == all[place]->asked_for))
+        place++;
+    if (place == ROOM) return leave(OUT_OF_MEMORY);
+    if (place == all_count) all[all_count++] = calloc(1, sizeof(stream_t));
+    all[place]->context = stack[depth - 1];
+    all[place]->destroyed = 0;
+    *stream = all[place];
     stack[depth - 1]->alive++;
     used += residue; kept += residue; residue = 0;
     streams++;
@@ -496,19 +557,33 @@ EXPORT int cuStreamCreate(void **stream, unsigned flags)
 EXPORT int cuStreamDestroy_v2(void *stream)
 {
     ENTER(1);
-    run_until(asked_for);
+    run_until(stream, ((stream_t *)stream)->asked_for, 0);   /* the rest goes on without it */
     ((stream_t *)stream)->context->alive--;
-    free(stream);
+    ((stream_t *)stream)->destroyed = 1;
     if (--streams < 0) broken("a stream was destroyed twice");
     return leave(0);
 }
-EXPORT int cuStreamSynchronize(void *stream) { ENTER(1); (void)stream; run_until(asked_for); return leave(0); }
+EXPORT int cuStreamSynchronize(void *stream)
+{
+    ENTER(1);
+    run_until(stream_of(stream), stream_of(stream)->asked_for, 1);
+    return leave(0);
+}
+#ifndef OLD_DRIVER
+EXPORT int cuStreamIsCapturing(void *stream, int *status)
+{
+    ENTER(1);
+    *status = stream_of(stream)->captured;
+    return leave(0);
+}
+#endif
 EXPORT int cuStreamWaitEvent(void *stream, event_t *event, unsigned flags)
 {
     ENTER(1);
     if (flags) return leave(INVALID);
     if (!of_this_context(__func__, context_of(stream))) return leave(INVALID_HANDLE);
     if (!event->recorded) broken("a stream waits for an event that was never recorded");
+    else push(stream_of(stream), (op_t){ .kind = WAIT, .of = event->of, .after = event->after });
     return leave(0);
 }
 EXPORT int cuEventCreate(event_t **event, unsigned flags)
@@ -528,18 +603,24 @@ EXPORT int cuEventRecord(event_t *event, void *stream)
         broken("an event of one context was recorded in a stream of another");
         return leave(INVALID_HANDLE);
     }
-    *event = (event_t){ 0, asked_for, 1, event->context };
+    if (stream_of(stream)->captured) broken("an event became part of a graph that is captured");
+    *event = (event_t){ 0, stream_of(stream), stream_of(stream)->asked_for, 1, event->context };
     return leave(0);
 }
 EXPORT int cuEventQuery(event_t *event)
 {
     ENTER(0);
     UNSAFE();
-    if (event->after > done && (held || event->asked++ < patience)) return leave(NOT_READY);
-    run_until(event->after);
+    if (!event->of || event->of->done >= event->after) return leave(0);
+    if (held || event->asked++ < patience) return leave(NOT_READY);
+    return leave(run_until(event->of, event->after, 0) ? 0 : NOT_READY);
+}
+EXPORT int cuEventSynchronize(event_t *event)
+{
+    ENTER(0);
+    if (event->of) run_until(event->of, event->after, 1);
     return leave(0);
 }
-EXPORT int cuEventSynchronize(event_t *event) { ENTER(0); run_until(event->after); return leave(0); }
 EXPORT int cuEventDestroy_v2(event_t *event)
 {
     ENTER(0);

@@ -199,10 +199,17 @@ class StagedRequest(PumpedRequest):
         native.quiet(DRAIN_SECONDS)
         landed = self._landing.end(DRAIN_SECONDS)
         self.road.ended(whole and landed)
+        _kept[:] = [each for each in _kept if not each.landed]
         if not landed:
-            # A device that does not end its copies: their memory must never be used again.
+            # A device that is busy with other work: until it has ended the copies, their memory
+            # must not be used for anything else.
             _kept.append(self)
 
+    @property
+    def landed(self) -> bool:
+        """Whether no copy into its memory is on its way."""
+        return self._landing.end(0.0)
 
-# Requests whose copies never ended.
+
+# Requests that have ended before their copies had.
 _kept: list[StagedRequest] = []
