@@ -17,6 +17,7 @@ import torch
 import gdsload
 import gpudoubles
 from gdsload import gpu, ring, tensors, vram
+from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staged
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
@@ -315,3 +316,26 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
     gc.collect()
     assert staged._kept == [] and len(allocator.returned) == allocator.lent
     allocator.device.release(allocator.address)
+
+
+@pytest.mark.parametrize(("backend", "options"), [*ROADS, ("auto", ROADS[0][1])])
+def test_load_while_graph_is_captured_is_refused(
+    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its copies would become a part of the graph, and run with each of its launches."""
+    cuda = TorchCuda()
+    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    doubles.capture_stream(True)
+    with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+    assert gdsload.last_report().requests == 0
+    assert cuda.stream.waited == 0
+    doubles.capture_stream(False)
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+
+
+def test_driver_that_does_not_tell_of_captures_works() -> None:
+    device = Device(Cuda(str(gpudoubles.built("cuda_double", "OLD_DRIVER"))), 0)
+    assert device.captures(0) is False
+    device.close()

@@ -311,11 +311,19 @@ def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
 
 def follow(session: Session) -> None:
     """Memory from torch's allocator may still be in use by what its last owner gave the device to
-    do: nothing is copied there before that is done. The device is told so, and nobody waits."""
+    do: nothing is copied there before that is done. The device is told so, and nobody waits.
+
+    Raises PlacementError while a graph is captured: copies would become a part of it.
+    """
     cuda = _torch_cuda()
     if not cuda.is_initialized():
         return
     stream = cuda.current_stream(session.device)
+    if gpu.device(gpu.ordinal_of(session.device)).captures(stream.cuda_stream):
+        raise PlacementError(
+            f"a CUDA graph is being captured on the current stream of {session.device}: load before"
+            " the capture, or in a thread with another current stream"
+        )
     if not session.backend.follow(session.device, stream.cuda_stream):
         stream.synchronize()
 

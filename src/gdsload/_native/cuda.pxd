@@ -15,6 +15,7 @@ cdef enum:
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
     CU_MEM_ATTACH_GLOBAL = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
+    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
 
 cdef struct CudaApi:
     int (*init)(unsigned int flags) noexcept nogil
@@ -53,6 +54,8 @@ cdef struct CudaApi:
     int (*pointer_attribute)(void *value, int attribute, uint64_t address) noexcept nogil
     int (*error_name)(int error, const char **name) noexcept nogil
     int (*error_text)(int error, const char **text) noexcept nogil
+    # NULL before CUDA 10.
+    int (*stream_capturing)(void *stream, int *status) noexcept nogil
 
 cdef inline int relax(CudaApi *cuda) noexcept nogil:
     """What this thread asks of CUDA from now on breaks no graph that another thread is capturing:

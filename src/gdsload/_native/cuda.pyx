@@ -17,12 +17,13 @@ from gdsload._native.cuda cimport (
     CU_MEMHOSTALLOC_PORTABLE,
     CU_MEMHOSTREGISTER_PORTABLE,
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE,
     CUDA_SUCCESS,
     CudaApi,
     enter_context,
     leave_context,
 )
-from gdsload._native.dynamic cimport dlclose, fill_table, open_library
+from gdsload._native.dynamic cimport fill_table, open_library
 
 # In the order of CudaApi: a table of pointers is filled from a table of names.
 _SYMBOLS = (
@@ -38,6 +39,8 @@ _SYMBOLS = (
     "cuPointerGetAttribute", "cuGetErrorName",
     "cuGetErrorString",
 )
+# Behind them: what older drivers lack.
+_OPTIONAL = ("cuStreamIsCapturing",)
 
 
 class CudaFailure(RuntimeError):
@@ -71,10 +74,9 @@ cdef class Cuda:
         if self.api == NULL:
             raise MemoryError("no memory for CUDA's functions")
         library = open_library(path)
-        found = fill_table(library, <void **>self.api, _SYMBOLS)
+        found = fill_table(library, <void **>self.api, _SYMBOLS + _OPTIONAL)
         for name in _SYMBOLS:
             if name not in found:
-                dlclose(library)
                 raise OSError(f"{path} has no {name}: this CUDA driver is too old")
         self.path = path
         self.pid = getpid()
@@ -116,7 +118,7 @@ cdef class Cuda:
 
 
 cdef assert_table(size_t entries):
-    if entries != len(_SYMBOLS):
+    if entries != len(_SYMBOLS) + len(_OPTIONAL):
         raise ImportError("cuda.pxd and cuda.pyx name different functions")
 
 
@@ -290,6 +292,18 @@ cdef class Device:
         code = self.cuda.api.pointer_attribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         leave_context(self.cuda.api, mode)
         return kind if code == CUDA_SUCCESS else 0
+
+    def captures(self, uint64_t stream):
+        """Whether a CUDA graph is being captured on a stream (a CUstream of this device, 0: the
+        default one). False where the driver does not tell."""
+        cdef int status = 0
+        cdef int code, mode
+        if self.cuda.api.stream_capturing == NULL:
+            return False
+        mode = self.enter()
+        code = self.cuda.api.stream_capturing(<void *><uintptr_t>stream, &status)
+        leave_context(self.cuda.api, mode)
+        return code == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_ACTIVE
 
     def close(self):
         """Gives the share of the context back. May be called again."""
