@@ -22,9 +22,7 @@ from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
-from gpudoubles import (
-    Doubles,
-)
+from gpudoubles import Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 from test_gpu_contract import DeviceMemory
 
@@ -175,3 +173,35 @@ def test_a_whole_load_after_a_fork_is_refused(
     assert os.waitpid(child, 0)[1] == 0
     assert said.startswith("BackendUnavailable: ") and "'spawn'" in said, said
     assert "pip install" not in said
+
+
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
+    engine: str, doubles: Doubles, file: OpenFile
+) -> None:
+    """A pinned page must not be shared with a child: the next write would give its parent another
+    page than the one that the device reads."""
+    first, held = os.pipe(), os.pipe()
+    with PosixBackend(engine=engine, **SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        (only,) = ring.rings()
+        assert any(ctypes.string_at(only.native.address, only.nbytes))
+        child = os.fork()
+        if child == 0:
+            os.close(held[1])
+            wiped = not any(ctypes.string_at(only.native.address, only.nbytes))
+            os.write(first[1], b"1" if wiped else b"0")
+            os.read(held[0], 1)  # until the parent has loaded again
+            os._exit(0)
+        try:
+            assert os.read(first[0], 1) == b"1"
+            again = Load(backend, file)
+            assert again.finish() == {}
+            assert again.bytes() == bytes_of(0)
+        finally:
+            for end in (*first, *held):
+                os.close(end)
+            os.waitpid(child, 0)
+        for one in (load, again):
+            backend.release(one.request)

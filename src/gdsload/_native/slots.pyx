@@ -18,6 +18,7 @@ from gdsload._native.stage cimport CRing, release_ring
 cdef extern from "<sys/mman.h>" nogil:
     enum:
         MADV_HUGEPAGE
+        MADV_WIPEONFORK
     int madvise(void *address, size_t length, int advice)
 
 cdef extern from "<sys/syscall.h>" nogil:
@@ -91,14 +92,19 @@ cdef class Ring:
         return lent
 
     def settle(self, int node):
-        """Before its pages are there: asks for huge ones, near ``node`` (-1: anywhere).
+        """Before its pages are there: asks for huge ones, near ``node`` (-1: anywhere), and that a
+        child of fork() sees zeros in their place.
 
-        Both are wishes: a kernel without huge pages or NUMA leaves the memory as good as it was.
+        A fork otherwise copies pinned pages, or, before Linux 5.12, gives the next write of the
+        parent a new page, while the device goes on reading the old one.
+
+        All are wishes: a kernel without huge pages or NUMA leaves the memory as good as it was.
         True where the node was accepted.
         """
         cdef unsigned long nodes[16]
         cdef uint64_t nbytes = self.ring.slot_bytes * <uint64_t>self.ring.count
         madvise(self.ring.base, nbytes, MADV_HUGEPAGE)
+        madvise(self.ring.base, nbytes, MADV_WIPEONFORK)
         if node < 0 or node >= 1024:
             return False
         memset(nodes, 0, sizeof(nodes))
