@@ -531,7 +531,7 @@ assert frees() == 0
 del held
 assert frees() == 1
 import gdsload._native.block as last
-last._end()
+last.end()
 made.clear()
 assert frees() == 1
 """

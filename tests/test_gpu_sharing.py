@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
-from gpudoubles import Doubles
+from gpudoubles import HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 from test_gpu_contract import DeviceMemory
 
@@ -205,3 +207,25 @@ def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
             os.waitpid(child, 0)
         for one in (load, again):
             backend.release(one.request)
+
+
+def test_pinning_that_hangs_holds_up_no_other_device(doubles: Doubles) -> None:
+    def pin() -> None:
+        with ring.ring_for(ring.DRAM, 0, 64 << 10, 1 << 20):
+            pass
+
+    doubles.fault("cuMemHostRegister_v2", HANG)
+    pinning = threading.Thread(target=pin)
+    pinning.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not doubles.hung:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with ring.ring_for(ring.DRAM, 1, 64 << 10, 1 << 20) as other:
+        assert doubles.hung == 1
+        assert ring.rings() == [other]
+    assert ring.release_rings(ring.DRAM, 1) == 1 << 20
+    assert doubles.hung == 1
+    doubles.let_go()
+    pinning.join()
+    assert ring.release_rings() == 1 << 20

@@ -6,7 +6,6 @@ Warming    through a small scratch buffer, for what it leaves in the page cache
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
 
@@ -38,7 +38,7 @@ class Ahead(Batch):
         super().__init__(session, plan, spots, memory)
         self.error: ReadError | None = None
         # A signal handler may ask while its own thread does: hence one that can be taken again.
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self._states = bytearray(len(plan.transfers))
         self._left = len(plan.transfers)
         self._idle_seconds = 0.0
@@ -75,12 +75,13 @@ class Ahead(Batch):
         Returns at once where another thread looks: a signal handler may have stopped that one here,
         and wait for this one to end.
         """
-        if not self._lock.acquire(blocking=False):
+        lock = self._lock
+        if not lock.acquire(blocking=False):
             return False
         try:
             return self._look()
         finally:
-            self._lock.release()
+            lock.release()
 
     def _look(self) -> bool:
         request = self._request

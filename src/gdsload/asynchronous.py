@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
+import sys
 from collections.abc import AsyncIterator
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.model import from_pretrained
 from gdsload.stopping import Stop, check
 from gdsload.tensors import stream
@@ -44,16 +45,17 @@ async def astream(
         await asyncio.to_thread(tensors.close)  # type: ignore[attr-defined]
 
 
-_turn = threading.Lock()
+_turn = fork_safe_lock(sys.modules[__name__], "_turn")
 
 
 def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    while not _turn.acquire(timeout=0.1):
+    turn = _turn
+    while not turn.acquire(timeout=0.1):
         check()  # cancelled while it waited
     try:
         return from_pretrained(source, *args, **kwargs)
     finally:
-        _turn.release()
+        turn.release()
 
 
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:

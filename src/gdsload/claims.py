@@ -10,6 +10,7 @@ claimed is gone for others, because two tensors must never share memory. Nothing
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import NamedTuple, Protocol
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.collector import imports_done
+from gdsload.lifecycle import fork_safe_lock, in_child
 from gdsload.plan import Piece
 
 # What has become of bytes that somebody reads ahead.
@@ -80,7 +82,7 @@ class Landing:
         self.pid = os.getpid()
         self.device = "cpu"
         self.claimed_bytes = 0
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self._known = threading.Event()
         self._flight: Flight | None = None
         self._free: dict[Identity, list[Stretch]] = {}
@@ -173,7 +175,7 @@ def _start(row: Stretch) -> int:
     return row.start
 
 
-_lock = threading.RLock()
+_lock = fork_safe_lock(sys.modules[__name__])
 _offered: list[Landing] = []
 
 
@@ -254,11 +256,4 @@ def waiting_on(
     }
 
 
-def _forget() -> None:
-    """In a child: the reads stayed in the parent, and so did whoever held the lock."""
-    global _lock
-    _lock = threading.RLock()
-    _offered.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+in_child(_offered.clear)  # the reads stayed in the parent

@@ -22,6 +22,7 @@ from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import ease_imports, imports_done
 from gdsload.errors import CheckpointError, GdsloadError, StallError
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
 from gdsload.progress import (
@@ -76,7 +77,7 @@ class Prefetch:
         self._warm_bytes = 0
         self._start = time.monotonic()
         self._seconds = 0.0
-        self._lock = threading.RLock()  # signal handlers may ask, too
+        self._lock = fork_safe_lock(self)  # reentrant: signal handlers may ask, too
         self._posted = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdsload-prefetch", daemon=True)
@@ -305,7 +306,7 @@ class Prefetch:
 
     def orphan(self) -> None:
         """In a child: what was read, or still is, stayed in the parent."""
-        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._ended = threading.Event()
         self._landing, self._ahead = claims.Landing(self.source), None
         if self._state in (OPENING, READING):
             self._state = CANCELLED

@@ -12,7 +12,6 @@ once, and one that nobody expected gets a stage of its own, so no order of reque
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +21,7 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, runs_of
 from gdsload.errors import GdsloadError, ReadError
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan
 
@@ -222,7 +222,7 @@ class Feed:
         self._tensors = self._nbytes = 0  # handed out
         self._ahead_bytes = ahead_bytes
         self._stages_are = stages
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
         self._closed = False
         known = {cut.key: cut for cut in cuts}
         self._windows = _grouped(known.values(), kept, window_bytes)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from gdsload.cuts import rows_of, runs_of, whole
 from gdsload.destinations import Destinations
 from gdsload.dtypes import known_dtype
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan
 
@@ -96,7 +96,7 @@ class Filling:
         self._held = 0  # bytes under way
         self._posted = self._copied = 0  # windows
         self._tensors = self._nbytes = 0  # of them, handed out
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
         self._closed = False
         few = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER

@@ -5,10 +5,11 @@ of a device before anything is copied to it.
 from __future__ import annotations
 
 import os
-import threading
+import sys
 from typing import NamedTuple
 
-from gdsload import libraries
+from gdsload import libraries, lifecycle
+from gdsload._native import block
 from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 
@@ -37,9 +38,10 @@ class Gpu(NamedTuple):
         return self.integrated or self.shares_page_tables
 
 
-_lock = threading.Lock()
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _cuda: list[Cuda] = []
 _devices: dict[int, Device] = {}
+lifecycle.at_exit(lifecycle.CUDA, block.end)
 
 
 def ordinal_of(device: str) -> int:

@@ -12,7 +12,6 @@ told apart by their identity, so that a changed one is read anew.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from gdsload._native.memory import Region
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Piece, ReadPlan
 from gdsload.segments import Intake, Run, Segment, whole_units
 
@@ -71,7 +71,7 @@ class HostPool:
         self.notes: list[str] = []  # what it has to do without
         self._pinned = pinned
         self._device: Device | None = gpu.device(0) if pinned else None
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self._segments: list[Segment] = []  # the least recently used first
         self._stored: dict[Identity, list[_Stored]] = {}
         arena.use_pool(self)

@@ -7,7 +7,7 @@ changed, and `install` for whole processes. Everything but the reading stays wit
 from __future__ import annotations
 
 import os
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +17,7 @@ from gdsload import seam, stopping
 from gdsload.errors import CheckpointError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.headstart import head_start
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS
 from gdsload.readiness import Readiness, watching
 from gdsload.report import LoadReport
@@ -28,7 +29,7 @@ _CONFIG_WORDS = (
     "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
     "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
-_lock = threading.Lock()
+_lock = fork_safe_lock(sys.modules[__name__])
 
 
 def from_pretrained(

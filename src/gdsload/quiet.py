@@ -7,12 +7,12 @@ holders are.
 
 from __future__ import annotations
 
-import os
-import threading
+import sys
 import time
 import weakref
 from typing import NamedTuple, Protocol
 
+from gdsload import lifecycle
 from gdsload.errors import GdsloadError
 
 _LOOK_SECONDS = 0.005
@@ -52,7 +52,7 @@ def quiesce(timeout: float = 30.0) -> None:
     while reasons := [reason for holder in held if (reason := holder.busy())]:
         if time.monotonic() >= deadline:
             raise GdsloadError(f"this process cannot be made still: {'; '.join(reasons)}")
-        _never.wait(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     for holder in held:
         holder.rest()
 
@@ -93,15 +93,8 @@ class _Held(NamedTuple):
     depth: int
 
 
-_never = threading.Event()
-_lock = threading.RLock()
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _holders: list[_Held] = []
 
 
-def _forget() -> None:
-    global _lock
-    _lock = threading.RLock()
-    _holders.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+lifecycle.in_child(_holders.clear)

@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import os
 import resource
-import threading
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+from gdsload.lifecycle import fork_safe_lock
 
 
 class Span(NamedTuple):
@@ -166,7 +168,7 @@ class LoadReport:
             _keep(self)
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
 
 

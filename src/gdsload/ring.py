@@ -6,15 +6,14 @@ nobody uses wait at their ring for the next load, with all that they have regist
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from gdsload import gpu, quiet
+from gdsload import gpu, lifecycle, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
@@ -45,7 +44,8 @@ class StagingRing:
         count: int,
         register: Callable[[int, int], Callable[[], None]] | None = None,
     ) -> None:
-        """`register` makes a slab of VRAM (address, bytes) known, and returns what undoes it.
+        """`register` makes a slab of VRAM (address, bytes) known, and returns what undoes it. If
+        either raises TimeoutError, the slab is never freed.
 
         Raises PlacementError where the memory is not to be had.
         """
@@ -58,7 +58,7 @@ class StagingRing:
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, Road]] = []
         self._given_up = False
-        self._lock = threading.Lock()
+        self._lock = lifecycle.fork_safe_lock(self)
         device = gpu.device(ordinal)
         try:
             if kind == DRAM:
@@ -76,6 +76,9 @@ class StagingRing:
                 f"no staging ring of {self.nbytes:,} bytes of {kind.upper()} for cuda:{ordinal}:"
                 f" {error}; ring_bytes makes it smaller"
             ) from error
+        except TimeoutError as error:
+            self._undo.clear()  # the call goes on, and may still use the memory
+            raise PlacementError(f"no staging ring for cuda:{ordinal}: {error}") from error
         except BaseException:
             self._free()
             raise
@@ -109,7 +112,7 @@ class StagingRing:
         come to a ring that was given up, and there it is closed."""
         with self._lock:
             self.users.discard(road)
-            kept = not self._given_up
+            kept = not self._given_up and not lifecycle.is_ending()
             if kept:
                 self._parked.append((kind, road))
         if not kept:
@@ -134,6 +137,15 @@ class StagingRing:
                     return road
         return None
 
+    def end(self) -> None:
+        """The process ends: no native thread may read through it any more. Gives the memory back,
+        unless a slot is still lent."""
+        for user in [*self.users]:
+            if not isinstance(user, _Visit):
+                user.close()
+                self.users.discard(user)
+        self.close()
+
     def close(self) -> bool:
         """Gives the memory back, and the roads that wait here; False where somebody reads through
         it, and nothing was done, or where a slot is still lent, and the memory was kept."""
@@ -149,12 +161,42 @@ class StagingRing:
         return True
 
     def _free(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        try:
+            while self._undo:
+                self._undo.pop()()
+        except TimeoutError:
+            self._undo.clear()  # cuFile still has the memory: it is never freed
 
 
-_lock = threading.Lock()
-_rings: dict[tuple[str, int], StagingRing] = {}
+_Key = tuple[str, int]  # kind of memory, device
+
+
+class _Turn:
+    """One thread at a time makes or frees the ring of a device, and holds up no other device."""
+
+    def __init__(self) -> None:
+        self._lock = lifecycle.fork_safe_lock(self)
+
+    @contextmanager
+    def taken(self, seconds: float = -1) -> Iterator[bool]:
+        """Whether it was taken within so many seconds."""
+        lock = self._lock
+        got = lock.acquire(timeout=seconds)
+        try:
+            yield got
+        finally:
+            if got:
+                lock.release()
+
+
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])  # of the tables; never held for long
+_rings: dict[_Key, StagingRing] = {}
+_turns: dict[_Key, _Turn] = {}
+
+
+def _turn_of(key: _Key) -> _Turn:
+    with _lock:
+        return _turns.setdefault(key, _Turn())
 
 
 class _Visit:
@@ -173,16 +215,24 @@ def ring_for(
     and it is as large as was asked, else a new one in its place. Nobody gives it back inside this
     context, in which a road through it is opened.
 
-    Raises PlacementError where it cannot be made, or while loads still use one that does not fit.
+    Raises PlacementError where it cannot be made, while loads still use one that does not fit, or
+    when the process ends.
     """
     visit = _Visit()
-    with _lock:
+    with _turn_of((kind, ordinal)).taken():
+        _refuse_at_exit()
         ring = _fitting(kind, ordinal, slot_bytes, ring_bytes, register)
+        _refuse_at_exit()
         ring.users.add(visit)
     try:
         yield ring
     finally:
         ring.users.discard(visit)
+
+
+def _refuse_at_exit() -> None:
+    if lifecycle.is_ending():
+        raise PlacementError("no staging ring is made any more: the process ends")
 
 
 def _fitting(
@@ -214,12 +264,14 @@ def _fitting(
             # Reads were lost in it: it is never freed, and never used again.
             known.give_up()
             _given_up.append(known)
-        del _rings[kind, ordinal]
+        with _lock:
+            del _rings[kind, ordinal]
     ring = StagingRing(kind, ordinal, slot_bytes, count, register)
-    if not _rings:
-        quiet.let_go(_still)
-        quiet.hold(_still, quiet.RING)
-    _rings[kind, ordinal] = ring
+    with _lock:
+        if not _rings:
+            quiet.let_go(_still)
+            quiet.hold(_still, quiet.RING)
+        _rings[kind, ordinal] = ring
     return ring
 
 
@@ -231,28 +283,42 @@ def release_rings(kind: str = "", ordinal: int = -1) -> int:
     """Gives back the memory of the rings that no load is using: how many bytes that were. All of
     them, or those of a kind and of a device."""
     freed = 0
-    with _lock:
-        for key, ring in list(_rings.items()):
-            if kind in ("", key[0]) and ordinal in (-1, key[1]) and ring.close():
-                del _rings[key]
+    for key in _keys():
+        if kind not in ("", key[0]) or ordinal not in (-1, key[1]):
+            continue
+        with _turn_of(key).taken():
+            ring = _rings.get(key)
+            if ring is not None and ring.close():
+                with _lock:
+                    del _rings[key]
                 freed += ring.nbytes
     return freed
+
+
+def _keys() -> list[_Key]:
+    """The rings that are there, or being made."""
+    with _lock:
+        return list({**_rings, **_turns})
 
 
 def _end() -> None:
     """When the process ends, the driver goes down in an order that nobody promises: no thread of
     ours may be calling it then, and no memory may go while it is pinned."""
-    with suppress(Exception):  # a device that does not answer any more has nothing to be given back
-        release_rings()
+    for key in _keys():
+        # A device that does not answer any more has nothing to be given back.
+        with suppress(CudaFailure), _turn_of(key).taken(lifecycle.LOCK_SECONDS) as taken:
+            ring = _rings.get(key)
+            if taken and ring is not None and ring.pid == os.getpid():
+                ring.end()
 
 
-atexit.register(_end)
+lifecycle.at_exit(lifecycle.RINGS, _end)
 
 
 def rings() -> list[StagingRing]:
-    """The rings that are there."""
+    """The rings of this process that are there."""
     with _lock:
-        return list(_rings.values())
+        return [ring for ring in _rings.values() if ring.pid == os.getpid()]
 
 
 class _Rings:
@@ -261,11 +327,11 @@ class _Rings:
 
     def busy(self) -> str:
         """A slot that something may still write to keeps its ring, and what it is pinned by."""
-        lent = [ring for ring in [*rings(), *_given_up] if ring.native.lent]
+        own = [*rings(), *(ring for ring in _given_up if ring.pid == os.getpid())]
+        lent = [ring for ring in own if ring.native.lent]
         return "; ".join(
             f"{ring.native.lent} slots of the staging ring of cuda:{ring.ordinal} are still read to"
             for ring in lent
-            if ring.pid == os.getpid()
         )
 
     def rest(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.loading import running, swaps_of_loading, swaps_of_warmup
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
@@ -55,7 +56,7 @@ class Installed:
 
 installed = Installed()
 _said: set[tuple[str, str]] = set()
-_said_lock = threading.Lock()
+_said_lock = fork_safe_lock(sys.modules[__name__], "_said_lock")
 # Models of transformers 4.57 on their way, whose shards may be read in threads of its own.
 _old_models: WeakKeyDictionary[Any, tuple[Options, LoadReport]] = WeakKeyDictionary()
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from gdsload.errors import GdsloadError
+from gdsload.lifecycle import fork_safe_lock
 
 Result = TypeVar("Result")
 
@@ -26,7 +27,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
         self._ends: list[Callable[[], object]] = []
 
     def ask(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +17,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
+
+from gdsload.lifecycle import fork_safe_lock
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Swaps:
 
     def __init__(self, wanted: Mapping[str, Callable[[ModuleType], Iterable[Swap]]]) -> None:
         self._wanted = dict(wanted)
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self._users: set[Hashable] = set()
         self._done: list[_Done] = []
         self._watch: _Watch | None = None

@@ -6,11 +6,11 @@ and forgotten in a child.
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
+import sys
 from collections import deque
 from typing import Protocol
+
+from gdsload import lifecycle
 
 REMEMBERED = 32  # those that `warmup.status` can still tell of when they have ended
 
@@ -56,7 +56,7 @@ def started() -> list[Underway]:
         return list(_started)
 
 
-_lock = threading.RLock()  # signal handlers may ask, too
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])  # reentrant: signal handlers may ask, too
 _alive: list[Underway] = []
 _started: deque[Underway] = deque(maxlen=REMEMBERED)
 
@@ -67,14 +67,12 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    global _lock
-    _lock = threading.RLock()
     for one in {id(one): one for one in [*_alive, *_started]}.values():
         one.orphan()
     _alive.clear()
     _started.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+lifecycle.in_child(_forget)
 # Daemon threads that wake while the interpreter goes down are stopped for good: end them before.
-atexit.register(_close_all)
+lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)

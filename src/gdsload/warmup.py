@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gdsload import hostpool
 from gdsload.early import TIERS, Prefetch, prefetch, started
 from gdsload.hostpool import HostPool
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.progress import CANCELLED, CLOSED
 
 __all__ = [
@@ -98,7 +98,7 @@ class Hook:
         self._wait = wait
         self._words = dict(words)
         self._prefetch: Prefetch | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(self)
 
     def start(self) -> Prefetch:
         """Starts it; what was started before and not closed is returned as it is."""

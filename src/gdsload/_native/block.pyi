@@ -2,6 +2,8 @@ from typing import final
 
 from gdsload._native.cuda import Device
 
+def end() -> None: ...
+
 @final
 class Block:
     def __new__(cls, device: Device, length: int, managed: bool = False) -> Block: ...

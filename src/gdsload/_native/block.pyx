@@ -12,8 +12,6 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from posix.unistd cimport getpid
 
-import atexit
-
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
     CU_MEM_ATTACH_GLOBAL,
@@ -47,11 +45,9 @@ cdef struct View:
 cdef int64_t over = 0
 
 
-def _end():
+def end():
+    """From now on no memory is given back: the process ends."""
     gds_store(&over, 1)
-
-
-atexit.register(_end)
 
 
 cdef void release_block(CBlock *block) noexcept nogil:

@@ -9,6 +9,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
 from posix.time cimport timespec
+from posix.unistd cimport getpid
 
 from gdsload._native import stager
 
@@ -237,7 +238,8 @@ cdef class Landing:
         cdef CStage *stage
         if self.landing == NULL:
             return
-        if self.number >= 0:
+        # In a child of fork(), a thread of the parent may have held these locks.
+        if self.number >= 0 and self.stage.stage.pid == getpid():
             stage = self.stage.stage
             pthread_mutex_lock(&stage.lock)
             stage.landings[self.number] = NULL

@@ -13,7 +13,6 @@ left. Measuring is added up in `contest`, failing is dealt with in `retry`, post
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -35,6 +34,7 @@ from gdsload.backends.lanes import Lane, Part, Share, path_of
 from gdsload.backends.retry import AutoRequest, Dispatch
 from gdsload.backends.roster import LAST, Roster
 from gdsload.errors import BackendUnavailable
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Limits, Transfer
 
 # Opening cuFile takes 50 to 180 ms; what is smaller has been read by then.
@@ -62,7 +62,7 @@ class AutoBackend(Backend):
         self._leg: Part | None = None
         self._queue: deque[tuple[AutoRequest, list[Share]]] = deque()
         self._numbers = 0
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self.pid = os.getpid()
 
     @classmethod
