@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 import gdsload
+from contract import BLOCK, SIZE
 from gdsload import gpu, ring, verdicts, vram
-from gdsload.backends import retry, staged
+from gdsload.backends import VRAM, Memory, OpenFile, retry, staged
+from gdsload.backends.auto import AutoBackend
 from gdsload.backends.base import Failure
+from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
+from gdsload.plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
+from test_gpu_contract import DeviceMemory
 
 
 @pytest.fixture
@@ -222,3 +227,30 @@ def test_a_device_that_is_too_full_is_known_before_a_byte_is_read(
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.missing_bytes
     assert doubles.cufile_log["reads"] == reads and ring.rings() == []
+
+
+def test_request_keeps_the_stream_it_was_prepared_under(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another load may follow another stream before its reads are posted, or tried again."""
+    followed: list[int] = []
+
+    def follow(self: PosixBackend, device: str, stream: int) -> bool:
+        followed.append(stream)
+        return True
+
+    monkeypatch.setattr(PosixBackend, "follow", follow)
+    with AutoBackend("cuda:0", **SMALL) as backend:
+        memory = DeviceMemory(SIZE)
+        known = backend.register(file)
+        space = backend.register(Memory(VRAM, memory.address, SIZE, memory, device="cuda:0"))
+        read = Transfer(0, 0, BLOCK, BLOCK, 0, 0, "buffered", 0)
+        requests = []
+        for stream in (7, 9):
+            assert backend.follow("cuda:0", stream)
+            requests.append(backend.prepare([read], [known], [space]))
+        for request in requests:
+            backend.post(request)
+        for request in requests:
+            backend.release(request)
+    assert followed == [7, 9]

@@ -13,6 +13,7 @@ left. Measuring is added up in `contest`, failing is dealt with in `retry`, post
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -63,6 +64,7 @@ class AutoBackend(Backend):
         self._queue: deque[tuple[AutoRequest, list[Share]]] = deque()
         self._numbers = 0
         self._lock = fork_safe_lock(self)
+        self._followed = threading.local()  # by each thread: the stream that its copies come after
         self.pid = os.getpid()
 
     @classmethod
@@ -128,16 +130,17 @@ class AutoBackend(Backend):
         memory: Sequence[Registration],
     ) -> AutoRequest:
         self._own()
-        return AutoRequest(transfers, files, memory)
+        return AutoRequest(transfers, files, memory, getattr(self._followed, "stream", None))
 
     def follow(self, device: str, stream: int) -> bool:
-        """Lanes are told when they start a part, also those that are opened later. While they are
-        measured the caller waits: a lane is not to be blamed for what the device had to do first.
+        """Holds for the requests that this thread prepares from now on: lanes are told when they
+        start a part, also those that are opened later. While they are measured the caller waits: a
+        lane is not to be blamed for what the device had to do first.
         """
         with self._lock:
             if device != self._device or (self._contest is not None and self._contest.next):
                 return False
-            self._dispatch.stream = stream
+            self._followed.stream = stream
             return True
 
     def post(self, request: AutoRequest) -> None:

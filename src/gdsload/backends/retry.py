@@ -32,8 +32,11 @@ class AutoRequest:
         transfers: Sequence[Transfer],
         files: Sequence[Registration],
         memory: Sequence[Registration],
+        stream: int | None = None,
     ) -> None:
+        """`stream` is the one that its copies come after, whichever lane makes them."""
         self.transfers = transfers
+        self.stream = stream
         self.files, self.memory = files, memory
         self.parts: list[Part] = []
         self._ahead = False
@@ -90,7 +93,6 @@ class Dispatch:
         """`lost` is told of a lane that is left, `ended` of a part and whether it ended well."""
         self.requests: list[AutoRequest] = []
         self.rerouted: dict[str, int] = {}  # "from -> to": bytes
-        self.stream: int | None = None  # what its lanes copy after, whenever they are opened
         self._device, self._roster = device, roster
         self._lost, self._ended = lost, ended
 
@@ -107,7 +109,7 @@ class Dispatch:
             lane = self._roster.lane(lane.name)
             try:
                 part, refused = lane.start(
-                    left, request.files, request.memory, self._device, self.stream
+                    left, request.files, request.memory, self._device, request.stream
                 )
             except (BackendUnavailable, PlacementError, OSError) as error:
                 if lane.name == LAST:
