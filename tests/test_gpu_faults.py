@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload import ring
 from gdsload.backends import (
@@ -26,7 +27,7 @@ from gdsload.backends import (
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.errors import BackendUnavailable, CuFileError, PlacementError
+from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError
 from gdsload.plan import Transfer
 from gpudoubles import (
     CODE,
@@ -310,6 +311,53 @@ def test_an_open_that_hangs(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BackendUnavailable, match="has not come back"):
         cufile.opened("cuda:0", True)
     assert doubles.cufile.double_calls() == calls, "it was called again"
+
+
+def come_back(doubles: Doubles) -> None:
+    """Lets hanging calls of cuFile go, and waits for them."""
+    doubles.let_go()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while doubles.hung:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])
+def test_registration_of_ring_that_hangs_is_given_up(
+    kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuFile is not used any more, and the memory stays: the call may still come back."""
+    monkeypatch.setattr(cufile, "REGISTER_SECONDS", 0.05)
+    doubles.fault("cuFileBufRegister", HANG)
+    with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not come back"):
+        Load(backend, file)
+    assert "cuFileBufRegister has not come back" in str(cufile.support("cuda:0", True))
+    calls = doubles.cufile.double_calls()
+    with kind(**SMALL) as backend, pytest.raises(BackendUnavailable, match="has not come back"):
+        Load(backend, file)
+    assert doubles.cufile.double_calls() == calls, "cuFile was called again"
+    with pytest.raises(GdsloadError, match="cannot be closed"):
+        gdsload.quiesce(0.05)
+    come_back(doubles)
+    while doubles.cufile_log["buffers"] == 0:  # its memory is there, or the double complains
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])
+def test_registration_of_file_that_hangs_is_given_up(
+    kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cufile, "REGISTER_SECONDS", 0.05)
+    doubles.fault("cuFileHandleRegister", HANG)
+    with (
+        kind(**SMALL) as backend,
+        pytest.raises(BackendUnavailable, match="cuFileHandleRegister has not come back"),
+    ):
+        backend.register(file)
+    assert not cufile.support("cuda:0", False).usable
+    come_back(doubles)
+    while doubles.cufile_log["files"] == 0:  # its descriptor is still open, or the double complains
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kind", KINDS)

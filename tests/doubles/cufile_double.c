@@ -35,7 +35,7 @@ static int native = 1, compat_allowed = 1, compat;
 static size_t sizes[16] = { 0, 128, 8, 1024, 4, 16384, 131072, 1024, 1 << 30, 128, 4, 5 };
 static buffer_t known[ROOM];
 static int64_t reads, read_bytes, by_p2p, by_nvfs, by_posix, unaligned;
-static int level, started;
+static int level, started, reports;
 static char log_path[4096];
 static params_t late[256];
 static int late_count;
@@ -64,6 +64,12 @@ EXPORT void cufile_double_log(int64_t *out)
 
 /* --- the driver ------------------------------------------------------------------------------ */
 
+static void at_exit(void)
+{
+    if (is_open && reports) fprintf(stderr, "left: cuFile open, %d files, %d buffers\n", files, buffers);
+}
+/* At the end of the process: what is left goes to stderr. */
+EXPORT void cufile_double_report(void) { reports = 1; }
 EXPORT answer_t cuFileDriverOpen(void)
 {
     ENTER();
@@ -75,6 +81,8 @@ EXPORT answer_t cuFileDriverOpen(void)
     if (!native && !compat_allowed) { failed_open = 1; DONE(5001); }
     compat = !native;
     is_open = 1;
+    if (fault && fault->kind == CLOSES_INPUT) close(0);
+    if (opens == 1) atexit(at_exit);
     DONE(0);
 }
 EXPORT answer_t cuFileDriverClose_v2(void)
@@ -82,6 +90,7 @@ EXPORT answer_t cuFileDriverClose_v2(void)
     ENTER();
     OPENED();
     if (files || buffers) broken("closed with %d files and %d buffers known", files, buffers);
+    if (started) broken("closed while it counts: its exit handlers crash then");
     is_open = 0;
     DONE(0);
 }
@@ -142,6 +151,7 @@ EXPORT answer_t cuFileDriverGetP2PFlags(int target, int *flags)
 }
 EXPORT answer_t cuFileSetStatsLevel(int wanted) { ENTER(); level = wanted; DONE(0); }
 EXPORT answer_t cuFileStatsStart(void) { ENTER(); started = level > 0; DONE(started ? 0 : 5022); }
+EXPORT answer_t cuFileStatsStop(void) { ENTER(); started = 0; DONE(0); }
 EXPORT answer_t cuFileGetStatsL3(char *out)
 {
     ENTER();

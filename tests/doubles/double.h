@@ -20,7 +20,7 @@
 #define AFTER_FORK 77
 
 enum { NO_FAULT = 0, CODE = 1, HANG = 2, SHORT = 3, ERRNO = 4, NEGATIVE = 5, LOST = 6, TWICE = 7,
-       STRANGE = 8, STATUS = 9, HALF = 10, LATE = 11 };
+       STRANGE = 8, STATUS = 9, HALF = 10, LATE = 11, CLOSES_INPUT = 12 };
 
 typedef struct { const char *call; int kind; int64_t value; int skip; int times; } fault_t;
 

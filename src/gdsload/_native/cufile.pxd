@@ -120,6 +120,7 @@ cdef struct CuFileApi:
     CUfileError (*stats_level)(int level) noexcept nogil
     CUfileError (*stats_start)() noexcept nogil
     CUfileError (*stats_l3)(void *stats) noexcept nogil
+    CUfileError (*stats_stop)() noexcept nogil
 
 # What an engine over cuFile works with: the functions, the device's context, and the handle of
 # each file, found by the number that the pump has for its descriptor.

@@ -17,7 +17,6 @@ import os
 from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi, enter_context, leave_context
 from gdsload._native.cufile cimport (
     CU_FILE_CUDA_DRIVER_ERROR,
-    CU_FILE_HANDLE_TYPE_OPAQUE_FD,
     GPU_BYTES,
     HISTOGRAM_BYTES,
     LEVEL_1_BYTES,
@@ -25,16 +24,17 @@ from gdsload._native.cufile cimport (
     MOST_GPUS,
     STATS_BYTES,
     CFiles,
-    CUfileDescr,
     CUfileDrvProps,
     CUfileError,
     CuFileApi,
     release_files,
 )
-from gdsload._native.dynamic cimport dlclose, fill_table, open_library
+from gdsload._native.dynamic cimport fill_table, open_library
 from gdsload._native.errand cimport (
     CLOSE_DRIVER,
     OPEN_DRIVER,
+    REGISTER_BUFFER,
+    REGISTER_FILE,
     Errand,
     new_errand,
     start_errand,
@@ -57,7 +57,7 @@ _BETTER = (
     "cuFileBatchIOCancel", "cuFileBatchIODestroy",
     "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileGetParameterBool",
     "cuFileSetParameterBool", "cuFileSetParameterString", "cuFileDriverGetP2PFlags",
-    "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3",
+    "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3", "cuFileStatsStop",
 )
 
 class CuFileFailure(RuntimeError):
@@ -95,7 +95,6 @@ cdef class CuFile:
         self.functions = fill_table(library, <void **>self.api, _NEEDED + _BETTER)
         for name in _NEEDED:
             if name not in self.functions:
-                dlclose(library)
                 raise OSError(f"{path} has no {name}")
         self.path = path
         self.pid = getpid()
@@ -108,22 +107,35 @@ cdef class CuFile:
     cdef lacks(self, str name):
         return NotSupported(f"{self.path} has no {name}")
 
-    cdef CUfileError errand(self, int what, object device, double seconds, int *timed_out):
-        cdef Errand *call = new_errand(what, self.api)
-        cdef CUfileError answer
-        cdef int error
+    cdef Errand *new_call(self, int what, object device) except NULL:
+        cdef Errand *call
+        cuda = context = None
+        self.own()
+        if device is not None:
+            cuda, context = device.handles()
+        call = new_errand(what, self.api)
         if call == NULL:
             raise MemoryError("no memory to call cuFile")
         if device is not None:
-            cuda, context = device.handles()
             call.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
             call.context = PyCapsule_GetPointer(context, b"gdsload.context")
+        return call
+
+    cdef void *call_within(self, str name, Errand *call, double seconds) except? NULL:
+        """The handle that the call made, if it makes one. Raises CuFileFailure, and TimeoutError
+        where it has not come back in time."""
+        cdef CUfileError answer
+        cdef void *handle = NULL
+        cdef int error, in_time
         error = start_errand(call)
         if error != 0:
             raise OSError(error, f"no thread to call cuFile: {os.strerror(error)}")
         with nogil:
-            timed_out[0] = not wait_for_errand(call, <int64_t>(seconds * 1e9), &answer)
-        return answer
+            in_time = wait_for_errand(call, <int64_t>(seconds * 1e9), &answer, &handle)
+        if not in_time:
+            raise TimeoutError(f"{name} has not come back in {seconds:g} s")
+        self.require(name, answer)
+        return handle
 
     def open_driver(self, object device, double seconds):
         """Opens cuFile's driver, in the context of ``device``.
@@ -131,25 +143,18 @@ cdef class CuFile:
         Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on in a thread
         that cannot be ended, and nothing else of this library may be called.
         """
-        cdef int timed_out = 0
-        cdef CUfileError answer
-        self.own()
-        answer = self.errand(OPEN_DRIVER, device, seconds, &timed_out)
-        if timed_out:
-            raise TimeoutError(f"cuFileDriverOpen has not come back in {seconds:g} s")
-        self.require("cuFileDriverOpen", answer)
+        self.call_within("cuFileDriverOpen", self.new_call(OPEN_DRIVER, device), seconds)
 
     def close_driver(self, double seconds):
-        """Closes the driver; False where it had not come back after ``seconds``."""
-        cdef int timed_out = 0
-        cdef CUfileError answer
+        """Stops the statistics and closes the driver; False where it had not come back after
+        ``seconds``. Raises CuFileFailure."""
         self.own()
         if self.api.driver_close == NULL:
             return False
-        answer = self.errand(CLOSE_DRIVER, None, seconds, &timed_out)
-        if timed_out:
+        try:
+            self.call_within("cuFileDriverClose", self.new_call(CLOSE_DRIVER, None), seconds)
+        except TimeoutError:
             return False
-        self.require("cuFileDriverClose", answer)
         return True
 
     cdef require(self, str call, CUfileError answer):
@@ -232,19 +237,15 @@ cdef class CuFile:
             return None
         return flags
 
-    def register_file(self, int fd):
-        """The CUfileHandle_t of an open file. The descriptor must outlive it."""
-        cdef CUfileDescr descr
-        cdef CUfileError answer
-        cdef void *handle = NULL
-        self.own()
-        memset(&descr, 0, sizeof(descr))
-        descr.type = CU_FILE_HANDLE_TYPE_OPAQUE_FD
-        descr.handle.fd = fd
-        with nogil:
-            answer = self.api.handle_register(&handle, &descr)
-        self.require("cuFileHandleRegister", answer)
-        return <uintptr_t>handle
+    def register_file(self, int fd, double seconds):
+        """The CUfileHandle_t of an open file. The descriptor must outlive it.
+
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
+        descriptor must stay open.
+        """
+        cdef Errand *call = self.new_call(REGISTER_FILE, None)
+        call.fd = fd
+        return <uintptr_t>self.call_within("cuFileHandleRegister", call, seconds)
 
     def deregister_file(self, uint64_t handle):
         """Gives a file's handle back. No read of it may be under way."""
@@ -252,15 +253,18 @@ cdef class CuFile:
         with nogil:
             self.api.handle_deregister(<void *><uintptr_t>handle)
 
-    def register_buffer(self, uint64_t address, size_t nbytes, object device):
-        """Makes memory of a device known, so that reads go into it without a detour."""
-        self.with_buffer("cuFileBufRegister", address, nbytes, device)
+    def register_buffer(self, uint64_t address, size_t nbytes, object device, double seconds):
+        """Makes memory of a device known, so that reads go into it without a detour.
+
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
+        memory must stay.
+        """
+        cdef Errand *call = self.new_call(REGISTER_BUFFER, device)
+        call.base, call.length = <void *><uintptr_t>address, nbytes
+        self.call_within("cuFileBufRegister", call, seconds)
 
     def deregister_buffer(self, uint64_t address, object device):
         """Undoes `register_buffer`."""
-        self.with_buffer("cuFileBufDeregister", address, 0, device)
-
-    cdef with_buffer(self, str call, uint64_t address, size_t nbytes, object device):
         # cuFile asks the context of the calling thread about the memory, which has none, or that
         # of another device.
         cdef CUfileError answer
@@ -276,12 +280,9 @@ cdef class CuFile:
             if code != CUDA_SUCCESS:
                 answer.err, answer.cu_err = CU_FILE_CUDA_DRIVER_ERROR, code
             else:
-                if nbytes:
-                    answer = self.api.buf_register(<void *><uintptr_t>address, nbytes, 0)
-                else:
-                    answer = self.api.buf_deregister(<void *><uintptr_t>address)
+                answer = self.api.buf_deregister(<void *><uintptr_t>address)
                 leave_context(cuda, mode)
-        self.require(call, answer)
+        self.require("cuFileBufDeregister", answer)
 
     def start_statistics(self):
         """Counts from now on (1.15 and later). True where it does."""

@@ -7,17 +7,18 @@ cdef extern from "<dlfcn.h>" nogil:
     enum:
         RTLD_NOW
         RTLD_LOCAL
+        RTLD_NODELETE
     void *dlopen(const char *path, int flags)
     void *dlsym(void *library, const char *name)
-    int dlclose(void *library)
     char *dlerror()
 
 
 cdef inline void *open_library(str path) except NULL:
-    """Opens it for good: what it started may outlive whoever opened it. Raises OSError."""
+    """Opens it for good: libcuda and libcufile start threads and exit handlers, which would crash
+    when their code is unmapped. Raises OSError."""
     cdef void *library
     encoded = os.fsencode(path)
-    library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+    library = dlopen(encoded, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)
     if library == NULL:
         raise OSError(dlerror().decode(errors="replace"))
     return library

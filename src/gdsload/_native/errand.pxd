@@ -6,8 +6,13 @@ from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
 
 from gdsload._native.atomics cimport gds_add
-from gdsload._native.cuda cimport CudaApi
-from gdsload._native.cufile cimport CuFileApi, CUfileError
+from gdsload._native.cuda cimport CudaApi, relax
+from gdsload._native.cufile cimport (
+    CU_FILE_HANDLE_TYPE_OPAQUE_FD,
+    CUfileDescr,
+    CuFileApi,
+    CUfileError,
+)
 from gdsload._native.pthreads cimport (
     deadline_in,
     monotonic_cond_init,
@@ -28,6 +33,8 @@ from gdsload._native.pthreads cimport (
 cdef enum:
     OPEN_DRIVER = 1
     CLOSE_DRIVER = 2
+    REGISTER_FILE = 3
+    REGISTER_BUFFER = 4
 
 cdef struct Errand:
     int64_t references          # who waits, and who runs
@@ -35,6 +42,10 @@ cdef struct Errand:
     CuFileApi *api
     CudaApi *cuda
     void *context               # made current around the call; NULL: none is needed
+    int fd                      # of REGISTER_FILE, and the handle that it makes
+    void *handle
+    void *base                  # of REGISTER_BUFFER
+    size_t length
     int err                     # the two halves of what it answered
     int cu_err
     int done
@@ -52,12 +63,25 @@ cdef inline void release_errand(Errand *self) noexcept nogil:
 
 cdef inline void *run_errand(void *arg) noexcept nogil:
     cdef Errand *self = <Errand *>arg
+    cdef CUfileDescr descr
     cdef CUfileError answer
     if self.context != NULL:
         self.cuda.set_current(self.context)
+        relax(self.cuda)
     if self.what == OPEN_DRIVER:
         answer = self.api.driver_open()
+    elif self.what == REGISTER_FILE:
+        descr.type = CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        descr.handle.handle = NULL
+        descr.handle.fd = self.fd
+        descr.fs_ops = NULL
+        answer = self.api.handle_register(&self.handle, &descr)
+    elif self.what == REGISTER_BUFFER:
+        answer = self.api.buf_register(self.base, self.length, 0)
     else:
+        # With statistics on, libcufile has been seen to crash in its exit handlers.
+        if self.api.stats_stop != NULL:
+            self.api.stats_stop()
         answer = self.api.driver_close()
     pthread_mutex_lock(&self.lock)
     self.err, self.cu_err = answer.err, answer.cu_err
@@ -92,7 +116,9 @@ cdef inline int start_errand(Errand *self) noexcept nogil:
     return 0
 
 
-cdef inline int wait_for_errand(Errand *self, int64_t wait_ns, CUfileError *answer) noexcept nogil:
+cdef inline int wait_for_errand(
+    Errand *self, int64_t wait_ns, CUfileError *answer, void **handle
+) noexcept nogil:
     """Whether it came back in time; it must not be looked at afterwards."""
     cdef timespec until
     cdef int done
@@ -103,6 +129,7 @@ cdef inline int wait_for_errand(Errand *self, int64_t wait_ns, CUfileError *answ
             break
     done = self.done
     answer.err, answer.cu_err = self.err, self.cu_err
+    handle[0] = self.handle if done else NULL
     pthread_mutex_unlock(&self.lock)
     release_errand(self)
     return done

@@ -11,11 +11,12 @@ from __future__ import annotations
 import glob
 import os
 import re
-import threading
+import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gdsload import gpu, libraries, quiet
+from gdsload import gpu, libraries, lifecycle, quiet
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
 from gdsload.backends import cufilejson
@@ -27,6 +28,10 @@ ROOT = "/"  # where the machine's files are looked for
 # cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
 OPEN_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
+# A file or a ring is registered in 1 ms to 0.3 s. nvidia-fs that was built for another driver, or
+# storage that does not answer, never comes back.
+REGISTER_SECONDS = 10.0
+EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
 _MAX_DIRECT_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
@@ -103,11 +108,13 @@ class Driver:
             library.get_size(_BATCHSIZE) or facts["max_batch"],
         )
         self.counts = library.start_statistics()
+        self.stuck = False  # a call has not come back: others may not come back either
         self._known = 0  # files and buffers that cuFile was told of
 
     def register_file(self, fd: int) -> int:
-        """The handle of an open file. Raises CuFileFailure."""
-        handle = self.library.register_file(fd)
+        """The handle of an open file. Raises CuFileFailure, and TimeoutError: the descriptor must
+        stay open then, and cuFile is not used any more."""
+        handle: int = self._registered(self.library.register_file, fd)
         self._known += 1
         return handle
 
@@ -117,12 +124,24 @@ class Driver:
         self._known -= 1
 
     def register_buffer(self, address: int, nbytes: int, device: Device) -> None:
-        """Makes memory of a device known. Raises CuFileFailure."""
-        self.library.register_buffer(address, nbytes, device)
+        """Makes memory of a device known. Raises CuFileFailure, and TimeoutError: the memory must
+        stay then, and cuFile is not used any more."""
+        self._registered(self.library.register_buffer, address, nbytes, device)
         self._known += 1
 
+    def _registered(self, register: Callable[..., Any], *what: object) -> Any:
+        try:
+            return register(*what, REGISTER_SECONDS)
+        except TimeoutError as error:
+            self.stuck = True
+            self._known += 1  # cuFile may still know it, and is never closed
+            _latch(str(error))
+            raise
+
     def deregister_buffer(self, address: int, device: Device) -> None:
-        """Undoes it."""
+        """Undoes it. Raises TimeoutError where cuFile does not answer, and keeps it."""
+        if self.stuck:
+            raise TimeoutError("a call of cuFile has not come back")
         self._known -= 1
         self.library.deregister_buffer(address, device)
 
@@ -140,13 +159,23 @@ class Driver:
                     f"cuFile's driver cannot be closed: it still knows {self._known} files and"
                     " buffers"
                 )
-            _driver.clear()
-            try:
-                closed = self.library.close_driver(CLOSE_SECONDS)
-            except CuFileFailure as error:
-                raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
-            if not closed:
-                raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
+            self._close(CLOSE_SECONDS)
+
+    def _close(self, seconds: float) -> None:
+        _driver.clear()
+        try:
+            closed = self.library.close_driver(seconds)
+        except CuFileFailure as error:
+            raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
+        if not closed:
+            raise _latch(f"cuFileDriverClose has not come back in {seconds:g} s")
+
+    def end(self) -> None:
+        """The process ends: closes it, unless something is still registered with it. libcufile
+        closes it otherwise in an exit handler of its own, when CUDA may be gone already."""
+        if self.pid == os.getpid() and not self._known:
+            with suppress(BackendUnavailable):  # nobody is left to be told
+                self._close(EXIT_SECONDS)
 
     def wake(self) -> None:
         """The next load opens it."""
@@ -176,11 +205,24 @@ def _mode(library: CuFile, facts: dict[str, int]) -> str:
     return P2P if p2p else COMPAT
 
 
-_lock = threading.Lock()
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _library: list[CuFile] = []
 _driver: list[Driver] = []
 # Why cuFile could not be opened. Another try would open it in secret with what was set dropped.
 _latched: list[str] = []
+
+
+def _end() -> None:
+    lock = _lock
+    if lock.acquire(timeout=lifecycle.LOCK_SECONDS):
+        try:
+            for driver in [*_driver]:
+                driver.end()
+        finally:
+            lock.release()
+
+
+lifecycle.at_exit(lifecycle.CUFILE, _end)
 
 
 def library() -> CuFile:

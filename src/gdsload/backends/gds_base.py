@@ -104,6 +104,10 @@ class CuFileBackend(Backend):
         fd = own_descriptor(what)
         try:
             handle = driver.register_file(fd)
+        except TimeoutError as error:  # the call goes on: the descriptor stays open
+            raise BackendUnavailable(
+                f"backend {self.name!r}: {what.path}: {error}", {self.name: str(error)}
+            ) from error
         except CuFileFailure as error:
             os.close(fd)
             raise CuFileError(
@@ -223,7 +227,8 @@ class CuFileBackend(Backend):
         return {f"{self.name}/{road}": part for road, part in parts.items()}
 
     def close(self) -> None:
-        """Ends the threads and gives cuFile its files back. A read that hangs keeps both."""
+        """Ends the threads and gives cuFile its files back. A read or a call that hangs keeps
+        both."""
         for table in self._tables():
             for slot in self._handles:
                 table.put(slot, 0)
@@ -231,9 +236,10 @@ class CuFileBackend(Backend):
         self._roads.clear()
         known, self._known = self._known, []
         self._handles.clear()
-        if self._driver is not None and all(quiet) and self._driver.pid == os.getpid():
+        driver = self._driver
+        if driver is not None and all(quiet) and driver.pid == os.getpid() and not driver.stuck:
             for handle, fd in known:
-                self._driver.deregister_file(handle)
+                driver.deregister_file(handle)
                 os.close(fd)
         self._driver = None
 
