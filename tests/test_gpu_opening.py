@@ -21,10 +21,7 @@ from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
-from gpudoubles import (
-    CODE,
-    Doubles,
-)
+from gpudoubles import CLOSES_INPUT, CODE, Doubles
 from gpuloads import SMALL, Load
 
 
@@ -52,6 +49,17 @@ def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
     with pytest.raises(GdsloadError, match="does not close"):
         gdsload.quiesce()
     assert not cufile.support("cuda:0", False).usable
+
+
+def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None:
+    """As cuFile does where nvidia-fs is loaded and its nodes are missing."""
+    before = os.fstat(0), os.get_inheritable(0), len(os.listdir("/proc/self/fd"))
+    doubles.fault("cuFileDriverOpen", CLOSES_INPUT)
+    cufile.opened("cuda:0", False)
+    assert doubles.struck == 1
+    after = os.fstat(0), os.get_inheritable(0), len(os.listdir("/proc/self/fd"))
+    assert os.path.samestat(after[0], before[0])
+    assert after[1:] == before[1:]
 
 
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:

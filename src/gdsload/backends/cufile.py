@@ -8,12 +8,13 @@ cuFile's own counters when bytes have moved.
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import re
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from gdsload import gpu, libraries, lifecycle, quiet
@@ -367,7 +368,9 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     settings = cufilejson.settings(ROOT)
     try:
         with cufilejson.log_elsewhere(settings):
-            found.open_driver(gpu.device(gpu.ordinal_of(device)), OPEN_SECONDS)
+            owner = gpu.device(gpu.ordinal_of(device))
+            with _standard_input_kept():
+                found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: it is left to itself") from error
     except CuFileFailure as error:
@@ -386,6 +389,28 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
         _close_again(found)
         raise _latch("cuFile opened in compatibility mode only: it has no native path here")
     return driver
+
+
+@contextmanager
+def _standard_input_kept() -> Iterator[None]:
+    """cuFileDriverOpen closes descriptor 0 where nvidia-fs is loaded and /dev/nvidia-fs* is not
+    there. The next file that anybody opened would become the standard input."""
+    try:
+        spare = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+    except OSError:  # it is closed already
+        yield
+        return
+    inherited = os.get_inheritable(0)
+    try:
+        yield
+    finally:
+        try:
+            kept = os.path.samestat(os.fstat(0), os.fstat(spare))
+        except OSError:
+            kept = False
+        if not kept:
+            os.dup2(spare, 0, inheritable=inherited)
+        os.close(spare)
 
 
 def _close_again(found: CuFile) -> None:
