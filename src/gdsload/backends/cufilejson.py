@@ -82,7 +82,9 @@ def log_elsewhere(found: Settings) -> Iterator[None]:
     """While cuFile is opened: its log would be dropped into whatever directory the process is in.
 
     Releases from 1.14 to 1.20 take the parameter for it without complaint, and log there all the
-    same. Only the variable is heeded, and it is looked at when the driver opens.
+    same. Only the variable is heeded, and it is looked at when the driver opens. To write to the
+    environment is a race with C code of other threads that reads it, and there is no other way:
+    so it is set for the length of that one call, and only where nobody has said where to log.
     """
     path = log_file(found)
     if path:
