@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gdsload
-from gdsload import residency
+from gdsload import residency, vram
 from gdsload.backends import engines
 from gdsload.dtypes import DTYPES
 from legal import TORCH_DTYPES, files, raw, same, write
@@ -260,6 +261,40 @@ def test_arguments_that_cannot_be(path: Path) -> None:
 def test_names_twice_are_one(path: Path) -> None:
     assert list(gdsload.load_file(path, names=["t2", "t1", "t2"])) == ["t2", "t1"]
     assert gdsload.load_file(path, names=[]) == {}
+
+
+@pytest.mark.parametrize("load", ["load_file", "stream"])
+def test_progress_bar_is_made_after_the_first_read_was_posted(
+    path: Path, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    events: list[str] = []
+
+    class Bar:
+        n = 0
+
+        def __init__(self, *, total: int, **_: object) -> None:
+            events.append("bar")
+            self.total = total
+
+        def update(self, nbytes: int) -> None:
+            self.n += nbytes
+
+        def close(self) -> None:
+            events.append(f"closed after {self.n} of {self.total}")
+
+    start = vram.start
+
+    def noted(*args: Any) -> Any:
+        batch = start(*args)
+        events.append("posted")
+        return batch
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
+    monkeypatch.setattr(vram, "start", noted)
+    for _ in getattr(gdsload, load)(path, cache="direct", progress=True):
+        pass
+    wanted = gdsload.last_report().wanted_bytes
+    assert events == ["posted", "bar", f"closed after {wanted} of {wanted}"]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
