@@ -39,8 +39,8 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 	$(PY) -m mypy
 	@modules=$$(cd src/gdsload/_native && for so in *.so; do echo "gdsload._native.$${so%%.*}"; done); \
 	echo stubtest $$modules; \
-	MYPYPATH=src $(PY) -m mypy.stubtest --allowlist scripts/stubtest.allow \
-	    --ignore-unused-allowlist $$modules
+	MYPYPATH=src $(PY) -m mypy.stubtest --mypy-config-file scripts/stubtest.ini \
+	    --allowlist scripts/stubtest.allow --ignore-unused-allowlist $$modules
 
 test: setup lint types  ## everything: lint, types, tests with coverage
 	$(PY) -m pytest $(SPREAD) --cov --cov-report=term
