@@ -193,7 +193,9 @@ class BuildNative(build_ext):
             [extension(pyx, liburing) for pyx in sources],
             build_dir="build/cython",
             include_path=["src"],
-            compiler_directives={"language_level": 3, "freethreading_compatible": True},
+            # Python code around the modules, and a few lines in them, rely on the GIL: a
+            # free-threaded Python turns it on, with a warning, when it imports them.
+            compiler_directives={"language_level": 3, "freethreading_compatible": False},
         )
 
 

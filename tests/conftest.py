@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,21 @@ from gpudoubles import Doubles
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would these tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this process and its children keep what they have measured, instead of the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(cache_home: Path) -> None:
+    """A test does not depend on the answers that another one has kept."""
+    shutil.rmtree(cache_home / "gdsload", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +124,24 @@ def why_no_gpu() -> str | None:
 def pytest_collection_finish() -> None:
     """What was imported stays: where a test asks for what is garbage, that is not looked through
     again. With torch and transformers each time took a third of a second."""
+    take_imports_for_old()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what a test has imported, and at the end of a file, whose tests may thaw all."""
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > _modules + 100:
+        take_imports_for_old()
+
+
+_modules = 0
+
+
+def take_imports_for_old() -> None:
+    global _modules
     gc.collect()
     gc.freeze()
+    _modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:

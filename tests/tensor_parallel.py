@@ -1,7 +1,7 @@
 """One rank of two: loads models by transformers alone and through gdsload, and compares.
 
-Run by the tests (`ranks.py`). With --distributed the ranks first write each as a distributed
-checkpoint there, and load that one. Prints one line of JSON: what was found of each model.
+Run by the tests (`ranks.py`). With --distributed the ranks write the first of them as a distributed
+checkpoint there, too, and load that one last. Prints one line of JSON: what was found of each.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ def main() -> None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    print(json.dumps([compared(model, options.distributed) for model in options.models]))
+    found = [compared(model) for model in options.models]
+    if options.distributed:
+        found.append(compared(options.models[0], options.distributed))
+    print(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def compared(directory: str, distributed: str) -> dict[str, Any]:
+def compared(directory: str, distributed: str = "") -> dict[str, Any]:
     try:
         words: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=2)}
     except TypeError:  # transformers before 5.15

@@ -195,6 +195,15 @@ def test_liburing_stays_inside(wheel: Wheel, installed: Path) -> None:
     assert b"liburing.so" not in path.read_bytes()
 
 
+def test_modules_ask_a_free_threaded_python_for_the_gil(wheel: Wheel, unpacked: Path) -> None:
+    translated = {path.stem: path.read_text() for path in unpacked.glob("build/cython/**/*.c")}
+    assert translated.keys() == wheel.compiled
+    asked = re.compile(r"#define __Pyx_FREETHREADING_COMPATIBLE (\w+)")
+    # The last is the one that holds where the compiler's command line says nothing.
+    found = {name: asked.findall(text)[-1] for name, text in translated.items()}
+    assert set(found.values()) == {"Py_MOD_GIL_USED"}, found
+
+
 def test_builds_without_liburing(
     wheel: Wheel, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

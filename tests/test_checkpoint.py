@@ -216,6 +216,20 @@ def test_the_last_of_many_is_broken(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+def test_threads_end_with_a_broken_header_while_the_error_is_kept(tmp_path: Path) -> None:
+    names = [f"{number:04d}.safetensors" for number in range(files._AHEAD + 2 * files._THREADS)]
+    for name in names:
+        write(tmp_path / name, name)
+    (tmp_path / names[0]).write_bytes((2).to_bytes(8, "little") + b"{]")
+    with pytest.raises(CheckpointError) as caught:  # kept, and with it the frames that it came by
+        Checkpoint.open(tmp_path)
+    for thread in threading.enumerate():
+        if thread.name == "gdsload-open":
+            thread.join(20)
+            assert not thread.is_alive(), "it waits for whoever takes its results"
+    assert names[0] in str(caught.value)
+
+
 def test_header_limit(two: Path) -> None:
     with pytest.raises(CheckpointError, match="more than the limit of 20"):
         Checkpoint.open(two / "1111.safetensors", header_limit=20)

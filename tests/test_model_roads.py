@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import gdsload
 import tinymodels
-from equal import FIRST, IS_SURE, NEW, both, require_same
+from equal import FIRST, IS_SURE, NEW, VERSION, both, require_same
 from ranks import HERE, ranks
 
+WRITES_DCP = VERSION >= (5, 20)
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
 
 
@@ -280,15 +281,26 @@ def test_diffusers(tmp_path: Path) -> None:
         assert tinymodels.same_bytes(tensor, ours.state_dict()[name])
 
 
-@needs_new
-def test_a_rank_reads_its_part(tmp_path: Path) -> None:
-    """Of a dense model and of a mixture, which 5.0 sends to a GPU wherever it is."""
-    models = [tmp_path / name for name in ("qwen3", "mixtral")]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
+    """Models that two ranks have loaded, and what each found: of a dense model, of a mixture, which
+    5.0 sends to a GPU wherever it is, and of the first as a distributed checkpoint."""
+    place = tmp_path_factory.mktemp("ranks")
+    models = [place / name for name in ("qwen3", "mixtral")]
     for model in models:
         tinymodels.build(model.name).save_pretrained(model)
+    words: list[str | Path] = [*models]
+    if WRITES_DCP:
+        words += ["--distributed", place / "dcp"]
+    return models, ranks(2, HERE / "tensor_parallel.py", *words, meet=place)
+
+
+@needs_new
+def test_a_rank_reads_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
     alone = ""
-    for told in ranks(2, HERE / "tensor_parallel.py", *models, meet=tmp_path):
-        for model, found in zip(models, told, strict=True):
+    models, found_by = two_ranks
+    for told in found_by:
+        for model, found in zip(models, told[: len(models)], strict=True):
             if not IS_SURE and "alone" in found:
                 alone = f"transformers {transformers.__version__} alone: {found['alone']}"
                 continue
@@ -302,3 +314,18 @@ def test_a_rank_reads_its_part(tmp_path: Path) -> None:
             assert found["wanted_bytes"] < 0.9 * whole
     if alone:
         pytest.skip(alone)
+
+
+@pytest.mark.skipif(
+    not WRITES_DCP, reason="transformers before 5.20 writes distributed checkpoints of FSDP alone"
+)
+def test_dcp(two_ranks: tuple[list[Path], list[Any]]) -> None:
+    """Two ranks wrote it, each its part; then both loaded it."""
+    (model, _), found_by = two_ranks
+    for *_, told in found_by:
+        assert told["wrong"] == []
+        assert told["same_keys"]
+        assert told["same_logits"]
+        assert told["path"] == "stock"
+        assert "torch.distributed.checkpoint" in told["reason"]
+    assert not (model.parent / "dcp" / "model.safetensors").exists()

@@ -12,7 +12,7 @@ import transformers
 import equal
 import gdsload
 import tinymodels
-from ranks import HERE, ranks
+from ranks import ranks
 
 
 @pytest.fixture(autouse=True)
@@ -150,18 +150,3 @@ def test_zero3_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seen
     assert gdsload.last_report().path == "stock"
     assert "ZeRO-3" in gdsload.last_report().path_reason
-
-
-def test_dcp(tmp_path: Path) -> None:
-    """Two ranks write it, each its part; then both load it."""
-    if equal.VERSION < (5, 20):
-        pytest.skip("transformers before 5.20 writes distributed checkpoints of FSDP alone")
-    tinymodels.build("qwen3").save_pretrained(tmp_path / "model")
-    words = (tmp_path / "model", "--distributed", tmp_path / "dcp")
-    for (told,) in ranks(2, HERE / "tensor_parallel.py", *words, meet=tmp_path):
-        assert told["wrong"] == []
-        assert told["same_keys"]
-        assert told["same_logits"]
-        assert told["path"] == "stock"
-        assert "torch.distributed.checkpoint" in told["reason"]
-    assert not (tmp_path / "dcp" / "model.safetensors").exists()

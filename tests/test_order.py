@@ -46,7 +46,11 @@ def test_a_stream_keeps_to_it(tiny_checkpoint: Path) -> None:
     layers = [int(name.split(".")[2]) for name in got if ".layers." in name]
     assert layers == sorted(layers)
     with pytest.raises(ValueError, match="order"):
-        next(gdsload.stream(tiny_checkpoint, order="size"))
+        gdsload.stream(tiny_checkpoint, order="size")
+    with pytest.raises(ValueError, match="none of"):
+        gdsload.stream(tiny_checkpoint, cache="size")
+    with pytest.raises(gdsload.PlacementError):
+        gdsload.stream(tiny_checkpoint, device="nowhere")
 
 
 def test_an_event_loop_goes_on(tiny_checkpoint: Path) -> None:

@@ -244,11 +244,6 @@ def mapped_bytes() -> int:
     return total
 
 
-def resident() -> int:
-    with open("/proc/self/statm") as words:
-        return int(words.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class Pins:
     """A device that keeps count of what is pinned, as CUDA's driver does."""
 
@@ -297,16 +292,15 @@ def test_pinned_memory_must_be_had_where_it_was_asked_for(
         assert any("no CUDA" in note for note in pool.notes)
 
 
-def test_twenty_models_in_turn_grow_nothing(
+def test_more_models_in_turn_than_fit_grow_nothing(
     tiny_checkpoint: Path, tmp_path: Path, pins: Pins
 ) -> None:
-    """Five fit. Memory may differ by what an allocator does; a model that stayed would show."""
-    models = copies(tiny_checkpoint, tmp_path, 20)
-    total = sum(tensor.nbytes for tensor in reference(tiny_checkpoint).values())
+    """Three of seven fit."""
+    models = copies(tiny_checkpoint, tmp_path, 7)
     with warmup.HostPool(1 << 40) as pool:
         by_load_file(models[0])
         each = pool.held_bytes
-    limit = 5 * each
+    limit = 3 * each
     seen: list[tuple[int, ...]] = []
     with warmup.HostPool(limit) as pool:
         for _turn in range(3):
@@ -321,11 +315,9 @@ def test_twenty_models_in_turn_grow_nothing(
                 assert mapped_bytes() == pool.pinned_bytes, "no mapping but those that are pinned"
                 assert len(open_memory_files()) == len(pins.registered)
             descriptors = len(os.listdir("/proc/self/fd"))
-            seen.append((pool.held_bytes, len(pins.registered), descriptors, resident()))
-        assert sources(pool) == [f"m{n}" for n in range(15, 20)]
-    assert len({facts[:3] for facts in seen}) == 1, seen
-    growth = seen[-1][3] - seen[0][3]
-    assert growth < 20 * total, f"{growth} bytes more after 40 more loads of {total}"
+            seen.append((pool.held_bytes, len(pins.registered), descriptors))
+        assert sources(pool) == [f"m{n}" for n in range(4, 7)]
+    assert len(set(seen)) == 1, seen
     assert pins.registered == {} and mapped_bytes() == 0 and open_memory_files() == []
 
 

@@ -16,6 +16,7 @@ from faulty import ERRNO, FOR_EVER, HANG, Faults, rule
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
+from gdsload.backends import engines
 
 
 @pytest.fixture
@@ -244,4 +245,22 @@ def test_a_read_that_would_write_elsewhere_is_refused(
     with pytest.raises((ValueError, IndexError)):
         Request(pump, [(fd, -1, 4096, 0, 1)], [entry])
     assert region.references == 1
+    pump.close(1.0)
+
+
+@pytest.mark.parametrize("engine", ["uring", "linuxaio", "threads", "aio"])
+def test_file_without_a_slot_is_read_by_its_own_descriptor(
+    path: Path, fd: int, engine: str
+) -> None:
+    try:
+        pump = Pump(engines.engine_module(engine).engine(), 4)
+    except (ImportError, OSError) as error:
+        pytest.skip(f"{engine}: {error}")
+    region = Region.anonymous(10 * 4096)
+    _, ops = whole(region, fd, 10)
+    request = Request(pump, [(fd, -1, 4096, -1, -1)], ops)  # type: ignore[arg-type]
+    request.post()
+    assert request.wait(10.0)
+    assert request.failures() == []
+    assert region.read(0, 10 * 4096) == path.read_bytes()[: 10 * 4096]
     pump.close(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from gdsload import residency
 from gdsload._native import system
 
-PAGE = residency.PAGE_BYTES
+PAGE = mmap.PAGESIZE
 PAGES = 64
 
 

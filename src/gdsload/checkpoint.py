@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 
 from gdsload import quiet
@@ -149,18 +149,19 @@ class Checkpoint:
         try:
             # All are opened before the first is read: a download that replaces the shards one by
             # one has the least time to give us two versions.
-            for shard in each(
-                open_shard, found.places, what=lambda place: place.path, discard=Shard.close
-            ):
-                shards.append(shard)
-            texts = each(
-                lambda shard: _header_text(shard, header_limit), shards, what=lambda s: s.path
-            )
-            for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
-                header = parse_header(text, shard.size, path=shard.path, shard=number)
-                shard.data_start = LENGTH_BYTES + len(text)
-                shard.metadata = header.metadata
-                headers.append(header)
+            with closing(
+                each(open_shard, found.places, what=lambda p: p.path, discard=Shard.close)
+            ) as opened:
+                shards.extend(opened)
+            # Its threads end before the descriptors that they read from are closed.
+            with closing(
+                each(lambda shard: _header_text(shard, header_limit), shards, what=lambda s: s.path)
+            ) as texts:
+                for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
+                    header = parse_header(text, shard.size, path=shard.path, shard=number)
+                    shard.data_start = LENGTH_BYTES + len(text)
+                    shard.metadata = header.metadata
+                    headers.append(header)
             return cls(found.title, shards, _joined(found, shards, headers, strict))
         except BaseException:
             for shard in shards:

@@ -3,6 +3,13 @@
 Parsing, planning and handing over 100,000 tensors makes a million tuples and no cycle. Each pass
 of the collector over them finds nothing and takes as long as the work itself. Importing torch and
 transformers is alike: 400,000 objects that stay, and a thousand passes over them.
+
+The collector is the process's, and so are the effects: while a load parses, plans or hands over, no
+thread's cycles are looked for; after many objects were made, all objects
+of the process count as old, and wait for a full collection; while a prefetch is open the threshold
+of the youngest generation is 10,000. Whoever has turned the collector off, frozen objects or set a
+higher threshold finds that as it was. It stays since 100,000 tensors cost 3 us each and not 8, and
+the imports beside a prefetch 3.0 s and not 3.5.
 """
 
 from __future__ import annotations

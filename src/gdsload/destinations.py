@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
@@ -28,8 +29,6 @@ from gdsload.errors import PlacementError
 
 if TYPE_CHECKING:
     import torch
-
-_ALIGN_BYTES = 4096  # a parameter's pages are its own, and go back with it
 
 
 class Kind(NamedTuple):
@@ -94,7 +93,8 @@ class Destinations:
         self._parts: dict[int, _Part] = {}  # by the address of their first place
         self._region: Region | None = None
         self._populator: Populator | None = None
-        sizes = [-(-target.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for target in targets]
+        # A parameter's pages are its own, and go back with it.
+        sizes = [-(-target.nbytes // PAGESIZE) * PAGESIZE for target in targets]
         total = sum(sizes)
         if not total:
             return

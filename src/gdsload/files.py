@@ -13,7 +13,7 @@ import resource
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -170,7 +170,7 @@ def each(
     what: Callable[[Item], str],
     discard: Callable[[Result], None] = lambda _: None,
     stall_seconds: float = STALL_SECONDS,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """work(item) for each item, in parallel threads; yields the results in the items' order.
 
     The first error is raised as it came. When the caller stops early, results that nobody will see

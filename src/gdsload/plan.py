@@ -32,7 +32,7 @@ GAP_BYTES = 64 << 10
 TARGET_GAP_BYTES = 64 << 20
 # Pieces smaller than this are not worth memory apart for the sake of their alignment.
 LITTLE_BYTES = 64 << 10
-# Where a file does not say how direct I/O is to be aligned.
+# The alignment of direct I/O where a file does not say, and of cuFile. It is not the page size.
 DEFAULT_BLOCK_BYTES = 4096
 
 
@@ -240,7 +240,7 @@ def plan_reads(
             wanted += sum(piece.nbytes for piece in members)
             extents.append(extent)
             block = blocks[extent.shard] if blocks else limits.block
-            align = max(block, DEFAULT_BLOCK_BYTES)  # a whole page: targets begin on one
+            align = max(block, DEFAULT_BLOCK_BYTES)
             start = extent.offset // align * align
             end = -(-extent.end // align) * align
             fresh = len(transfers) == first or place != last

@@ -10,10 +10,10 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from mmap import PAGESIZE
 
 from gdsload._native import system
 
-PAGE_BYTES = 4096
 # A large range is judged by this many samples of this size: asking about each page of 15 GB takes
 # 0.1 s, longer than mapping them.
 SAMPLES = 64
@@ -50,7 +50,7 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
                 " may write to it",
             ) from error
         pages = system.mincore_pages(file, offset, length)
-    return min(pages * PAGE_BYTES, length)
+    return min(pages * PAGESIZE, length)
 
 
 def _is_told(fd: int, *, root: bool) -> bool:
@@ -72,7 +72,7 @@ def seen_bytes(fd: int, offset: int, length: int) -> int:
 
 def _spots(offset: int, length: int) -> list[int]:
     """Places all over a range, its ends among them."""
-    number = min(SAMPLES, -(-length // PAGE_BYTES))
+    number = min(SAMPLES, -(-length // PAGESIZE))
     step = (length - 1) / max(number - 1, 1)
     return [offset + int(step * place) for place in range(number)]
 
@@ -87,9 +87,9 @@ def _answers(fd: int, spot: int) -> bool:
 
 def wholly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether every page that the range touches is in the page cache."""
-    first = offset // PAGE_BYTES * PAGE_BYTES
+    first = offset // PAGESIZE * PAGESIZE
     length = offset + length - first
-    length = -(-length // PAGE_BYTES) * PAGE_BYTES
+    length = -(-length // PAGESIZE) * PAGESIZE
     try:
         return resident_bytes(fd, first, length) >= length
     except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.files import open_regular
 
-_PAGE_BYTES = 4096  # a direct read aligned to this is accepted by every file system we know
+# A direct read aligned to this is accepted by every file system we know, whatever a page is.
+_DIRECT_ALIGN_BYTES = 4096
 
 
 class Identity(NamedTuple):
@@ -108,10 +109,10 @@ class Shard:
         statx: Callable[..., object] | None = getattr(os, "statx", None)  # Python 3.15
         mask = getattr(os, "STATX_DIOALIGN", None)
         if statx is None or mask is None:
-            return _PAGE_BYTES, _PAGE_BYTES
+            return _DIRECT_ALIGN_BYTES, _DIRECT_ALIGN_BYTES
         status = statx(self.fd, mask)
-        memory = getattr(status, "stx_dio_mem_align", None) or _PAGE_BYTES
-        return memory, getattr(status, "stx_dio_offset_align", None) or _PAGE_BYTES
+        memory = getattr(status, "stx_dio_mem_align", None) or _DIRECT_ALIGN_BYTES
+        return memory, getattr(status, "stx_dio_offset_align", None) or _DIRECT_ALIGN_BYTES
 
     def verify_unchanged(self) -> None:
         """Raises FileChanged when the file is no longer what was opened."""

@@ -21,9 +21,7 @@ from gdsload.arena import Spot, current_pool, require_room
 from gdsload.backends.base import DRAM, Memory, OpenFile, Registration
 from gdsload.blocks import ALIGN_BYTES, allocated
 from gdsload.collector import collector_paused
-from gdsload.plan import Piece, ReadPlan
-
-_PAGE_BYTES = 4096  # targets begin on one in the file, and so they do here before they are slid
+from gdsload.plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
 
 
 class Layout(NamedTuple):
@@ -55,11 +53,13 @@ def lay_out(
         keeper.make_room(plan.read_bytes)
     require_room(plan.read_bytes)
     slides, through_cache = _slides(plan, pieces, files, reroute)
-    room = _PAGE_BYTES + ALIGN_BYTES
+    # Targets begin on a block in the file, and so they do here before they are slid.
+    room = DEFAULT_BLOCK_BYTES + ALIGN_BYTES
     ordinal = gpu.ordinal_of(device)
     blocks = allocated(ordinal, [target.length + room for target in plan.targets], managed=True)
     starts = [
-        -block.address % _PAGE_BYTES + slide for block, slide in zip(blocks, slides, strict=True)
+        -block.address % DEFAULT_BLOCK_BYTES + slide
+        for block, slide in zip(blocks, slides, strict=True)
     ]
     spots = {
         piece.name: Spot(blocks[home.target], starts[home.target] + home.offset)
@@ -96,7 +96,7 @@ def _slides(
     beyond: set[int] = set()
     for number, wish in enumerate(wishes):
         file = files[plan.targets[number].shard].what
-        step = file.address_block if isinstance(file, OpenFile) else _PAGE_BYTES
+        step = file.address_block if isinstance(file, OpenFile) else DEFAULT_BLOCK_BYTES
         slide = wish.most_common(1)[0][0]
         if slide % step:
             if reroute:

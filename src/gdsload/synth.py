@@ -22,8 +22,9 @@ from .layouts import BF16_BYTES, MODELS, Tensor, configured, shapes, shards, tot
 
 __all__ = ["MODELS", "holds", "shapes", "shards", "total_bytes", "write"]
 
-# A page is the smallest run of bytes that can go astray on its own: each carries its address.
-PAGE_BYTES = 4096
+# Each stretch of this length carries its address, so that one that went astray is found. It is part
+# of the format, whatever the page size of the machine is.
+STAMP_BYTES = 4096
 # Written at once: large enough that a system call costs nothing, small enough for the L2 cache.
 BLOCK_BYTES = 1 << 20
 POOL_BYTES = 4 * BLOCK_BYTES
@@ -171,10 +172,10 @@ def _write_all(file: IO[bytes], block: bytes | memoryview) -> None:
 
 
 class Filling:
-    """The made-up weights: slices of one pool of random bfloat16, each page signed.
+    """The made-up weights: slices of one pool of random bfloat16, each 4 KiB of it signed.
 
-    Drawing every byte afresh would be slower than the disk. Two pages never agree all the same:
-    the low bytes of a page's first eight values spell its tensor's checksum and its number.
+    Drawing every byte afresh would be slower than the disk. Two of these never agree all the same:
+    the low bytes of their first eight values spell its tensor's checksum and its number.
     """
 
     def __init__(self, seed: int, *, tied: bool) -> None:
@@ -196,13 +197,13 @@ class Filling:
         sign = zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF)
         block = bytearray(BLOCK_BYTES)
         view = memoryview(block)
-        pages = BLOCK_BYTES // PAGE_BYTES
+        stamps = BLOCK_BYTES // STAMP_BYTES
         for number, begin in enumerate(range(0, tensor.nbytes, BLOCK_BYTES)):
             length = min(BLOCK_BYTES, tensor.nbytes - begin)
             start = BF16_BYTES * (zlib.crc32(number.to_bytes(8, "little"), sign) % BLOCK_BYTES)
             view[:] = self._pool[start : start + BLOCK_BYTES]
-            numbers = range(number * pages, (number + 1) * pages)
+            numbers = range(number * stamps, (number + 1) * stamps)
             for lane in range(4):
-                block[2 * lane :: PAGE_BYTES] = bytes([sign >> 8 * lane & 0xFF]) * pages
-                block[8 + 2 * lane :: PAGE_BYTES] = bytes(n >> 8 * lane & 0xFF for n in numbers)
+                block[2 * lane :: STAMP_BYTES] = bytes([sign >> 8 * lane & 0xFF]) * stamps
+                block[8 + 2 * lane :: STAMP_BYTES] = bytes(n >> 8 * lane & 0xFF for n in numbers)
             yield view[:length]

@@ -18,7 +18,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import rows_of
 from gdsload.device import require_device
 from gdsload.errors import CheckpointError
-from gdsload.load import STALL_SECONDS, Batch, Session
+from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.order import in_layers
 from gdsload.plan import wanted_info, wanted_infos
 from gdsload.report import LoadReport
@@ -117,10 +117,42 @@ def stream(
     Memory is bounded by two windows of `window_bytes` (or the largest tensor, where that is more)
     and the tensors that the caller keeps. Closing the iterator early ends the reads. Arguments and
     errors are those of `load_file`; a file that changed is noticed at the end of each window.
+    `order`, `cache` and `device` are checked by the call itself; files are opened with the first
+    tensor.
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} is none of "file", "layers"')
-    target = require_device(device)
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    return _stream(
+        source,
+        require_device(device),
+        names=names,
+        order=order,
+        backend=backend,
+        cache=cache,
+        options=options,
+        window_bytes=window_bytes,
+        progress=progress,
+        stall_seconds=stall_seconds,
+        **where,
+    )
+
+
+def _stream(
+    source: Source,
+    target: str,
+    *,
+    names: Iterable[str] | None,
+    order: str,
+    backend: str,
+    cache: str,
+    options: Mapping[str, Any] | None,
+    window_bytes: int,
+    progress: bool | None,
+    stall_seconds: float,
+    **where: Any,
+) -> Iterator[tuple[str, torch.Tensor]]:
     report = LoadReport(os.fspath(source), device=target)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
@@ -194,25 +226,31 @@ def _count(report: LoadReport, infos: list[TensorInfo]) -> None:
 
 
 class _Bar:
-    """A progress bar with rate and remaining time on a terminal, nothing elsewhere."""
+    """A progress bar with rate and remaining time on a terminal, nothing elsewhere.
+
+    It is made with the first bytes: no read waits until tqdm is imported.
+    """
 
     def __init__(self, wanted: bool | None, total: int) -> None:
+        self._wanted, self._total = wanted, total
+        self._shown = wanted or (wanted is None and sys.stderr is not None and sys.stderr.isatty())
         self._bar: Any = None
-        if wanted or (wanted is None and sys.stderr is not None and sys.stderr.isatty()):
+
+    def moved(self, nbytes: int) -> None:
+        if not self._shown:
+            return
+        if self._bar is None:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                total=total,
+                total=self._total,
                 unit="B",
                 unit_scale=True,
                 desc="gdsload",
-                delay=0 if wanted else _BAR_DELAY_SECONDS,
-                leave=bool(wanted),
+                delay=0 if self._wanted else _BAR_DELAY_SECONDS,
+                leave=bool(self._wanted),
             )
-
-    def moved(self, nbytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(min(nbytes, self._bar.total - self._bar.n))
+        self._bar.update(min(nbytes, self._bar.total - self._bar.n))
 
     def __enter__(self) -> _Bar:
         return self

@@ -16,6 +16,7 @@ import os
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_load_flag
 from gdsload._native.dlpack cimport DLManagedTensor, describe, drop_capsule
+from gdsload._native.pages cimport page_ceil, page_floor
 from gdsload._native.pthreads cimport (
     pthread_mutex_init,
     pthread_mutex_lock,
@@ -51,7 +52,6 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef void *MAP_FAILED = <void *><uintptr_t>-1
 
 cdef enum:
-    PAGE_BYTES = 4096
     # A tensor smaller than this keeps its pages until the region goes: giving them back would
     # cost more than it frees.
     GIVE_BACK_BYTES = 65536
@@ -67,9 +67,10 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
     cdef uintptr_t end = first + view.nbytes
     if view.region.anonymous and view.region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
-        # Only whole pages: the edges are shared with the neighbours.
-        first = (first + PAGE_BYTES - 1) & ~<uintptr_t>(PAGE_BYTES - 1)
-        end = end & ~<uintptr_t>(PAGE_BYTES - 1)
+        # Only whole pages: the edges are shared with the neighbours, and the kernel rounds the
+        # length up to a page, whatever the size of one is.
+        first = page_ceil(first)
+        end = page_floor(end)
         if end > first:
             madvise(<void *>first, end - first, MADV_DONTNEED)
     release_region(view.region)

@@ -20,6 +20,7 @@ from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid, pid_t
 
 from gdsload._native.atomics cimport gds_load_flag, gds_store_flag, gds_touch
+from gdsload._native.pages cimport page_bytes, page_ceil, page_floor
 from gdsload._native.populator cimport CPopulator, Range, populator_advance, populator_stop
 from gdsload._native.pthreads cimport (
     monotonic_cond_init,
@@ -51,7 +52,6 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     EINVAL = 22
     MOST_THREADS = 8
-    PAGE_BYTES = 4096
     STEP_BYTES = 131072  # 40 us
     # A unit that takes longer is slower than 4 GB/s: slow enough to ask what the other page size
     # would cost. Backed huge pages take 70 us, small ones 350 to 700, unbacked huge ones 3,000.
@@ -90,13 +90,14 @@ cdef int populate_unit(
 ) noexcept nogil:
     """Populates a unit; small pages by short steps, for those who map memory meanwhile."""
     cdef uint64_t done = 0
+    cdef uint64_t page = page_bytes()
     cdef uint64_t step = length if huge else STEP_BYTES
     if huge:
         madvise(region.base + start, length, MADV_HUGEPAGE)
     while done < length:
         step = min(step, length - done)
         if gentle:
-            step = PAGE_BYTES
+            step = min(page, length - done)
             gds_touch(region.base + start + done)
         elif madvise(region.base + start + done, step, MADV_POPULATE_WRITE) != 0:
             return errno
@@ -200,10 +201,8 @@ cdef class Populator:
                     raise MemoryError("no memory for a populator")
             retain_region(region)
             made.ranges[made.count].region = region
-            made.ranges[made.count].start = first & ~<uint64_t>(PAGE_BYTES - 1)
-            made.ranges[made.count].end = min(
-                (first + length + PAGE_BYTES - 1) & ~<uint64_t>(PAGE_BYTES - 1), region.length
-            )
+            made.ranges[made.count].start = page_floor(first)
+            made.ranges[made.count].end = min(page_ceil(first + length), region.length)
             made.ranges[made.count].first = first // UNIT_BYTES
             made.ranges[made.count].last = (first + length - 1) // UNIT_BYTES
             made.count += 1

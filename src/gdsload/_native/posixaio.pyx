@@ -49,7 +49,7 @@ cdef struct Ways:
 cdef struct Slot:
     aiocb block
     uint64_t cookie
-    int ways       # index into `files`
+    int ways       # index into `files`; -1: the read goes by the caller's own descriptor
     int busy
 
 cdef struct PosixAio:
@@ -111,16 +111,18 @@ cdef int find_ways(PosixAio *self, const Read *read) noexcept nogil:
 
 
 cdef int start(PosixAio *self, Slot *slot, const Read *read) noexcept nogil:
-    cdef int place = find_ways(self, read)
+    cdef int place = -1
+    cdef int fd = read.fd
     cdef Ways *ways
-    cdef int fd
-    if place < 0:
-        return place
-    ways = &self.files[place]
-    fd = ways.way[ways.next_way]
-    ways.next_way = (ways.next_way + 1) % WAYS
-    if fd < 0:  # out of descriptors when this duplicate was made: share the first, or the file's
-        fd = ways.way[0] if ways.way[0] >= 0 else read.fd
+    if read.slot >= 0:  # without a slot nothing tells the file from the next with its descriptor
+        place = find_ways(self, read)
+        if place < 0:
+            return place
+        ways = &self.files[place]
+        fd = ways.way[ways.next_way]
+        ways.next_way = (ways.next_way + 1) % WAYS
+        if fd < 0:  # no descriptor was left for this duplicate: share the first, or the file's
+            fd = ways.way[0] if ways.way[0] >= 0 else read.fd
     memset(&slot.block, 0, sizeof(aiocb))
     slot.block.aio_fildes = fd
     slot.block.aio_buf = read.address
@@ -131,7 +133,8 @@ cdef int start(PosixAio *self, Slot *slot, const Read *read) noexcept nogil:
     slot.cookie = read.cookie
     slot.ways = place
     slot.busy = 1
-    ways.in_flight += 1
+    if place >= 0:
+        ways.in_flight += 1
     self.in_flight += 1
     return 0
 
@@ -185,7 +188,8 @@ cdef int reap_posix(
         if error != 0:
             out[taken].result = -error
         slot.busy = 0
-        self.files[slot.ways].in_flight -= 1
+        if slot.ways >= 0:
+            self.files[slot.ways].in_flight -= 1
         self.in_flight -= 1
         taken += 1
     return taken

@@ -10,6 +10,8 @@ from libc.string cimport memcpy, memset
 
 import os
 
+from gdsload._native.pages cimport page_bytes, page_floor
+
 cdef extern from "<sys/syscall.h>" nogil:
     """
     #ifndef SYS_cachestat
@@ -39,8 +41,7 @@ cdef enum:
     STATX_BYTES = 256
     DIO_MEM_ALIGN_AT = 152       # struct statx is the kernel's ABI: these places never move
     DIO_OFFSET_ALIGN_AT = 156
-    PAGE_BYTES = 4096
-    # Pages looked at by one mincore: 4 GiB of file, 1 MiB of vector.
+    # Pages looked at by one mincore: 1 MiB of vector, 4 GiB of file where a page is 4 KiB.
     MINCORE_PAGES = 1048576
 
 cdef struct CachestatRange:
@@ -93,7 +94,8 @@ def cachestat(int fd, uint64_t offset, uint64_t length):
 
 def mincore_pages(int fd, uint64_t offset, uint64_t length):
     """The same by mincore, through a mapping of the range: for kernels before cachestat."""
-    cdef uint64_t first = offset & ~<uint64_t>(PAGE_BYTES - 1)
+    cdef uint64_t page = page_bytes()
+    cdef uint64_t first = page_floor(offset)
     cdef uint64_t end = offset + length
     cdef uint64_t part, i, pages, resident = 0
     cdef unsigned char *vec
@@ -105,8 +107,8 @@ def mincore_pages(int fd, uint64_t offset, uint64_t length):
     if vec == NULL:
         raise MemoryError("no memory to look at the page cache")
     while first < end and not failed:
-        part = min(end - first, <uint64_t>MINCORE_PAGES * PAGE_BYTES)
-        pages = (part + PAGE_BYTES - 1) // PAGE_BYTES
+        part = min(end - first, <uint64_t>MINCORE_PAGES * page)
+        pages = (part + page - 1) // page  # what mincore writes, and no entry more
         with nogil:
             mapped = mmap(NULL, part, PROT_READ, MAP_SHARED, fd, <int64_t>first)
             if mapped == MAP_FAILED:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from gdsload.plan import Limits, Transfer
+from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 # (major, minor). A plugin fits if its major is the same and its minor not newer.
 API_VERSION = (1, 0)
@@ -57,8 +57,8 @@ class OpenFile(NamedTuple):
     fd: int
     size: int
     direct_fd: int = -1
-    block: int = 4096
-    address_block: int = 4096
+    block: int = DEFAULT_BLOCK_BYTES
+    address_block: int = DEFAULT_BLOCK_BYTES
 
 
 class Memory(NamedTuple):

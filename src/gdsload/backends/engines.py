@@ -17,6 +17,7 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import Support
+from gdsload.plan import DEFAULT_BLOCK_BYTES
 
 # The order in which `auto` tries them (benchmarks/engines.py).
 ENGINES = ("uring", "linuxaio", "threads", "aio")
@@ -67,9 +68,11 @@ def _try_engine(engine: str) -> Support:
             raise
         return unopened(engine, error)
     try:
-        region = Region.anonymous(4096)
+        region = Region.anonymous(1)
         request = Request(
-            pump, [(fd, -1, 4096, 0, 1)], [(0, 0, 1, 1, region.address, region.handle(), -1)]
+            pump,
+            [(fd, -1, DEFAULT_BLOCK_BYTES, 0, 1)],
+            [(0, 0, 1, 1, region.address, region.handle(), -1)],
         )
         request.post()
         if not request.wait(2.0):

@@ -25,13 +25,12 @@ from gdsload.backends.base import (
 )
 from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Transfer
+from gdsload.plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.ring import StagingRing
 
 # How long a release waits for what is under way. Reads need not be waited for, they go no further
 # than their slots; copies that were started end by themselves, in microseconds.
 DRAIN_SECONDS = 0.15
-_LAND_ALIGN = 4096
 
 Explain = Callable[[int], str]
 
@@ -139,7 +138,7 @@ class StagedRequest(PumpedRequest):
                     raise ValueError(f"a share of {nbytes} bytes at {start} leaves its memory")
                 if nbytes:
                     shares.append((place + start, nbytes, address))
-            place += -(-what.length // _LAND_ALIGN) * _LAND_ALIGN
+            place += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
         self._landing: Landing = road.stage.land(shares)
         self._ended = False
         base = self._landing.base
