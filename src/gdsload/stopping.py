@@ -31,8 +31,8 @@ class Stop:
         self._ends: list[Callable[[], object]] = []
 
     def ask(self) -> None:
-        """Returns at once, where threads can be started: what is ended waits a little for reads that
-        cannot be called back."""
+        """Returns at once, where a thread can be started: what is ended waits a little for reads
+        that cannot be called back."""
         with self._lock:
             self.asked = True
             ends = list(self._ends)
