@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from gdsload import claims, hostpool, quiet, residency, underway
@@ -217,7 +218,8 @@ class Prefetch:
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
             if self._state in (OPENING, READING):
-                self._error = error
+                # Without its traceback, whose frames hold the files and the memory of the reads.
+                self._error = copy(error)
                 self._state = FAILED
                 self.report.failure = f"{type(error).__name__}: {error}"
 
@@ -271,7 +273,7 @@ class Prefetch:
                 ahead.hurry()
             self._ended.wait(min(left, _LOOK_SECONDS))
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # which would gather the frames of everybody who waits
         if self._state != LANDED and self._landed_bytes < self._wanted_bytes:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
