@@ -38,6 +38,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdsload.backends import engines
+
 from . import injector, places, records
 
 # What each call can fail with. EINTR is asked again by Python and by the pump.
@@ -48,7 +50,7 @@ ERRORS = {
     "fstat": "EIO ENOMEM",
     "getdents64": "EIO ENOMEM",
     "read": "EIO EINTR ENOMEM",
-    "mmap": "ENOMEM EAGAIN",
+    "mmap": "ENOMEM",
     "mprotect": "ENOMEM",
     "madvise": "ENOMEM EAGAIN EIO EINTR",
     "pread64": "EIO EINTR EAGAIN ENOMEM",
@@ -71,6 +73,7 @@ STALL_SECONDS = 2.0  # given to every load: one whose storage always says EAGAIN
 LIMIT_SECONDS = 40.0  # of a case; it takes milliseconds, and STALL_SECONDS where storage is silent
 KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
 REQUEST_BYTES = 256 << 10
+GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: generated -->\n", "<!-- faults: end -->\n"
 
@@ -95,8 +98,17 @@ class Outcome(NamedTuple):
 
     kind: str
     text: str = ""
-    calls: Mapping[int, int] = {}  # noqa: RUF012 - read only
+    calls: Mapping[int, int] = {}
     kept_bytes: int = 0
+
+
+class Resources(NamedTuple):
+    """Descriptors, threads, files that are mapped (how often), and bytes of memory."""
+
+    descriptors: frozenset[str]
+    threads: int
+    files: Counter[str]
+    nbytes: int
 
 
 # --- checkpoints --------------------------------------------------------------------------------
@@ -252,47 +264,54 @@ class Server:
 
     def counted(self, load: str) -> dict[str, int]:
         """How often each call happens in a load, without a fault. Raises Refused."""
-        outcome = self.run(Case(load, "", "", 0))
+        (outcome,) = self.run([Case(load, "", "", 0)])
         if outcome.kind != "exact":
             raise records.Refused(f"{load}, twice without a fault: {outcome.text}")
         self._clean[load] = outcome.kept_bytes
         names = {number: name for name, number in injector.NUMBERS.items()}
         return {names[number]: count for number, count in outcome.calls.items()}
 
-    def run(self, case: Case) -> Outcome:
-        """Runs one case in a child. A case without a call only counts."""
-        mine, its = socket.socketpair()
-        with tempfile.TemporaryFile() as log, mine, its:
-            pid = os.fork()
-            if pid == 0:
-                mine.close()
-                os.dup2(log.fileno(), 2)
-                try:
-                    self._child(case, its)
-                except BaseException:
-                    traceback.print_exc()
-                os._exit(1)
-            its.close()
-            outcome = self._supervise(case, pid, mine)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if outcome is None:
-                log.seek(0)
-                said = log.read().decode(errors="replace")[-3000:]
-                how = "it hangs" if status == -signal.SIGKILL else f"it ended with {status}"
-                return Outcome("violation", f"{how}: {said}")
-        return outcome
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """Runs cases of one load and call, one after the other in a child, and in another one after
+        a violation. A case without a call only counts."""
+        left = list(cases)
+        while left:
+            mine, its = socket.socketpair()
+            with tempfile.TemporaryFile() as log, mine, its:
+                pid = os.fork()
+                if pid == 0:
+                    mine.close()
+                    os.dup2(log.fileno(), 2)
+                    try:
+                        self._child(left, its)
+                    except BaseException:
+                        traceback.print_exc()
+                    os._exit(1)
+                its.close()
+                for outcome in self._supervise(left, pid, mine):
+                    left.pop(0)
+                    yield outcome
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if status != 0:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-3000:]
+                    how = "it hangs" if status == -signal.SIGKILL else f"it ended with {status}"
+                    left.pop(0)
+                    yield Outcome("violation", f"{how}: {said}")
 
-    def _supervise(self, case: Case, pid: int, control: socket.socket) -> Outcome | None:
-        """Answers the child's calls until it has reported; None where it has not."""
+    def _supervise(
+        self, cases: Sequence[Case], pid: int, control: socket.socket
+    ) -> Iterator[Outcome]:
+        """Answers the child's calls, and yields what it reports, until it ends or hangs."""
         _, received, _, _ = socket.recv_fds(control, 1, 1)
         if not received:
-            return None
-        code = getattr(errno, case.error) if case.error else 0
-        last = 1 << 30 if case.lasting else case.k
-        calls = injector.Calls(received[0], code, case.k, last)
+            return
+        calls = injector.Calls(received[0])
         poll = select.poll()
         poll.register(calls.listener, select.POLLIN)
         poll.register(control, select.POLLIN)
+        waiting = iter(list(cases))
+        case = next(waiting)
         deadline = time.monotonic() + LIMIT_SECONDS
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -301,44 +320,60 @@ class Server:
                         calls.answer()
                         continue
                     said = control.recv(1 << 16)
-                    if said in (b"begin", b"end"):
-                        calls.armed = said == b"begin"
-                        control.send(b"!")
-                        continue
-                    if not said:
-                        return None
-                    outcome = Outcome(*json.loads(said))._replace(calls=dict(calls.seen))
-                    unmet = case.call and not calls.failed and outcome.kind != "violation"
-                    return outcome._replace(kind="unmet") if unmet else outcome
+                    if said == b"begin":
+                        code = getattr(errno, case.error) if case.error else 0
+                        calls.arm(code, case.k, 1 << 30 if case.lasting else case.k)
+                    elif said == b"end":
+                        calls.armed = False
+                    elif not said:
+                        return
+                    else:
+                        outcome = Outcome(*json.loads(said))._replace(calls=dict(calls.seen))
+                        unmet = case.call and not calls.failed and outcome.kind != "violation"
+                        yield outcome._replace(kind="unmet") if unmet else outcome
+                        deadline = time.monotonic() + LIMIT_SECONDS
+                        case = next(waiting, case)
+                    control.send(b"!")
             os.kill(pid, signal.SIGKILL)
-            return None
         finally:
             os.close(calls.listener)
 
-    def _child(self, case: Case, control: socket.socket) -> None:
-        def mark(word: bytes) -> None:
+    def _child(self, cases: Sequence[Case], control: socket.socket) -> None:
+        """Runs cases and reports each, until one ends in a violation."""
+
+        def tell(word: bytes) -> None:
             control.send(word)
             control.recv(1)
 
-        self._place(case.load)
-        fds, threads, files, size = resources()
-        faulthandler.dump_traceback_later(LIMIT_SECONDS * 0.8, file=2)
-        known = sorted(injector.NUMBERS)
-        listener = injector.confine([case.call] if case.call else known)
+        found = resources()
+        call = cases[0].call
+        listener = injector.confine([call] if call else sorted(injector.NUMBERS))
         socket.send_fds(control, [b"."], [listener])
         os.close(listener)
+        for case in cases:
+            faulthandler.dump_traceback_later(LIMIT_SECONDS * 0.8, file=2)
+            outcome, found = self._judge(case, tell, found)
+            tell(json.dumps(outcome).encode())
+            if outcome.kind == "violation":
+                break
+        os._exit(0)
+
+    def _judge(
+        self, case: Case, tell: Callable[[bytes], None], before: Resources
+    ) -> tuple[Outcome, Resources]:
+        """One case: the load under injection, the same without, and what is left of both."""
+        self._place(case.load)
+        engines._tried.clear()  # each case tries its engine anew
         began = time.monotonic()
-        mark(b"begin")
+        tell(b"begin")
         kind, text = self._attempt(case.load, case.error)
-        mark(b"end")
+        tell(b"end")
         took = time.monotonic() - began
         gc.collect()
         again, why = self._attempt(case.load, "")
         gc.collect()
         faulthandler.cancel_dump_traceback_later()
-        wrong = []
-        if kind == "violation":
-            wrong.append(text)
+        wrong = [text] if kind == "violation" else []
         if took > LIMIT_SECONDS / 2:
             wrong.append(f"it took {took:.0f} s")
         # An engine that is forbidden, or whose trial read never ends, is not tried again.
@@ -351,21 +386,22 @@ class Server:
             wrong.append(f"the next load: {why}")
         # A thread that has been joined may still be seen for a moment.
         deadline = time.monotonic() + 5.0
-        while (now := resources())[1] > threads and time.monotonic() < deadline:
+        while (now := resources()).threads > before.threads and time.monotonic() < deadline:
             time.sleep(0.01)
-        if now[0] != fds:
-            wrong.append(f"descriptors: {sorted(now[0] - fds)} more, {sorted(fds - now[0])} less")
-        if now[1] != threads:
-            wrong.append(f"threads: {now[1]}, and {threads} before")
-        if now[2] != files:
-            wrong.append(f"mapped files: {now[2] - files} more, {files - now[2]} less")
-        kept = now[3] - size
-        if case.call and kept - self._clean.get(case.load, 0) > KEPT_BYTES:
-            wrong.append(f"{kept:,} bytes of memory more; {self._clean[case.load]:,} when clean")
+        if now.descriptors != before.descriptors:
+            more, less = now.descriptors - before.descriptors, before.descriptors - now.descriptors
+            wrong.append(f"descriptors: {sorted(more)} more, {sorted(less)} less")
+        if now.threads != before.threads:
+            wrong.append(f"threads: {now.threads}, and {before.threads} before")
+        if now.files != before.files:
+            more_files, less_files = now.files - before.files, before.files - now.files
+            wrong.append(f"mapped files: {more_files} more, {less_files} less")
+        kept, clean = now.nbytes - before.nbytes, self._clean.get(case.load, 0)
+        if case.call and kept > clean + KEPT_BYTES:
+            wrong.append(f"{kept:,} bytes of memory more; {clean:,} when clean")
         if wrong:
             kind, text = "violation", "; ".join(wrong)
-        control.send(json.dumps([kind, text[-6000:], {}, kept]).encode())
-        os._exit(0)
+        return Outcome(kind, text[-6000:], {}, kept), now
 
     def _place(self, load: str) -> None:
         """Brings the files into the page cache, or out of it."""
@@ -409,8 +445,8 @@ def is_foreign(error: BaseException) -> bool:
     return f"{os.sep}gdsload{os.sep}" not in frames[-1]
 
 
-def resources() -> tuple[frozenset[str], int, Counter[str], int]:
-    """Descriptors, threads, files that are mapped, and bytes of memory of this process."""
+def resources() -> Resources:
+    """What this process has now."""
     held: set[str] = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the directory itself
@@ -420,7 +456,8 @@ def resources() -> tuple[frozenset[str], int, Counter[str], int]:
     with open("/proc/self/status") as lines:
         sizes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))]
     files = Counter(name for name in names if "safetensors" in name or "memfd" in name)
-    return frozenset(held), len(os.listdir("/proc/self/task")), files, sum(sizes) << 10
+    threads = len(os.listdir("/proc/self/task"))
+    return Resources(frozenset(held), threads, files, sum(sizes) << 10)
 
 
 # --- the sweep ----------------------------------------------------------------------------------
@@ -458,6 +495,13 @@ def swept(
     server: Server, cases: Sequence[Case], jobs: int, say: Callable[[str], None]
 ) -> list[tuple[Case, Outcome]]:
     """Runs the cases in so many processes."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for number, case in enumerate(cases):
+        together.setdefault((case.load, case.call), []).append(number)
+    groups = [
+        group[first : first + GROUP] for group in together.values()
+        for first in range(0, len(group), GROUP)
+    ]  # fmt: skip
     pipes, pids = [], []
     for job in range(jobs):
         reader, writer = os.pipe()
@@ -465,9 +509,10 @@ def swept(
         if pid == 0:
             os.close(reader)
             with os.fdopen(writer, "w") as out:
-                for number in range(job, len(cases), jobs):
-                    outcome = server.run(cases[number])
-                    print(json.dumps([number, outcome]), file=out, flush=True)
+                for group in groups[job::jobs]:
+                    outcomes = server.run([cases[number] for number in group])
+                    for number, outcome in zip(group, outcomes, strict=True):
+                        print(json.dumps([number, outcome]), file=out, flush=True)
             os._exit(0)
         os.close(writer)
         pipes.append(os.fdopen(reader))
@@ -522,7 +567,7 @@ def table(result: Mapping[str, Any]) -> str:
     rows = {call: row for call, row in rows.items() if row.total()}
     rows["all"] = sum(rows.values(), Counter())
     lines = [
-        "| call | errors | cases | exact | GdsloadError | MemoryError | transformers' | violations |",
+        "| call | errors | cases | exact | GdsloadError | MemoryError | transformers' | wrong |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for call, row in rows.items():

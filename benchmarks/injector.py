@@ -90,10 +90,14 @@ def why_not() -> str:
 class Calls:
     """The supervisor's end: answers calls, and counts those that come while it is armed."""
 
-    def __init__(self, listener: int, error: int = 0, first: int = 0, last: int = 0) -> None:
-        """The calls `first` to `last`, counted from 1, fail with the errno `error`."""
+    def __init__(self, listener: int) -> None:
         self.listener = listener
+        self.arm(0, 0, 0)
         self.armed = False
+
+    def arm(self, error: int, first: int, last: int) -> None:
+        """From now on the calls `first` to `last`, counted from 1, fail with the errno `error`."""
+        self.armed = True
         self.seen: Counter[int] = Counter()  # by number
         self.failed = 0
         self._error, self._first, self._last = error, first, last
