@@ -73,18 +73,22 @@ def _try_engine(engine: str) -> tuple[Support, int]:
             0,
         )
     try:
-        return _read_one_byte(engine, module)
+        fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:  # which says nothing of the engine
+        return unopened(engine, error), errno.EIO
+    try:
+        return _read_one_byte(engine, module, fd)
     except OSError as error:
         return unopened(engine, error), error.errno or errno.EIO
     except MemoryError as error:
         return unopened(engine, OSError(errno.ENOMEM, str(error) or "no memory")), errno.ENOMEM
+    finally:
+        os.close(fd)
 
 
-def _read_one_byte(engine: str, module: Any) -> tuple[Support, int]:
-    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
-    pump: Pump | None = None
+def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
+    pump = Pump(module.engine(), 2)
     try:
-        pump = Pump(module.engine(), 2)
         region = Region.anonymous(4096)
         request = Request(
             pump, [(fd, -1, 4096, 0, 1)], [(0, 0, 1, 1, region.address, region.handle(), -1)]
@@ -98,9 +102,7 @@ def _read_one_byte(engine: str, module: Any) -> tuple[Support, int]:
             return Support(False, (f"{engine} opens, but cannot read: {os.strerror(code)}",)), code
         return Support(True), 0
     finally:
-        if pump is not None:
-            pump.close(_DRAIN_SECONDS)
-        os.close(fd)
+        pump.close(_DRAIN_SECONDS)
 
 
 def unopened(engine: str, error: OSError) -> Support:

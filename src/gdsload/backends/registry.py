@@ -93,7 +93,11 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
             found[name] = built_in(name)
         except Exception as error:  # no memory, or no descriptor, to import it with
             refusals[name] = f"it cannot be imported: {type(error).__name__}: {error}"
-    entries: list[EntryPoint] = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
+    entries: list[EntryPoint] = []
+    try:
+        entries = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
+    except Exception as error:  # no descriptor left, or broken metadata of some distribution
+        refusals["plugins"] = f"they cannot be listed: {type(error).__name__}: {error}"
     for entry in entries:
         try:
             backend = entry.load()
