@@ -54,6 +54,10 @@ test-oldest: setup  ## from_pretrained with the oldest transformers that is supp
 gpu-check: setup  ## on a machine with a GPU: every road, exact bytes, memory given back, rates
 	@$(PY) scripts/gpu_check.py $(ARGS)
 
+.PHONY: faults
+faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
+	$(PY) -m benchmarks.faults --replace --publish $(ARGS)
+
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp

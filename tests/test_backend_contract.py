@@ -167,6 +167,21 @@ def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
     assert engines.try_engine("threads").usable
 
 
+def test_engine_without_memory_for_its_trial_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NoMemory:
+        @staticmethod
+        def anonymous(nbytes: int) -> None:
+            raise MemoryError("no address space")
+
+    monkeypatch.setattr(engines, "_tried", {})
+    with monkeypatch.context() as short:
+        short.setattr(engines, "Region", NoMemory)
+        assert "no address space" in str(engines.try_engine("threads"))
+    assert engines.try_engine("threads").usable
+
+
 def test_closing_from_many_threads() -> None:
     for _ in range(20):
         pump = posix.Pump(engines.engine_module("threads").engine(), 4)

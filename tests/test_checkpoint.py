@@ -417,6 +417,21 @@ def test_reopen_direct(two: Path) -> None:
         assert memory > 0 and offset > 0
 
 
+def test_reopen_direct_without_a_status_closes_it(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "no status")
+
+    with Checkpoint.open(two) as checkpoint:
+        before = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fstat", refuse)
+            with pytest.raises(OSError, match="no status"):
+                checkpoint.shards[0].reopen_direct()
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_reopen_direct_refused(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpoint.open(two) as checkpoint:
 

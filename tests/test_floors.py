@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (
-    "_native collector errors dtypes lifecycle quiet underway version",
+    "_native collector errors dtypes lifecycle quiet threads underway version",
     "libraries checkpoint shard source header files strictjson layouts synth mounts",
     "plan",
     "arena progress gpu device ring residency report claims order cuts verdicts",

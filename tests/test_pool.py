@@ -87,6 +87,30 @@ def test_a_second_load_reads_nothing(first: Any, second: Any, tiny_checkpoint: P
         assert from_pool() == sum(t.nbytes for t in reference(tiny_checkpoint).values())
 
 
+class Unmapped:
+    """The lease of a segment that the system does not map."""
+
+    lent = 0
+
+    def lend(self, fd: int, offset: int, length: int, shared: bool) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+
+def test_pool_that_cannot_be_mapped_leaves_the_load_without_it(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warmup.HostPool(64 << 20, pinned=False) as pool:
+        with monkeypatch.context() as short:
+            short.setattr("gdsload.segments.Lease", Unmapped)
+            require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+        assert from_pool() == 0 and pool.held_bytes == 0
+        assert any("is not mapped" in note for note in pool.notes)
+        by_load_file(tiny_checkpoint)
+        for segment in pool._segments:
+            monkeypatch.setattr(segment, "lease", Unmapped())
+        require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+
+
 def test_parts_of_what_it_holds_are_found(tiny_checkpoint: Path) -> None:
     with warmup.HostPool(64 * UNIT):
         by_load_file(tiny_checkpoint)

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -509,3 +511,20 @@ def test_it_steps_back_behind_whoever_imports(tiny_checkpoint: Path) -> None:
         assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + early.NICENESS, 19)
         gate.open()
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+def test_failed_prefetch_holds_nothing_of_whoever_waits(tmp_path: Path) -> None:
+    class Model:
+        pass
+
+    ahead = gdsload.prefetch(tmp_path / "missing")
+
+    def wait() -> weakref.ref[Model]:
+        model = Model()
+        with suppress(CheckpointError):
+            ahead.wait(60)
+        return weakref.ref(model)
+
+    assert wait()() is None
+    with pytest.raises(CheckpointError, match="missing"):
+        ahead.wait(60)

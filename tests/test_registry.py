@@ -106,6 +106,32 @@ def test_posix_is_there_without_metadata(entries: list[EntryPoint]) -> None:
     assert registry.find("posix") is PosixBackend
 
 
+def test_metadata_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", fail)
+    found, refusals = registry.discover()
+    assert "posix" in found
+    assert "Too many open files" in refusals["plugins"]
+
+
+def test_backend_that_cannot_be_imported_is_a_refusal(
+    entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = registry.import_module
+
+    def fail(name: str) -> Any:
+        if name.endswith("gds_mt"):
+            raise ImportError("failed to map segment from shared object")
+        return real(name)
+
+    monkeypatch.setattr(registry, "import_module", fail)
+    found, refusals = registry.discover()
+    assert "posix" in found and "gds_mt" not in found
+    assert "failed to map segment" in refusals["gds_mt"]
+
+
 def test_an_entry_point(entries: list[EntryPoint]) -> None:
     entries.append(entry("Plain"))
     assert registry.find("plain") is Plain

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from gdsload import claims, hostpool, quiet, residency, underway
@@ -36,6 +37,7 @@ from gdsload.progress import (
     Progress,
 )
 from gdsload.report import LoadReport
+from gdsload.threads import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -80,14 +82,22 @@ class Prefetch:
         self._lock = fork_safe_lock(self)  # reentrant: signal handlers may ask, too
         self._posted = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gdsload-prefetch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
         claims.offer(self._landing)
         quiet.hold(self)
         underway.begin(self)
         try:
-            self._thread.start()
+            self._thread = start_thread(self._run, "gdsload-prefetch")
+            if self._thread is None:
+                self._fail(
+                    GdsloadError(
+                        f"{self.source}: no thread could be started to prefetch it (the limits on"
+                        " processes and memory: `ulimit -u`, pids.max)"
+                    )
+                )
+                self._end(FAILED)
             self._posted.wait(HEAD_START_SECONDS)
         except BaseException:  # Ctrl-C: nobody will have it to close it
             self._stop(CLOSED)
@@ -95,8 +105,9 @@ class Prefetch:
 
     def _run(self) -> None:
         session, names, where = self._arguments
-        opening = self._open_device(session)
+        opening: Opening | None = None
         try:
+            opening = self._open_device(session)
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
@@ -208,7 +219,8 @@ class Prefetch:
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
             if self._state in (OPENING, READING):
-                self._error = error
+                # Without its traceback, whose frames hold the files and the memory of the reads.
+                self._error = copy(error)
                 self._state = FAILED
                 self.report.failure = f"{type(error).__name__}: {error}"
 
@@ -262,7 +274,7 @@ class Prefetch:
                 ahead.hurry()
             self._ended.wait(min(left, _LOOK_SECONDS))
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # which would gather the frames of everybody who waits
         if self._state != LANDED and self._landed_bytes < self._wanted_bytes:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
@@ -275,7 +287,7 @@ class Prefetch:
     def close(self) -> None:
         """Ends the reads and lets go of what nobody has claimed. May be called again."""
         self._stop(CLOSED)
-        if self._thread is not threading.current_thread():
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(_LOOK_SECONDS if self._state == OPENING else _CLOSE_SECONDS)
 
     def _stop(self, state: str) -> None:
@@ -294,7 +306,8 @@ class Prefetch:
 
     def rest(self) -> None:
         """Its files were closed with the last byte; its thread ends here."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def wake(self) -> None:
         """Nothing to take back."""

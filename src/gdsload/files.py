@@ -26,6 +26,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
+from gdsload.threads import start_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -34,6 +35,7 @@ STALL_SECONDS = 60.0  # without one file opened or one header read: longer than 
 _THREADS = 16  # requests in flight hide the latency of network storage; more gain nothing there
 _AHEAD = 32  # results that may wait for their consumer: bounds the memory that headers take
 _WAKE_SECONDS = 0.1  # a Ctrl-C that comes just before a wait begins is seen only when it ends
+_NO_ITEM = -1  # the number of what ends a thread between two items
 _READ_BYTES = 64 << 20  # of one read: below the 2 GiB at which the kernel cuts
 
 
@@ -175,7 +177,8 @@ def each(
 
     The first error is raised as it came. When the caller stops early, results that nobody will see
     are given to `discard`. Raises StallError, naming the file `what(item)`, when nothing finishes
-    for `stall_seconds`; the thread that hangs is left behind and discards what it gets.
+    for `stall_seconds`; the thread that hangs is left behind and discards what it gets. Where no
+    thread can be started the caller does the work, and waits as long as the storage does.
     """
     lock, room = threading.Lock(), threading.Semaphore(_AHEAD)
     done: SimpleQueue[tuple[int, Result | None, BaseException | None]] = SimpleQueue()
@@ -183,6 +186,12 @@ def each(
     stopped = False
 
     def run() -> None:
+        try:
+            serve()
+        except BaseException as error:  # no memory to go on: the caller must not wait for it
+            done.put((_NO_ITEM, None, error))
+
+    def serve() -> None:
         while True:
             room.acquire()
             with lock:
@@ -208,14 +217,14 @@ def each(
     patience = 1.0  # seconds given to threads that are still at work when the caller stops
     try:
         for _ in range(min(_THREADS, len(items))):
-            thread = threading.Thread(target=run, name="gdsload-open", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads for this process: the first ones will do
-                if not threads:
-                    raise
+            thread = start_thread(run, "gdsload-open")
+            if thread is None:  # no more threads for this process: the first ones will do
                 break
             threads.append(thread)
+        if not threads:
+            for item in items:
+                yield work(item)
+            return
         for number, item in enumerate(items):
             deadline = time.monotonic() + stall_seconds
             while number not in early:
@@ -229,6 +238,8 @@ def each(
                         f"{what(item)}: the storage has not answered for {stall_seconds:g} s",
                         path=what(item),
                     ) from None
+                if index == _NO_ITEM and error is not None:
+                    raise error
                 deadline = time.monotonic() + stall_seconds
                 early[index] = result, error
             result, error = early.pop(number)

@@ -129,7 +129,10 @@ class HostPool:
                 segment = found.segment
                 region = (segment.pinned if pinned else None) or mappings.get(id(segment))
                 if region is None:
-                    region = segment.lease.lend(segment.fd, 0, segment.length, False)
+                    try:
+                        region = segment.lease.lend(segment.fd, 0, segment.length, False)
+                    except OSError:  # no room to map it: the load reads the files
+                        continue
                     mappings[id(segment)] = region
                 spots[piece.name] = Spot(region, found.place + piece.offset - found.start)
                 self._use(segment)
@@ -163,10 +166,13 @@ class HostPool:
             self._segments.append(segment)
         try:
             return Intake(segment, plan, self._fill)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._drop(segment)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            self.notes.append(f"a segment of {length} bytes is not mapped: {error.strerror}")
+            return None
 
     def _take(self, length: int, wanted_bytes: int) -> Segment | None:
         if length > self.limit_bytes:

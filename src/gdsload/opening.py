@@ -10,12 +10,12 @@ and is raised there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from gdsload import gpu
 from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
+from gdsload.threads import start_thread
 from gdsload.vram import reached
 
 # Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.
@@ -31,8 +31,9 @@ class Opening:
         self.refusal = ""
         self._device, self._options = device, dict(options)
         self._ring = ring and not options.get("in_place")
-        self._thread = threading.Thread(target=self._run, name="gdsload-device", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "gdsload-device")
+        if self._thread is None:
+            self.refusal = "no thread could be started to open it"
 
     def _run(self) -> None:
         try:
@@ -61,7 +62,7 @@ class Opening:
 
     def wait(self) -> None:
         """Returns when it is ready, or cannot be: also when it was said before that it is not."""
-        if self.refusal:
+        if self.refusal or self._thread is None:
             return
         self._thread.join(OPEN_SECONDS)
         if self._thread.is_alive():

@@ -98,10 +98,13 @@ class Shard:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return None
             raise
-        status = os.fstat(twin)
-        if (status.st_dev, status.st_ino) != self.identity[:2]:
+        try:
+            status = os.fstat(twin)
+            if (status.st_dev, status.st_ino) != self.identity[:2]:
+                raise OSError(errno.ESTALE, "reopening gave another file", self.path)
+        except BaseException:
             os.close(twin)
-            raise OSError(errno.ESTALE, "reopening gave another file", self.path)
+            raise
         return twin
 
     def direct_alignment(self) -> tuple[int, int]:

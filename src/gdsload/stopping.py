@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from gdsload.errors import GdsloadError
 from gdsload.lifecycle import fork_safe_lock
+from gdsload.threads import start_thread
 
 Result = TypeVar("Result")
 
@@ -31,12 +32,14 @@ class Stop:
         self._ends: list[Callable[[], object]] = []
 
     def ask(self) -> None:
-        """Returns at once: what is ended waits a little for reads that cannot be called back."""
+        """Returns at once, where a thread can be started: what is ended waits a little for reads
+        that cannot be called back."""
         with self._lock:
             self.asked = True
             ends = list(self._ends)
         for end in ends:
-            threading.Thread(target=end, name="gdsload-stop", daemon=True).start()
+            if start_thread(end, "gdsload-stop") is None:
+                end()
 
     def run(self, call: Callable[..., Result], *args: Any, **named: Any) -> Result:
         """Calls with this stop in place. Raises LoadStopped where it was asked meanwhile, also if

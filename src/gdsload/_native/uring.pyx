@@ -190,8 +190,9 @@ cdef int reap_uring(
     wait.tv_sec = wait_ns // 1000000000
     wait.tv_nsec = wait_ns % 1000000000
     error = io_uring_submit_and_wait_timeout(&self.ring, cqes, <unsigned>wanted, &wait, NULL)
-    if error == -EAGAIN or error == -EBUSY:
+    if error == -EAGAIN or error == -EBUSY or error == -ENOMEM:
         # The kernel has no room now, and says so at once: asked in a loop, it would burn a core.
+        # Reads under way go on: to call the engine broken would mean to never free their memory.
         usleep(BACK_OFF_US)
     elif error < 0 and error != -ETIME and error != -EINTR:
         return error

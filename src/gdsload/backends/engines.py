@@ -31,42 +31,64 @@ def engine_module(engine: str) -> Any:
 
 
 _tried: dict[tuple[str, int], Support] = {}
-_USED_UP = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# Refusals that are the same for as long as the process lives. ETIMEDOUT: a trial read that does not
+# come back is waited for once.
+_LASTING = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ETIMEDOUT,
+)
 
 
 def try_engine(engine: str) -> Support:
     """Whether an engine works in this process: opened, and one byte read.
 
-    Remembered, except where something is used up that may be there again the next time.
+    An engine that works, or that the system forbids, is remembered. Any other failure may pass:
+    something is used up, and there again the next time.
     """
     key = (engine, os.getpid())
-    if key not in _tried:
-        try:
-            _tried[key] = _try_engine(engine)
-        except OSError as error:
-            return unopened(engine, error)
-    return _tried[key]
+    if key in _tried:
+        return _tried[key]
+    answer, code = _try_engine(engine)
+    if code == 0 or code in _LASTING:
+        _tried[key] = answer
+    return answer
 
 
-def _try_engine(engine: str) -> Support:
+def _try_engine(engine: str) -> tuple[Support, int]:
+    """The answer, and the errno of a refusal of the system's."""
     if engine not in _MODULES:
-        return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",))
+        return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",)), 0
     try:
         module = engine_module(engine)
     except ImportError:
-        return Support(
-            False,
-            ("this build has no io_uring: liburing's headers were missing",),
-            "install liburing-dev and build again" if engine == "uring" else "build again",
+        return (
+            Support(
+                False,
+                ("this build has no io_uring: liburing's headers were missing",),
+                "install liburing-dev and build again" if engine == "uring" else "build again",
+            ),
+            0,
         )
-    fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        pump = Pump(module.engine(), 2)
+        fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:  # which says nothing of the engine
+        return unopened(engine, error), errno.EIO
+    try:
+        return _read_one_byte(engine, module, fd)
     except OSError as error:
+        return unopened(engine, error), error.errno or errno.EIO
+    except MemoryError as error:
+        return unopened(engine, OSError(errno.ENOMEM, str(error) or "no memory")), errno.ENOMEM
+    finally:
         os.close(fd)
-        if error.errno in _USED_UP:
-            raise
-        return unopened(engine, error)
+
+
+def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
+    pump = Pump(module.engine(), 2)
     try:
         region = Region.anonymous(1)
         request = Request(
@@ -76,14 +98,14 @@ def _try_engine(engine: str) -> Support:
         )
         request.post()
         if not request.wait(2.0):
-            return Support(False, (f"{engine} opens, but a read of one byte does not come back",))
-        code = request.result(0)[2]
+            why = f"{engine} opens, but a read of one byte does not come back"
+            return Support(False, (why,)), errno.ETIMEDOUT
+        code = abs(request.result(0)[2])
         if code:
-            return Support(False, (f"{engine} opens, but cannot read: {os.strerror(abs(code))}",))
-        return Support(True)
+            return Support(False, (f"{engine} opens, but cannot read: {os.strerror(code)}",)), code
+        return Support(True), 0
     finally:
         pump.close(_DRAIN_SECONDS)
-        os.close(fd)
 
 
 def unopened(engine: str, error: OSError) -> Support:

@@ -82,13 +82,22 @@ def built_in(name: str) -> type[Backend]:
 
 
 def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
-    """All backends by name, and the plugins that were left out with the reason."""
+    """All backends by name, and those that were left out with the reason."""
     # Imported here: it costs 20 ms, which a load that takes a built-in road need not wait for.
     from importlib.metadata import entry_points
 
-    found = {name: built_in(name) for name in BUILT_IN}
+    found: dict[str, type[Backend]] = {}
     refusals: dict[str, str] = {}
-    entries: list[EntryPoint] = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
+    for name in BUILT_IN:
+        try:
+            found[name] = built_in(name)
+        except Exception as error:  # no memory, or no descriptor, to import it with
+            refusals[name] = f"it cannot be imported: {type(error).__name__}: {error}"
+    entries: list[EntryPoint] = []
+    try:
+        entries = [e for e in entry_points(group=GROUP) if e.name not in BUILT_IN]
+    except Exception as error:  # no descriptor left, or broken metadata of some distribution
+        refusals["plugins"] = f"they cannot be listed: {type(error).__name__}: {error}"
     for entry in entries:
         try:
             backend = entry.load()

@@ -1,0 +1,653 @@
+"""Loads under system calls that fail, the k-th call for every k: exact bytes or one error.
+
+    make faults                                        # all cases, all loads
+    python -m benchmarks.faults --loads 'load_file *' --calls mmap clone3
+    python -m benchmarks.faults --sample               # seconds: one case of each load and call
+
+    server: everything imported, each load done once
+      └─ fork per case: clean state ─► load, one call fails ─► the same load, clean ─► compare
+
+A case ends within a limit in exact bytes or in one GdsloadError; MemoryError is allowed for ENOMEM.
+`from_pretrained` may also end in an error of transformers' own, where the call that failed was
+transformers' and not gdsload's. The next load in the same process must be exact, and descriptors,
+threads and memory must be what they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import faulthandler
+import fnmatch
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gdsload.backends import engines
+
+from . import injector, places, records
+
+# What each call can fail with. EINTR is asked again by Python and by the pump.
+ERRORS = {
+    "openat": "EIO EINTR ENOMEM EMFILE EPERM",
+    "statx": "EIO ENOMEM EPERM",
+    "newfstatat": "EIO ENOMEM EPERM",
+    "fstat": "EIO ENOMEM",
+    "getdents64": "EIO ENOMEM",
+    "read": "EIO EINTR ENOMEM",
+    "mmap": "ENOMEM",
+    "mprotect": "ENOMEM",
+    "madvise": "ENOMEM EAGAIN EIO EINTR",
+    "pread64": "EIO EINTR EAGAIN ENOMEM",
+    "preadv2": "EIO EINTR EAGAIN ENOMEM EPERM",
+    "cachestat": "EPERM ENOMEM",
+    "io_uring_setup": "ENOMEM EMFILE EPERM EAGAIN",
+    "io_uring_enter": "EINTR EAGAIN EBUSY ENOMEM",
+    "io_uring_register": "ENOMEM EMFILE EPERM EINTR",
+    "io_setup": "EAGAIN ENOMEM",
+    "io_submit": "EAGAIN EIO ENOMEM",
+    "io_getevents": "EINTR",
+    "clone3": "EAGAIN ENOMEM",
+    "memfd_create": "EMFILE ENOMEM EPERM",
+    "ftruncate": "EIO EINTR ENOMEM ENOSPC EPERM",
+    "fallocate": "EIO EINTR ENOSPC",
+}
+_WAITS = {"EINTR"}  # asked again without an end: such a call fails once only
+_PASSES = {"EAGAIN", "EBUSY"}  # asked again until the storage counts as silent
+STALL_SECONDS = 2.0  # given to every load: one whose storage always says EAGAIN ends after it
+LIMIT_SECONDS = 40.0  # of a case; it takes milliseconds, and STALL_SECONDS where storage is silent
+KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
+REQUEST_BYTES = 256 << 10
+GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
+DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
+BEGIN, END = "<!-- faults: generated -->\n", "<!-- faults: end -->\n"
+
+Load = Callable[[], Mapping[str, Any]]
+
+
+class Case(NamedTuple):
+    """One failure: the calls from the k-th on, or the k-th alone, of one kind, in one load."""
+
+    load: str
+    call: str
+    error: str
+    k: int
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.load}: {self.call} {self.error} at {self.k}{' and on' * self.lasting}"
+
+
+class Outcome(NamedTuple):
+    """How a case ended: `kind` is exact, error, memory, foreign, unmet or violation."""
+
+    kind: str
+    text: str = ""
+    calls: Mapping[int, int] = {}
+    kept_bytes: int = 0
+
+
+class Resources(NamedTuple):
+    """Descriptors, threads, files that are mapped (how often), and bytes of memory."""
+
+    descriptors: frozenset[str]
+    threads: int
+    files: Counter[str]
+    nbytes: int
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path) -> dict[str, bytes]:
+    """Three shards with an index: an odd size, a tensor off its alignment, one of no bytes."""
+    shards = [
+        {"a": ("F32", [512, 1024]), "b": ("BF16", [300, 700])},
+        {"odd": ("U8", [100_003]), "off": ("F32", [999, 101]), "none": ("F16", [0, 7]),
+         "c": ("F16", [123, 457])},
+        {"small": ("I64", [3]), "flag": ("BOOL", [5])},
+    ]  # fmt: skip
+    widths = {"F32": 4, "BF16": 2, "U8": 1, "F16": 2, "I64": 8, "BOOL": 1}
+    wanted: dict[str, bytes] = {}
+    index: dict[str, str] = {}
+    folder.mkdir(parents=True)
+    for number, shard in enumerate(shards, start=1):
+        name, header, data = f"model-{number}-of-3.safetensors", {}, b""
+        for tensor, (dtype, shape) in shard.items():
+            size = widths[dtype]
+            for length in shape:
+                size *= length
+            seed = 37 * (len(wanted) + 1)
+            block = bytes((seed + i * i) % (2 if dtype == "BOOL" else 251) for i in range(509))
+            wanted[tensor] = (block * (size // 509 + 1))[:size]
+            header[tensor] = {
+                "dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size],
+            }  # fmt: skip
+            data += wanted[tensor]
+            index[tensor] = name
+        text = json.dumps(header).encode()
+        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + data)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {"metadata": {"total_size": sum(map(len, wanted.values()))}, "weight_map": index}
+        )
+    )
+    return wanted
+
+
+def write_model(folder: Path) -> dict[str, bytes]:
+    """A small Llama in several shards, with transformers' own load of it as the truth."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="600KB")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return {name: bytes_of(tensor) for name, tensor in model.state_dict().items()}
+
+
+def bytes_of(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+
+
+# --- loads --------------------------------------------------------------------------------------
+
+
+def loads_of(plain: Path, model: Path) -> dict[str, Load]:
+    """Every kind of load, by its name; those whose name ends in `warm` find their files cached."""
+    import gdsload
+    from gdsload.backends.engines import ENGINES
+    from gdsload.warmup import HostPool
+
+    words: dict[str, Any] = {"stall_seconds": STALL_SECONDS, "progress": False}
+
+    def load(cache: str = "auto", **options: Any) -> Mapping[str, Any]:
+        options.setdefault("request_bytes", REQUEST_BYTES)
+        return gdsload.load_file(plain, cache=cache, options=options, **words)
+
+    def one() -> Mapping[str, Any]:
+        return gdsload.load_file(plain / "model-2-of-3.safetensors", cache="direct", **words)
+
+    def streamed(cache: str) -> Mapping[str, Any]:
+        return dict(gdsload.stream(plain, cache=cache, window_bytes=1 << 20, **words))
+
+    def opened(cache: str) -> Mapping[str, Any]:
+        with gdsload.safe_open(plain, cache=cache, stall_seconds=STALL_SECONDS) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def prefetched(tier: str) -> Mapping[str, Any]:
+        with gdsload.prefetch(plain, tier=tier, stall_seconds=STALL_SECONDS) as ahead:
+            with suppress(gdsload.GdsloadError):
+                ahead.wait(LIMIT_SECONDS / 2)
+            return load()
+
+    def pooled() -> Mapping[str, Any]:
+        with HostPool(64 << 20, pinned=False):
+            load()
+            return load()
+
+    def pool_filled() -> Mapping[str, Any]:
+        with HostPool(64 << 20, pinned=False):
+            return prefetched("pool")
+
+    def whole() -> Mapping[str, Any]:
+        held = gdsload.from_pretrained(model).state_dict()
+        return dict(held)
+
+    found: dict[str, Load] = {}
+    for engine in ENGINES:
+        for cache in ("direct", "buffered", "auto"):
+            found[f"load_file {engine} {cache}"] = partial(load, cache, engine=engine)
+    found["load_file auto direct bounced"] = partial(load, "direct", bounce="always")
+    found["load_file mapped"] = partial(load, "mapped")
+    found["load_file auto"] = load
+    found["load_file auto warm"] = load
+    found["load_file one file"] = one
+    found["stream"] = partial(streamed, "auto")
+    found["stream direct"] = partial(streamed, "direct")
+    found["stream warm"] = partial(streamed, "auto")
+    found["safe_open"] = partial(opened, "auto")
+    found["safe_open warm"] = partial(opened, "auto")
+    found["prefetch memory"] = partial(prefetched, "memory")
+    found["prefetch pagecache"] = partial(prefetched, "pagecache")
+    found["prefetch pool"] = pool_filled
+    found["HostPool"] = pooled
+    found["from_pretrained"] = whole
+    found["from_pretrained warm"] = whole
+    return found
+
+
+# --- one case, in a child -----------------------------------------------------------------------
+
+
+class Server:
+    """A process that has imported everything and done each load once. It forks a child per case."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plain, self.model = folder / "plain", folder / "model"
+        self.truth = {"plain": write_checkpoint(self.plain), "model": write_model(self.model)}
+        self.loads = loads_of(self.plain, self.model)
+        self.files = [*self.plain.glob("*"), *self.model.glob("*.safetensors")]
+        for file in self.files:  # dirty pages cannot be evicted
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        for name in self.loads:
+            self._place(name)
+            ended, text = self._attempt(name, "")
+            if ended != "exact":
+                raise records.Refused(f"{name} without a fault: {text}")
+        gc.collect()
+        gc.freeze()  # collections in children leave the pages of the parent's objects shared
+        self._clean: dict[str, int] = {}  # memory more after two clean loads, by load
+
+    def counted(self, load: str) -> dict[str, int]:
+        """How often each call happens in a load, without a fault. Raises Refused."""
+        (outcome,) = self.run([Case(load, "", "", 0)])
+        if outcome.kind != "exact":
+            raise records.Refused(f"{load}, twice without a fault: {outcome.text}")
+        self._clean[load] = outcome.kept_bytes
+        names = {number: name for name, number in injector.NUMBERS.items()}
+        return {names[number]: count for number, count in outcome.calls.items()}
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Outcome]:
+        """Runs cases of one load and call, one after the other in a child, and in another one after
+        a violation. A case without a call only counts."""
+        left = list(cases)
+        while left:
+            mine, its = socket.socketpair()
+            with tempfile.TemporaryFile() as log, mine, its:
+                pid = os.fork()
+                if pid == 0:
+                    mine.close()
+                    os.dup2(log.fileno(), 2)
+                    try:
+                        self._child(left, its)
+                    except BaseException:
+                        traceback.print_exc()
+                    os._exit(1)
+                its.close()
+                for outcome in self._supervise(left, pid, mine):
+                    left.pop(0)
+                    yield outcome
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if status != 0:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-3000:]
+                    how = "it hangs" if status == -signal.SIGKILL else f"it ended with {status}"
+                    left.pop(0)
+                    yield Outcome("violation", f"{how}: {said}")
+
+    def _supervise(
+        self, cases: Sequence[Case], pid: int, control: socket.socket
+    ) -> Iterator[Outcome]:
+        """Answers the child's calls, and yields what it reports, until it ends or hangs."""
+        _, received, _, _ = socket.recv_fds(control, 1, 1)
+        if not received:
+            return
+        calls = injector.Calls(received[0])
+        poll = select.poll()
+        poll.register(calls.listener, select.POLLIN)
+        poll.register(control, select.POLLIN)
+        waiting = iter(list(cases))
+        case = next(waiting)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for fd, _ in poll.poll(left * 1000):
+                    if fd == calls.listener:
+                        calls.answer()
+                        continue
+                    said = control.recv(1 << 16)
+                    if said == b"begin":
+                        code = getattr(errno, case.error) if case.error else 0
+                        calls.arm(code, case.k, 1 << 30 if case.lasting else case.k)
+                    elif said == b"end":
+                        calls.armed = False
+                    elif not said:
+                        return
+                    else:
+                        outcome = Outcome(*json.loads(said))._replace(calls=dict(calls.seen))
+                        unmet = case.call and not calls.failed and outcome.kind != "violation"
+                        yield outcome._replace(kind="unmet") if unmet else outcome
+                        deadline = time.monotonic() + LIMIT_SECONDS
+                        case = next(waiting, case)
+                    control.send(b"!")
+            os.kill(pid, signal.SIGKILL)
+        finally:
+            os.close(calls.listener)
+
+    def _child(self, cases: Sequence[Case], control: socket.socket) -> None:
+        """Runs cases and reports each, until one ends in a violation."""
+
+        def tell(word: bytes) -> None:
+            control.send(word)
+            control.recv(1)
+
+        found = resources()
+        call = cases[0].call
+        listener = injector.confine([call] if call else sorted(injector.NUMBERS))
+        socket.send_fds(control, [b"."], [listener])
+        os.close(listener)
+        for case in cases:
+            faulthandler.dump_traceback_later(LIMIT_SECONDS * 0.8, file=2)
+            outcome, found = self._judge(case, tell, found)
+            tell(json.dumps(outcome).encode())
+            if outcome.kind == "violation":
+                break
+        os._exit(0)
+
+    def _judge(
+        self, case: Case, tell: Callable[[bytes], None], before: Resources
+    ) -> tuple[Outcome, Resources]:
+        """One case: the load under injection, the same without, and what is left of both."""
+        self._place(case.load)
+        engines._tried.clear()  # each case tries its engine anew
+        began = time.monotonic()
+        tell(b"begin")
+        kind, text = self._attempt(case.load, case.error)
+        tell(b"end")
+        took = time.monotonic() - began
+        gc.collect()
+        again, why = self._attempt(case.load, "")
+        gc.collect()
+        faulthandler.cancel_dump_traceback_later()
+        wrong = [text] if kind == "violation" else []
+        if took > LIMIT_SECONDS / 2:
+            wrong.append(f"it took {took:.0f} s")
+        # An engine that is forbidden, or whose trial read never ends, is not tried again.
+        remembered = (
+            case.call.startswith("io_uring")
+            and (case.error == "EPERM" or case.lasting)
+            and why.startswith("BackendUnavailable: engine 'uring'")
+        )
+        if again != "exact" and not remembered:
+            wrong.append(f"the next load: {why}")
+        # A thread that has been joined may still be seen for a moment.
+        deadline = time.monotonic() + 5.0
+        while (now := resources()).threads > before.threads and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if now.descriptors != before.descriptors:
+            more, less = now.descriptors - before.descriptors, before.descriptors - now.descriptors
+            wrong.append(f"descriptors: {sorted(more)} more, {sorted(less)} less")
+        if now.threads != before.threads:
+            wrong.append(f"threads: {now.threads}, and {before.threads} before")
+        if now.files != before.files:
+            more_files, less_files = now.files - before.files, before.files - now.files
+            wrong.append(f"mapped files: {more_files} more, {less_files} less")
+        kept, clean = now.nbytes - before.nbytes, self._clean.get(case.load, 0)
+        if case.call and kept > clean + KEPT_BYTES:
+            wrong.append(f"{kept:,} bytes of memory more; {clean:,} when clean")
+        if wrong:
+            kind, text = "violation", "; ".join(wrong)
+        return Outcome(kind, text[-6000:], {}, kept), now
+
+    def _place(self, load: str) -> None:
+        """Brings the files into the page cache, or out of it."""
+        for file in self.files:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if load.endswith("warm"):
+                    while os.read(fd, 1 << 20):
+                        pass
+                else:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def _attempt(self, load: str, error: str) -> tuple[str, str]:
+        """One load: exact, error, memory, foreign or violation, and what it said."""
+        from gdsload.errors import GdsloadError
+
+        truth = self.truth["model" if load.startswith("from_pretrained") else "plain"]
+        try:
+            got = self.loads[load]()
+            parts = {"model-2-of-3": {"odd", "off", "none", "c"}}
+            wanted = parts["model-2-of-3"] if load.endswith("one file") else truth.keys()
+            if set(got) != set(wanted):
+                return "violation", f"tensors {sorted(set(got) ^ set(wanted))} too few or too many"
+            wrong = [name for name, tensor in got.items() if bytes_of(tensor) != truth[name]]
+            return ("violation", f"wrong bytes in {wrong}") if wrong else ("exact", "")
+        except GdsloadError as raised:
+            return "error", f"{type(raised).__name__}: {raised}"
+        except BaseException as raised:
+            if isinstance(raised, MemoryError) and error == "ENOMEM":
+                return "memory", ""
+            if load.startswith("from_pretrained") and is_foreign(raised):
+                return "foreign", f"{type(raised).__name__}: {raised}"
+            return "violation", "".join(traceback.format_exception(raised))
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether an exception was raised outside gdsload, without it in between."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f"{os.sep}gdsload{os.sep}" not in frames[-1]
+
+
+def resources() -> Resources:
+    """What this process has now."""
+    held: set[str] = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the directory itself
+            held.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    with open("/proc/self/maps") as lines:
+        names = [line.split(maxsplit=5)[5].strip() for line in lines if line.count("/")]
+    with open("/proc/self/status") as lines:
+        sizes = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    files = Counter(name for name in names if "safetensors" in name or "memfd" in name)
+    threads = len(os.listdir("/proc/self/task"))
+    return Resources(frozenset(held), threads, files, sum(sizes) << 10)
+
+
+# --- the sweep ----------------------------------------------------------------------------------
+
+
+def cases_of(load: str, counts: Mapping[str, int], options: argparse.Namespace) -> Iterator[Case]:
+    """Every call of a load, with every error, at every k; for good from a few of them on."""
+    for call, errors in ERRORS.items():
+        if call not in options.calls:
+            continue
+        for error in errors.split():
+            if error not in options.errors:
+                continue
+            for k in range(1, counts.get(call, 0) + 1):
+                yield Case(load, call, error, k)
+                lasts = error not in _WAITS and k & (k - 1) == 0
+                if lasts and (error not in _PASSES or k == 1):
+                    yield Case(load, call, error, k, True)
+
+
+def sampled(cases: Sequence[Case]) -> list[Case]:
+    """The middle one of each load and call, with another error each time."""
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.load, case.call), []).append(case)
+    found = []
+    for number, group in enumerate(groups.values()):
+        errors = sorted({case.error for case in group} - {"EAGAIN"} or {"EAGAIN"})
+        chosen = [case for case in group if case.error == errors[number % len(errors)]]
+        found.append(chosen[len(chosen) // 2])
+    return found
+
+
+def swept(
+    server: Server, cases: Sequence[Case], jobs: int, say: Callable[[str], None]
+) -> list[tuple[Case, Outcome]]:
+    """Runs the cases in so many processes."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for number, case in enumerate(cases):
+        together.setdefault((case.load, case.call), []).append(number)
+    groups = [
+        group[first : first + GROUP] for group in together.values()
+        for first in range(0, len(group), GROUP)
+    ]  # fmt: skip
+    pipes, pids = [], []
+    for job in range(jobs):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            with os.fdopen(writer, "w") as out:
+                for group in groups[job::jobs]:
+                    outcomes = server.run([cases[number] for number in group])
+                    for number, outcome in zip(group, outcomes, strict=True):
+                        print(json.dumps([number, outcome]), file=out, flush=True)
+            os._exit(0)
+        os.close(writer)
+        pipes.append(os.fdopen(reader))
+        pids.append(pid)
+    found: list[tuple[Case, Outcome]] = []
+    poll = select.poll()
+    by_fd = {pipe.fileno(): pipe for pipe in pipes}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+    while by_fd:
+        for fd, _ in poll.poll():
+            line = by_fd[fd].readline()
+            if not line:
+                poll.unregister(fd)
+                by_fd.pop(fd).close()
+                continue
+            number, fields = json.loads(line)
+            case, outcome = cases[number], Outcome(*fields)
+            found.append((case, outcome))
+            if outcome.kind == "violation":
+                say(f"{case}: {outcome.text}")
+            if len(found) % 500 == 0:
+                say(f"{len(found)} of {len(cases)} cases")
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return found
+
+
+def summed(found: Sequence[tuple[Case, Outcome]]) -> list[dict[str, Any]]:
+    """Cases and how they ended, by load, call and error."""
+    rows: dict[tuple[str, str, str], Counter[str]] = {}
+    for case, outcome in found:
+        row = rows.setdefault((case.load, case.call, case.error), Counter())
+        row[outcome.kind] += 1
+    return [
+        {"load": load, "call": call, "errno": error, **dict(sorted(row.items()))}
+        for (load, call, error), row in sorted(rows.items())
+    ]
+
+
+KINDS = ("exact", "error", "memory", "foreign", "violation")
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Calls down, how loads ended across."""
+    rows: dict[str, Counter[str]] = {}
+    errors: dict[str, set[str]] = {}
+    for one in result["rows"]:
+        row = rows.setdefault(one["call"], Counter())
+        row.update({kind: one.get(kind, 0) for kind in KINDS})
+        errors.setdefault(one["call"], set()).add(one["errno"])
+    rows = {call: row for call, row in rows.items() if row.total()}
+    rows["all"] = sum(rows.values(), Counter())
+    lines = [
+        "| call | errors | cases | exact | GdsloadError | MemoryError | transformers' | wrong |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for call, row in rows.items():
+        names = ", ".join(sorted(errors.get(call, ())))
+        counts = " | ".join(f"{row[kind]:,}" for kind in KINDS)
+        shown = f"`{call}`" if names else call
+        lines.append(f"| {shown} | {names} | {row.total():,} | {counts} |")
+    return "\n".join(lines) + "\n"
+
+
+def publish(result: Mapping[str, Any]) -> None:
+    """Writes the table into its page."""
+    text = DOCUMENT.read_text()
+    head, rest = text.split(BEGIN)
+    shown = f"{result['loads']} kinds of loads; {records.described(dict(result))}.\n\n"
+    DOCUMENT.write_text(
+        head + BEGIN + "\n" + shown + table(result) + "\n" + END + rest.split(END)[1]
+    )
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.faults", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--loads", nargs="+", default=["*"], metavar="PATTERN", help="kinds: all")
+    parser.add_argument("--calls", nargs="+", default=list(ERRORS), choices=ERRORS, metavar="CALL",
+                        help="system calls: all")  # fmt: skip
+    names = sorted({error for row in ERRORS.values() for error in row.split()})
+    parser.add_argument("--errors", nargs="+", default=names, choices=names, metavar="ERROR",
+                        help="errno names: all")  # fmt: skip
+    parser.add_argument("--sample", action="store_true", help="one case of each load and call")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th case only")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
+                        help="cases at one time: one for each CPU")  # fmt: skip
+    parser.add_argument("--dir", type=Path, help="where the checkpoints are written: a temporary"
+                        " directory")  # fmt: skip
+    parser.add_argument("--publish", action="store_true", help="write the table into docs/")
+    records.add_output(parser)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the sweep; 1 where a case ended in a violation, 2 where it cannot run here."""
+    options = arguments(words)
+    if why := injector.why_not():
+        print(f"faults: skipped: {why}", file=sys.stderr)
+        return 2
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: threads leave no arenas that look like leaks
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP does not survive a fork
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="gdsload-faults-") as folder:
+        server = Server(Path(folder))
+        chosen = [n for n in server.loads if any(fnmatch.fnmatch(n, p) for p in options.loads)]
+        cases = [case for load in chosen for case in cases_of(load, server.counted(load), options)]
+        if options.sample:
+            cases = sampled(cases)
+        cases = cases[:: options.every]
+        say(f"{len(cases)} cases of {len(chosen)} loads, after {time.monotonic() - began:.0f} s")
+        found = swept(server, cases, options.jobs, say)
+        gc.unfreeze()
+        seconds = time.monotonic() - began
+        bad = [f"{case}: {outcome.text}" for case, outcome in found if outcome.kind == "violation"]
+        result = records.record(
+            "faults", Path(folder), loads=len(chosen), cases=len(found), seconds=round(seconds),
+            sample=options.sample, rows=summed(found), violations=bad,
+        )  # fmt: skip
+    say("\n" + table(result))
+    say(f"{len(found)} cases in {seconds:.0f} s, {len(bad)} violations")
+    if options.publish:
+        publish(result)
+    if not options.sample or options.output:
+        say(f"result: {records.keep(result, options, 'faults')}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""System calls of a process that fail when its supervisor says so.
+
+The kernel hands each chosen call of a process to its supervisor (seccomp's user notification, Linux
+5.5), which lets it go on or answers with an error. Calls are counted over all threads, so that the
+k-th one is the same call from run to run as far as threads allow. Neither strace nor a privilege is
+needed; a container whose runtime forbids `seccomp` is told of by `why_not`.
+
+    process: confine() ──descriptor──► supervisor: Calls ──► go on, or -errno
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+
+# Numbers by machine; a call that a machine does not have is left out.
+_X86_64 = {
+    "read": 0, "fstat": 5, "mmap": 9, "mprotect": 10, "pread64": 17, "madvise": 28, "ftruncate": 77,
+    "io_setup": 206, "io_getevents": 208, "io_submit": 209, "getdents64": 217, "openat": 257,
+    "newfstatat": 262, "fallocate": 285, "preadv2": 327, "memfd_create": 319, "statx": 332,
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "clone3": 435,
+    "cachestat": 451,
+}  # fmt: skip
+_AARCH64 = {
+    "io_setup": 0, "io_submit": 2, "io_getevents": 4, "ftruncate": 46, "fallocate": 47,
+    "openat": 56, "getdents64": 61, "read": 63, "pread64": 67, "newfstatat": 79, "fstat": 80,
+    "mmap": 222, "mprotect": 226, "madvise": 233, "memfd_create": 279, "preadv2": 286, "statx": 291,
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "clone3": 435,
+    "cachestat": 451,
+}  # fmt: skip
+NUMBERS = {"x86_64": _X86_64, "aarch64": _AARCH64}.get(platform.machine(), {})
+
+_SECCOMP = {"x86_64": 317, "aarch64": 277}.get(platform.machine(), -1)
+_PR_SET_NO_NEW_PRIVS = 38
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
+_LOAD_NUMBER, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # instructions of the filter
+_NOTIFY, _ALLOW = 0x7FC00000, 0x7FFF0000
+_RECEIVE, _ANSWER, _GO_ON = 0xC0502100, 0xC0182101, 1
+_NOTICE_BYTES = 80  # struct seccomp_notif: id, pid, flags, number, architecture, ip, six arguments
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def confine(calls: Iterable[str]) -> int:
+    """Hands these calls of this process, and of its later threads, to whoever has the descriptor
+    that this returns. It cannot be undone. Raises OSError."""
+    numbers = [NUMBERS[call] for call in calls]
+    rows = [(_LOAD_NUMBER, 0, 0, 0)]
+    for number in numbers:
+        rows += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NOTIFY)]
+    rows.append((_RETURN, 0, 0, _ALLOW))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    program = _Program(len(rows), ctypes.addressof(code))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    listener: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(program))
+    if listener < 0:
+        raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER)")
+    return listener
+
+
+def why_not() -> str:
+    """What keeps this machine from injecting; empty where it can. A child process tries it."""
+    if _SECCOMP < 0:
+        return f"no numbers of system calls for {platform.machine()}"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            confine(["memfd_create"])
+        except OSError as error:
+            os._exit(error.errno or 255)
+        except BaseException:
+            os._exit(255)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    known = errno.errorcode.get(code, str(code))
+    return f"the kernel, or a sandbox, refuses seccomp's user notification: {known}" if code else ""
+
+
+class Calls:
+    """The supervisor's end: answers calls, and counts those that come while it is armed."""
+
+    def __init__(self, listener: int) -> None:
+        self.listener = listener
+        self.arm(0, 0, 0)
+        self.armed = False
+
+    def arm(self, error: int, first: int, last: int) -> None:
+        """From now on the calls `first` to `last`, counted from 1, fail with the errno `error`."""
+        self.armed = True
+        self.seen: Counter[int] = Counter()  # by number
+        self.failed = 0
+        self._error, self._first, self._last = error, first, last
+
+    def answer(self) -> None:
+        """Takes one call that waits, and answers it; nothing where its process has gone."""
+        notice = bytearray(_NOTICE_BYTES)
+        with suppress(OSError):
+            fcntl.ioctl(self.listener, _RECEIVE, notice)
+            key, _, _, number = struct.unpack_from("=QIIi", notice)
+            reply = struct.pack("=QqiI", key, 0, 0, _GO_ON)
+            if self.armed:
+                self.seen[number] += 1
+                if self._first <= self.seen.total() <= self._last:
+                    self.failed += 1
+                    reply = struct.pack("=QqiI", key, 0, -self._error, 0)
+            fcntl.ioctl(self.listener, _ANSWER, bytearray(reply))

@@ -1,0 +1,83 @@
+"""Python threads whose start cannot hang.
+
+`threading.Thread.start` waits until the new thread has said that it runs. A thread that dies before
+that, because there is no memory for its first frame, never says so, and its starter waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+_LOOK_SECONDS = 0.05  # how often a starter looks whether the new thread is still alive
+
+
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread | None:
+    """Starts a daemon thread; None where the system gives no thread, or no memory for one."""
+    thread = _Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):
+        return None
+    return thread
+
+
+class _Alive:
+    """Referenced by the new thread alone: gone, or `over`, when the thread has ended."""
+
+    __slots__ = ("__weakref__", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+
+
+class _Started(threading.Event):
+    """Set by the new thread. Waiting for it ends with an error where that thread is dead."""
+
+    alive: weakref.ref[_Alive] | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            return super().wait(timeout)
+        while not super().wait(_LOOK_SECONDS):
+            alive = self.alive() if self.alive is not None else None
+            dead = self.alive is not None and (alive is None or alive.over)
+            if dead and not self.is_set():
+                raise RuntimeError("the new thread died before it ran: there is no memory for it")
+        return True
+
+
+class _Thread(threading.Thread):
+    """A thread that tells its starter when it dies early.
+
+    It gives `threading.Thread.start` another `_started` to wait for and another `_bootstrap` to
+    run. Both names are the same from Python 3.10 to 3.14.
+    """
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__(**words)
+        self._started = _Started()
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        alive = _Alive()
+        self._started.alive = weakref.ref(alive)
+        return partial(_bootstrap, self, alive)
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            if not self._started.is_set():
+                getattr(threading, "_limbo", {}).pop(self, None)  # threads that are about to run
+            raise
+
+
+def _bootstrap(thread: threading.Thread, alive: _Alive) -> None:
+    try:
+        threading.Thread._bootstrap(thread)  # type: ignore[attr-defined]
+    finally:
+        alive.over = True

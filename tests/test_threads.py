@@ -1,0 +1,96 @@
+"""Threads that cannot start: nobody waits for them, and loads go on without them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload import files
+from gdsload.errors import GdsloadError
+from gdsload.threads import start_thread
+
+REFUSALS = (RuntimeError("can't start new thread"), MemoryError())
+
+
+@pytest.fixture(params=["refused", "no memory", "dies"])
+def no_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's threads are refused by the system, or die before their first line."""
+    if request.param == "dies":
+
+        def die(thread: threading.Thread) -> None:
+            raise SystemExit  # as quiet as a MemoryError is loud
+
+        monkeypatch.setattr(threading.Thread, "_bootstrap", die)
+        return
+
+    def refuse(thread: threading.Thread) -> None:
+        raise REFUSALS[request.param == "no memory"]
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(9000)}, file)
+    return file
+
+
+def test_started_thread_runs_with_its_name() -> None:
+    names: list[str] = []
+    thread = start_thread(lambda: names.append(threading.current_thread().name), "gdsload-test")
+    assert thread is not None
+    thread.join(60)
+    assert names == ["gdsload-test"]
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_thread_that_cannot_start_is_none_and_leaves_nothing() -> None:
+    before = threading.enumerate()
+    assert start_thread(lambda: None, "gdsload-test") is None
+    assert threading.enumerate() == before
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_each_without_threads_works_in_the_caller() -> None:
+    callers: list[threading.Thread] = []
+
+    def work(item: int) -> int:
+        callers.append(threading.current_thread())
+        return item * 2
+
+    assert list(files.each(work, range(40), what=str)) == [item * 2 for item in range(40)]
+    assert set(callers) == {threading.current_thread()}
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_load_without_python_threads_is_exact(path: Path) -> None:
+    assert torch.equal(gdsload.load_file(path)["a"], torch.arange(9000))
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_prefetch_without_a_thread_fails_and_the_load_reads(path: Path) -> None:
+    with gdsload.prefetch(path) as ahead:
+        with pytest.raises(GdsloadError, match="no thread could be started"):
+            ahead.wait(60)
+        assert torch.equal(gdsload.load_file(path)["a"], torch.arange(9000))
+
+
+def test_each_raises_where_its_thread_runs_out_of_memory() -> None:
+    class Items(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield self[0]
+            if threading.current_thread() is not threading.main_thread():
+                raise MemoryError("between two items")
+            yield self[1]
+
+    results = files.each(lambda item: item, Items([1, 2]), what=str, stall_seconds=20)
+    with pytest.raises(MemoryError, match="between two items"):
+        list(results)
