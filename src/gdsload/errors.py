@@ -66,7 +66,7 @@ def _revive(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, A
     return error
 
 
-def _revive_also(kind: type[Exception], args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
+def _revive_also(kind: Any, args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
     return _revive(also_safetensors(kind), args, facts)
 
 
@@ -193,7 +193,7 @@ class CuFileError(ReadError):
 
 
 @cache
-def also_safetensors(kind: type[Exception]) -> Any:
+def also_safetensors(kind: Any) -> Any:
     """A subclass of `kind` that is a safetensors.SafetensorError as well, and has the name of
     `kind`. Imports safetensors: for use where an error is raised. `kind` itself if there is no
     safetensors."""
@@ -223,5 +223,6 @@ def safetensors_errors() -> Iterator[None]:
     except CheckpointUnreadable:
         raise
     except GdsloadError as error:
-        error.__class__ = also_safetensors(type(error))
+        kind: Any = type(error)
+        error.__class__ = also_safetensors(kind)
         raise

@@ -90,7 +90,7 @@ def text_of(path: PathLike) -> str:
     """`path` as text that can be handed to the system. Raises CheckpointError, or TypeError."""
     text = os.fsdecode(path)
     if not text:
-        raise CheckpointError("the path of a checkpoint is empty")
+        raise CheckpointNotFound("the path of a checkpoint is empty", errno=errno.ENOENT)
     if "\0" in text:
         raise CheckpointError(f"the path {shown(text)} holds a NUL character")
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
