@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors
 
+import gdsload
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError
 from gdsload.header import Header, header_length, parse_header, read_weight_map
@@ -128,6 +131,14 @@ LIES: list[tuple[str, str | bytes, int, str]] = [
     ("overflow before a zero", one("U8", f"[{BIG},{BIG},0]", "[0,0]"), 0, "overflows 64 bits"),
     ("overflow in bits", one("F64", f"[{2**58}]", f"[0,{2**61}]"), 0, "bits overflows 64 bits"),
     ("many twos", one("U8", f"[{','.join(['2'] * 100_000)}]", "[0,0]"), 0, "overflows 64 bits"),
+    (
+        "dimension of 64 bits beside a zero",
+        one("U8", f"[0,{2**64 - 1}]", "[0,0]"),
+        0,
+        "beyond 63 bits",
+    ),
+    ("2**63 before a zero", one("U8", f"[{2**63},0]", "[0,0]"), 0, "beyond 63 bits"),
+    ("product beside a zero", one("F32", f"[0,{BIG},{BIG}]", "[0,0]"), 0, "beyond 63 bits"),
     ("half a byte", one("F4", "[3]", "[0,2]"), 2, "do not end at a whole byte"),
     ("six bits", one("F6_E2M3", "[3]", "[0,3]"), 3, "do not end at a whole byte"),
     # offsets
@@ -190,6 +201,9 @@ STRICTER = {
     "key twice inside an extra field",
     "metadata key twice",
     "dtype map",
+    "dimension of 64 bits beside a zero",
+    "2**63 before a zero",
+    "product beside a zero",
 }
 
 
@@ -214,8 +228,8 @@ HONEST: list[tuple[str, str, int]] = [
     ("escaped backslash", fill('{"\\\\ud800":%s}', ONE), 4),
     ("-0 in a name", fill('{"a,-0":%s}', ONE), 4),
     ("a scalar", one("F64", "[]", "[0,8]"), 8),
-    ("zero before what would overflow", one("U8", f"[0,{BIG},{BIG}]", "[0,0]"), 0),
-    ("largest extent", one("U8", f"[0,{2**64 - 1}]", "[0,0]"), 0),
+    ("zero before a large product", one("U8", f"[0,{BIG},{2**30}]", "[0,0]"), 0),
+    ("largest extent", one("U8", f"[0,{2**63 - 1}]", "[0,0]"), 0),
     ("100,000 dimensions", one("U8", f"[{','.join(['1'] * 100_000)}]", "[0,1]"), 1),
     ("half bytes in pairs", one("F4", "[3,2]", "[0,3]"), 3),
     (
@@ -339,3 +353,11 @@ def test_index_lie(raw: bytes, fragment: str) -> None:
 def test_index_without_metadata() -> None:
     raw = b'{"weight_map":{"b":"x.safetensors","a":"x.safetensors"}}'
     assert list(read_weight_map(raw, path="i")) == ["b", "a"]
+
+
+@pytest.mark.parametrize("shape", [f"[0,{2**63 - 1}]", f"[0,{BIG},{2**30}]", f"[{2**63 - 1},0]"])
+def test_largest_shapes_of_empty_tensors_are_loaded(tmp_path: Path, shape: str) -> None:
+    text = one("F32", shape, "[0,0]").encode()
+    path = tmp_path / "empty.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    assert list(gdsload.load_file(path)["w"].shape) == json.loads(shape)

@@ -220,11 +220,14 @@ def test_a_closed_file(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         part = opened.get_slice("t1")
     for use in (
-        opened.keys, opened.metadata, lambda: opened.get_tensor("t1"), lambda: part[0:2],
+        opened.keys, opened.metadata, lambda: opened.get_tensor("t1"), lambda: "t1" in opened,
         lambda: opened.get_slice("t1"), opened.get_tensors,
     ):  # fmt: skip
         with pytest.raises(gdsload.CheckpointError, match="closed"):
             use()
+    opened.close()
+    with pytest.raises(gdsload.CheckpointError, match="closed"):
+        _ = part[0:2]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def test_arguments_that_cannot_be(path: Path) -> None:
         gdsload.safe_open(path, framework="tf")
     with pytest.raises(gdsload.BackendUnavailable):
         gdsload.load_file(path, cache="mapped", backend="warp")
-    for device in (1.5, None, True, object()):
+    for device in (1.5, True, object()):
         with pytest.raises(gdsload.PlacementError):
             gdsload.load_file(path, device=device)  # type: ignore[arg-type]
 

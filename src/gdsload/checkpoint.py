@@ -76,11 +76,11 @@ class Checkpoint:
         HF_HUB_CACHE or HF_HOME say, at `revision`: a branch, a tag or a commit, "main" if None.
         Nothing is downloaded. `header_limit` bounds the bytes of one header and of the index.
 
-        An index is held against its shards: an entry that no shard holds (or not the shard that it
-        names), a tensor in two shards and a shard that is a link out of the checkpoint are errors.
-        With strict=False such entries are dropped, of two shards the one that the index names (else
-        the last) gives the tensor, and links are followed. Tensors that the index leaves out are
-        loaded in both cases, as transformers does.
+        An index is held against its shards: an entry that no shard holds (or not the shard that
+        it names) and a tensor in two shards are errors. With strict=False such entries are
+        dropped, and of two shards the one that the index names (else the last) gives the tensor.
+        Tensors that the index leaves out are loaded in both cases, as transformers does. Symbolic
+        links are followed; an index may name files in its own directory only.
 
         Raises CheckpointError and its kinds, ReadError and StallError. Whatever was opened by then
         is closed.
@@ -143,7 +143,7 @@ class Checkpoint:
         headers: list[Header] = []
 
         def open_shard(place: Place) -> Shard:
-            fd, status = open_place(place, follow=not strict)
+            fd, status = open_place(place)
             return Shard(fd, Identity.of(status), path=place.path, name=place.name)
 
         try:

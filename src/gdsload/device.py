@@ -20,14 +20,15 @@ def device_name(device: Any) -> str:
 
 
 def require_device(device: object) -> str:
-    """The name of a device that is there, "cuda:0" for 0; torch is asked for all but the CPU.
+    """The name of a device that is there, "cuda:0" for 0 and "cpu" for None, as in safetensors;
+    torch is asked for all but the CPU.
 
     Raises PlacementError, before a byte is read, for what is no device or not on this machine.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         device = f"cuda:{device}"
     text = str(device)
-    if text in ("cpu", "cpu:0"):
+    if device is None or text in ("cpu", "cpu:0"):
         return "cpu"
     import torch
 

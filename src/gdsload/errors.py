@@ -15,11 +15,16 @@
 
 Each is raised once, near its cause, and its text is one sentence that names the file. All of them
 can be pickled, so that they cross process borders whole.
+
+Where gdsload stands in for safetensors, its errors are safetensors.SafetensorError as well
+(`safetensors_errors`), except for CheckpointUnreadable: there safetensors raises an OSError, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _SHOWN_CHARACTERS = 160  # a hostile name may be megabytes long; a message must stay a sentence
@@ -44,14 +49,25 @@ def _one_line(text: str) -> str:
     )
 
 
-def _revive(kind: type[GdsloadError], text: str, facts: dict[str, Any]) -> GdsloadError:
+def _facts(error: BaseException) -> dict[str, Any]:
+    facts = dict(error.__dict__)
+    if isinstance(error, OSError):
+        facts.update(errno=error.errno, strerror=error.strerror, filename=error.filename)
+    return facts
+
+
+def _revive(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
     # Which __new__ is safe depends on the memory layout; __init__ is skipped, its facts are given.
     base: Any = OSError if issubclass(kind, OSError) else Exception
-    error: GdsloadError = base.__new__(kind)
-    error.args = (text,)
+    error = base.__new__(kind)
+    error.args = args
     for name, value in facts.items():
         setattr(error, name, value)
     return error
+
+
+def _revive_also(kind: Any, args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
+    return _revive(also_safetensors(kind), args, facts)
 
 
 class GdsloadError(Exception):
@@ -62,10 +78,7 @@ class GdsloadError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = dict(self.__dict__)
-        if isinstance(self, OSError):
-            facts.update(errno=self.errno, strerror=self.strerror, filename=self.filename)
-        return _revive, (type(self), str(self), facts)
+        return _revive, (type(self), self.args, _facts(self))
 
 
 class CheckpointError(GdsloadError, ValueError):
@@ -177,3 +190,39 @@ class CuFileError(ReadError):
     def __init__(self, message: str, *, code: int = 0, **facts: Any) -> None:
         super().__init__(message, **facts)
         self.code = code
+
+
+@cache
+def also_safetensors(kind: Any) -> Any:
+    """A subclass of `kind` that is a safetensors.SafetensorError as well, and has the name of
+    `kind`. Imports safetensors: for use where an error is raised. `kind` itself if there is no
+    safetensors."""
+    try:
+        from safetensors import SafetensorError
+    except ImportError:
+        return kind
+    if issubclass(kind, SafetensorError):
+        return kind
+
+    def reduce(self: BaseException) -> tuple[Any, ...]:
+        return _revive_also, (kind, self.args, _facts(self))
+
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, SafetensorError), names)
+
+
+@contextmanager
+def safetensors_errors() -> Iterator[None]:
+    """Errors of gdsload that leave this block are caught by `except SafetensorError`, too.
+
+    CheckpointUnreadable stays as it is: code that tells a missing file from a broken one may catch
+    SafetensorError first.
+    """
+    try:
+        yield
+    except CheckpointUnreadable:
+        raise
+    except GdsloadError as error:
+        kind: Any = type(error)
+        error.__class__ = also_safetensors(kind)
+        raise

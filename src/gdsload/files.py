@@ -40,7 +40,7 @@ _READ_BYTES = 64 << 20  # of one read: below the 2 GiB at which the kernel cuts
 
 
 def open_regular(
-    path: str, *, shown_as: str | None = None, named_by: str | None = None, flags: int = 0
+    path: str, *, shown_as: str | None = None, named_by: str | None = None
 ) -> tuple[int, os.stat_result]:
     """Opens `path` for reading if it is a regular file: descriptor and status.
 
@@ -50,7 +50,7 @@ def open_regular(
     because it may have been replaced in between. Neither waits for the far end of a FIFO.
     """
     shown_as = shown_as or path
-    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         _check_regular(os.stat(path), shown_as)
         fd = os.open(path, flags)
@@ -81,7 +81,8 @@ _KINDS = (
 def _check_regular(status: os.stat_result, path: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
-        raise CheckpointError(f"{path}: this is {kind}, not a regular file", path=path)
+        link = f"a link to {os.path.realpath(path)}, " if os.path.islink(path) else ""
+        raise CheckpointError(f"{path}: this is {link}{kind}, not a regular file", path=path)
 
 
 def read_exactly(fd: int, offset: int, wanted: int, path: str) -> bytes:
@@ -135,8 +136,15 @@ def refused(error: OSError, path: str, named_by: str | None = None) -> Checkpoin
                 " download?)"
             )
         else:
-            text = f"{path}: there is no such file or directory"
+            text = f"No such file or directory: {path}"  # as safetensors says it
         return CheckpointNotFound(text, path=path, errno=code)
+    if code == errno.ELOOP:
+        return CheckpointUnreadable(
+            f"{path}: it cannot be opened: symbolic links that lead in a circle, or too many of"
+            " them",
+            path=path,
+            errno=code,
+        )
     if code in (errno.EACCES, errno.EPERM):
         return CheckpointAccessError(
             f"{path}: permission denied{_owner_hint(path)}", path=path, errno=code

@@ -4,8 +4,9 @@
 
 Pure functions over bytes and a file size; opening and reading is left to `checkpoint`. Whatever
 safetensors refuses is refused here. Refused beyond that: a name or key given twice (there the last
-one wins in silence), a dtype written as {"F32": null}, and in ignored extra fields lone surrogates,
-numbers of magnitude above 1e308 and integers too long for Python to convert.
+one wins in silence), a dtype written as {"F32": null}, dimensions beside a zero that no tensor can
+have, and in ignored extra fields lone surrogates, numbers of magnitude above 1e308 and integers too
+long for Python to convert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gdsload.strictjson import Lie, check_value, strict_json, twice_in
 
 HEADER_LIMIT_BYTES = 100_000_000  # what safetensors accepts
 LENGTH_BYTES = 8
-_U64 = 2**64 - 1
+_U64, _I64 = 2**64 - 1, 2**63 - 1
 _BITS = {name: dtype.bits for name, dtype in DTYPES.items()}
 _FIELDS = ("dtype", "shape", "data_offsets")
 
@@ -163,6 +164,8 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
                 total *= extent
                 if total > top_limit:
                     raise Lie("the product of its shape overflows 64 bits")
+            if not total:
+                _require_possible(shape)
             total *= bits_of[dtype]
             if total > top_limit:
                 raise Lie("the number of its bits overflows 64 bits")
@@ -210,6 +213,18 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
         tensors, expected = _tiled(tensors.values(), data_start, path)
     _check_end(data_start + expected, size, path)
     return Header(tensors, metadata or {})
+
+
+def _require_possible(shape: list[int]) -> None:
+    """Raises Lie for the shape of an empty tensor that no tensor can have: torch counts dimensions
+    and distances between elements in 63 bits. With bytes in it, no file would be large enough."""
+    total = 1
+    for extent in shape:
+        total *= extent or 1
+        if total > _I64:
+            raise Lie(
+                "its shape has a zero, and beside it dimensions beyond 63 bits, alone or multiplied"
+            )
 
 
 def _check_end(end: int, size: int, path: str) -> None:

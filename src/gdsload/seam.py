@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from gdsload import readiness
 from gdsload.collector import collector_paused
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, safetensors_errors
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.loading import running, swaps_of_loading, swaps_of_warmup
 from gdsload.report import LoadReport
@@ -116,7 +116,11 @@ def _load(
     options = active()
     if options is None or running.get() is not None:
         return stock()
-    with reported(_title(config, files)) as report, ExitStack() as stack:
+    with (
+        safetensors_errors(),
+        reported(_title(config, files)) as report,
+        ExitStack() as stack,
+    ):
         is_zero3 = module.is_deepspeed_zero3_enabled() and not config.is_quantized
         reason = refusal(state_dict, files, is_zero3)
         if reason:
@@ -184,7 +188,7 @@ def _load_old(
     options = active()
     if options is None or model in _old_models:
         return stock()
-    with reported(str(source or (files or ["?"])[0])) as report:
+    with safetensors_errors(), reported(str(source or (files or ["?"])[0])) as report:
         is_zero3 = module.is_deepspeed_zero3_enabled() and named.get("hf_quantizer") is None
         reason = refusal(state_dict, files, is_zero3)
         if reason:
@@ -307,13 +311,12 @@ def swaps_of_safetensors(module: ModuleType) -> Iterator[Swap]:
 def _drop_in_open(original: Call) -> Call:
     @functools.wraps(original)
     def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
-        options = active()
-        if options is None or rest or framework != "pt":
+        reading = _reading(**rest)
+        if reading is None or framework != "pt":
             return original(filename, framework=framework, device=device, **rest)
         from gdsload.tensors import safe_open as ours
 
-        return ours(filename, framework, device, backend=options.backend, cache=options.cache,
-                    options=options.options, stall_seconds=options.stall_seconds)  # fmt: skip
+        return ours(filename, framework, device, **reading)
 
     return safe_open
 
@@ -321,15 +324,27 @@ def _drop_in_open(original: Call) -> Call:
 def _drop_in_load(original: Call) -> Call:
     @functools.wraps(original)
     def load_file(filename: Any, device: Any = "cpu", **rest: Any) -> Any:
-        options = active()
-        if options is None or rest:
+        reading = _reading(**rest)
+        if reading is None:
             return original(filename, device=device, **rest)
         from gdsload.tensors import load_file as ours
 
-        return ours(filename, device, backend=options.backend, cache=options.cache, progress=False,
-                    options=options.options, stall_seconds=options.stall_seconds)  # fmt: skip
+        return ours(filename, device, progress=False, **reading)
 
     return load_file
+
+
+def _reading(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
+    """How our functions read for a caller of safetensors with this `backend` of safetensors; None
+    where it is not for us. "mmap", its default, says nothing: its own functions pass it on."""
+    options = active()
+    if options is None or unknown or backend not in ("mmap", "pread"):
+        return None
+    cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
+    return {
+        "backend": options.backend, "cache": cache, "options": options.options,
+        "stall_seconds": options.stall_seconds,
+    }  # fmt: skip
 
 
 swaps = Swaps(

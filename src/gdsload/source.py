@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from typing import NamedTuple
 
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
@@ -22,19 +23,16 @@ _SUFFIX = ".safetensors"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]*")
 _NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.safetensors", re.DOTALL)
-_SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 class Place(NamedTuple):
     """Where one shard is: `path` is for opening and for messages, `name` is what an index says.
 
-    `inside` is the resolved directory that the file must not leave, or None where the user, not an
-    index, named the file. `named_by` is the index that named it.
+    `named_by` is the index that named it, None where the user named the file.
     """
 
     name: str
     path: str
-    inside: str | None = None
     named_by: str | None = None
 
 
@@ -81,7 +79,7 @@ def locate(
     if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
         raise_if_forbidden(title)
         raise CheckpointNotFound(
-            f"{title}: there is no such file or directory", path=title, errno=errno.ENOENT
+            f"No such file or directory: {title}", path=title, errno=errno.ENOENT
         )
     snapshot = _snapshot(title, revision, cache_dir)
     directory = os.path.join(snapshot, subfolder) if subfolder else snapshot
@@ -92,7 +90,7 @@ def text_of(path: PathLike) -> str:
     """`path` as text that can be handed to the system. Raises CheckpointError, or TypeError."""
     text = os.fsdecode(path)
     if not text:
-        raise CheckpointError("the path of a checkpoint is empty")
+        raise CheckpointNotFound("the path of a checkpoint is empty", errno=errno.ENOENT)
     if "\0" in text:
         raise CheckpointError(f"the path {shown(text)} holds a NUL character")
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
@@ -175,7 +173,6 @@ def _check_numbers(names: list[str], directory: str) -> None:
 def _by_index(index: str, title: str, limit: int) -> Source:
     weight_map = read_weight_map(_read_small(index, limit), path=index)
     directory = os.path.dirname(index)
-    inside = os.path.realpath(directory or ".")
     places = []
     for name in sorted(set(weight_map.values())):
         if (fault := name_fault(name)) is not None:
@@ -186,7 +183,7 @@ def _by_index(index: str, title: str, limit: int) -> Source:
                 path=index,
                 tensor=tensor,
             )
-        places.append(Place(name, os.path.join(directory, name), inside, index))
+        places.append(Place(name, os.path.join(directory, name), index))
     return Source(title, tuple(places), weight_map, index)
 
 
@@ -248,12 +245,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     wanted = _inner(revision or "main", "revision")
     if not os.path.isdir(repo):
         raise_if_forbidden(repo)
-        raise CheckpointNotFound(
-            f"{repo_id}: this is no file or directory here, and no model of this name is in the"
-            f" hub cache {cache} (gdsload does not download: `hf download {repo_id}` does)",
-            path=repo,
-            errno=errno.ENOENT,
-        )
+        raise _not_cached(repo_id, repo, cache)
     commit = wanted
     reference = os.path.join(repo, "refs", wanted)
     if os.path.isfile(reference):
@@ -271,6 +263,23 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     return snapshot
 
 
+def _not_cached(repo_id: str, repo: str, cache: str) -> CheckpointNotFound:
+    hint = (
+        f"no model of this name is in the hub cache {cache} (gdsload does not download:"
+        f" `hf download {repo_id}` does)"
+    )
+    if "/" in repo_id:
+        text = f"{repo_id}: this is no file or directory here, and {hint}"
+        return CheckpointNotFound(text, path=repo, errno=errno.ENOENT)
+    # A name alone is rather a file than a model: the text is that of safetensors.
+    error = CheckpointNotFound(
+        f"No such file or directory: {repo_id}", path=repo, errno=errno.ENOENT
+    )
+    if sys.version_info >= (3, 11):
+        error.add_note(hint)
+    return error
+
+
 def _revisions(repo: str) -> str:
     found = []
     refs = os.path.join(repo, "refs")
@@ -281,52 +290,10 @@ def _revisions(repo: str) -> str:
     return ", ".join(sorted(found)[:8] + sorted(commits)[:8]) or "none"
 
 
-def _is_blob(link: str, target: str, inside: str) -> bool:
-    """Whether a link in a hub snapshot leads to a blob of the same model.
-
-    `target` is where it ends, resolved. Newer caches share blobs between models: there the blob of
-    the model is itself a link to <cache>/blobs/<2 hex>/<64 hex>, in a directory that is marked.
-    """
-    parts = inside.split("/")
-    if "snapshots" not in parts:
-        return False
-    repo = "/".join(parts[: len(parts) - 1 - parts[::-1].index("snapshots")])
-    blobs = os.path.join(repo, "blobs")
-    if os.path.realpath(blobs) != blobs:
-        return False
-    if os.path.dirname(target) == blobs:
-        return True
-    first = os.path.normpath(os.path.join(inside, os.readlink(link)))
-    store = os.path.join(os.path.dirname(repo), "blobs")
-    return (
-        os.path.dirname(first) == blobs
-        and os.path.isfile(os.path.join(store, ".huggingface-shared-blobs"))
-        and target.startswith(store + "/")
-        and _SHARED_BLOB.fullmatch(target[len(store) + 1 :]) is not None
-    )
-
-
 # --- opening -----------------------------------------------------------------------------------
 
 
-def open_place(place: Place, *, follow: bool = False) -> tuple[int, os.stat_result]:
-    """Opens a shard: its descriptor, which the caller closes, and its status.
-
-    A shard that an index named must not be a link that leaves the checkpoint, unless to a blob of
-    the same cached model; `follow` lifts that rule.
-    """
-    if place.inside is None or follow:
-        return open_regular(place.path, named_by=place.named_by)
-    path = os.path.join(place.inside, place.name)
-    if os.path.islink(path):
-        target = os.path.realpath(path)
-        root = place.inside.rstrip("/") + "/"
-        if not target.startswith(root) and not _is_blob(path, target, place.inside):
-            raise CheckpointError(
-                f"{place.path}: the index names this shard, and it is a link that leaves the"
-                f" checkpoint, to {target}",
-                path=place.path,
-            )
-        path = target
-    # What was just resolved is opened without following: it cannot become a link in between.
-    return open_regular(path, shown_as=place.path, named_by=place.named_by, flags=os.O_NOFOLLOW)
+def open_place(place: Place) -> tuple[int, os.stat_result]:
+    """Opens a shard: its descriptor, which the caller closes, and its status. Links are followed,
+    wherever they lead: a shard may lie in a model store or on a shared volume."""
+    return open_regular(place.path, named_by=place.named_by)

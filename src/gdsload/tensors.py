@@ -6,9 +6,11 @@ next ones are read, in memory that does not grow with the model.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from gdsload import vram
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import rows_of
 from gdsload.device import require_device
-from gdsload.errors import CheckpointError
+from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.order import in_layers
 from gdsload.plan import wanted_info, wanted_infos
@@ -33,9 +35,10 @@ WINDOW_BYTES = 256 << 20
 _BAR_DELAY_SECONDS = 0.5
 
 
+@safetensors_errors()
 def load_file(
-    source: Source,
-    device: str | int | torch.device = "cpu",
+    filename: Source,
+    device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "auto",
     names: Iterable[str] | None = None,
@@ -54,18 +57,23 @@ def load_file(
 
     `backend` is "auto" or a name (with `options` for it, such as {"engine": "threads"}); `cache`
     is "auto", "direct" (never through the page cache), "buffered" (always) or "mapped".
+    safetensors' own backends are taken for the latter two: "mmap" for "mapped", "pread" for
+    "buffered".
     `progress` shows a bar on stderr (None: if that is a terminal). `where` is passed to
     `Checkpoint.open`: revision, subfolder, variant, cache_dir, strict, header_limit.
 
     Raises CheckpointError for a source that is not what it should be, PlacementError where memory
     is too small, BackendUnavailable, ReadError (with path, offset, wanted, got), FileChanged when
-    a file was touched meanwhile. No tensor is handed out in any of these cases.
+    a file was touched meanwhile. No tensor is handed out in any of these cases. All of them are
+    safetensors.SafetensorError as well, but for files that are not there or may not be read, which
+    are FileNotFoundError and PermissionError.
     """
+    backend, cache = _without_safetensors_backend(backend, cache)
     target = require_device(device)
-    report = LoadReport(os.fspath(source), device=target)
+    report = LoadReport(os.fspath(filename), device=target)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
-            checkpoint = stack.enter_context(Checkpoint.open(source, **where))
+            checkpoint = stack.enter_context(Checkpoint.open(filename, **where))
             infos = wanted_infos(checkpoint, names)
         _count(report, infos)
         session = stack.enter_context(
@@ -220,6 +228,20 @@ def _grouped(infos: list[TensorInfo], window_bytes: int) -> Iterator[list[Tensor
         yield group
 
 
+# The backends of safetensors, by the I/O mode that reads in the same way.
+_CACHE_OF = {"mmap": "mapped", "pread": "buffered"}
+
+
+def _without_safetensors_backend(backend: str, cache: str) -> tuple[str, str]:
+    """Backend and cache where `backend` may be one of safetensors'."""
+    wanted = _CACHE_OF.get(backend)
+    if wanted is None:
+        return backend, cache
+    if cache not in ("auto", wanted):
+        raise ValueError(f"backend={backend!r} reads by cache={wanted!r}, not by cache={cache!r}")
+    return "auto", wanted
+
+
 def _count(report: LoadReport, infos: list[TensorInfo]) -> None:
     report.tensors = len(infos)
     report.wanted_bytes = sum(info.nbytes for info in infos)
@@ -263,16 +285,21 @@ class _Bar:
 class safe_open:
     """Opens a checkpoint lazily and returns tensors as asked: safetensors' class of that name.
 
-    ``framework`` is "pt" (or "torch", "pytorch") or "np" ("numpy"); ``source`` may be anything
-    that `load_file` takes. Each tensor is read (or mapped, where it is warm) when it is asked for;
-    a slice of rows reads only those rows. A tensor outlives the file. Use it from one thread.
+    ``framework`` is "pt" (or "torch", "pytorch") or "np" ("numpy"); ``filename`` may be anything
+    that `load_file` takes, and so may ``backend``. Each tensor is read (or mapped, where it is
+    warm) when it is asked for; a slice of rows reads only those rows. A tensor outlives the file,
+    and a slice the `with` block. Several threads may use it; they read one after the other. It
+    cannot be pickled or copied.
+
+    Errors are those of `load_file`, with SafetensorError among their bases as there.
     """
 
+    @safetensors_errors()
     def __init__(
         self,
-        source: Source,
+        filename: Source,
         framework: str = "pt",
-        device: str | int | torch.device = "cpu",
+        device: str | int | torch.device | None = "cpu",
         *,
         backend: str = "auto",
         cache: str = "auto",
@@ -281,12 +308,19 @@ class safe_open:
         **where: Any,
     ) -> None:
         if framework not in ("pt", "torch", "pytorch", "np", "numpy"):
-            raise ValueError(f"framework {framework!r}: gdsload gives torch or numpy tensors")
+            raise also_safetensors(ValueError)(
+                f"framework {framework!r}: gdsload gives torch or numpy tensors"
+            )
+        backend, cache = _without_safetensors_backend(backend, cache)
         self._numpy = framework in ("np", "numpy")
         self._device = require_device(device)
         if self._numpy and self._device != "cpu":
-            raise ValueError(f"numpy has no tensors on {self._device}")
-        self._checkpoint = Checkpoint.open(source, **where)
+            raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
+        # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
+        self._lock = threading.RLock()
+        self._slices = 0  # that may still be read after the `with` block, as with safetensors
+        self._left = False
+        self._checkpoint = Checkpoint.open(filename, **where)
         try:
             self._session = vram.session_for(
                 self._checkpoint,
@@ -302,14 +336,17 @@ class safe_open:
             self._checkpoint.close()
             raise
 
+    @safetensors_errors()
     def keys(self) -> list[str]:
         """The names, sorted."""
         return sorted(self._open().tensors)
 
+    @safetensors_errors()
     def offset_keys(self) -> list[str]:
         """The names, in the order of the data."""
         return list(self._open().tensors)
 
+    @safetensors_errors()
     def metadata(self) -> dict[str, str] | None:
         """What the header says under ``__metadata__``; None where it says nothing."""
         return dict(self._open().metadata) or None
@@ -318,30 +355,40 @@ class safe_open:
         """The whole tensor. Raises CheckpointError where there is none of that name."""
         return self.get_tensors([name])[name]
 
+    @safetensors_errors()
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors, read together; all of them without `names`."""
         infos = wanted_infos(self._open(), names)
         return {name: self._give(tensor) for name, tensor in self._read(infos).items()}
 
+    @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
         """A tensor to be sliced before it is read."""
         return Slice(self, wanted_info(self._open(), name))
 
     def _open(self) -> Checkpoint:
-        if self._checkpoint.closed and self._checkpoint.shards:
+        if self._left:
             raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
         return self._checkpoint
 
+    def _count_slices(self, change: int) -> None:
+        with self._lock:
+            self._slices += change
+            if self._left and not self._slices:
+                self.close()
+
     def _read(self, infos: list[TensorInfo]) -> dict[str, torch.Tensor]:
-        self._open()
-        report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
-        _count(report, infos)
-        with report.whole():
-            return vram.load(self._session, infos)
+        with self._lock:
+            if self._checkpoint.closed and self._checkpoint.shards:
+                raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+            report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
+            _count(report, infos)
+            with report.whole():
+                return vram.load(self._session, infos)
 
     def _give(self, tensor: torch.Tensor) -> Any:
         if self._numpy:
-            return tensor.numpy()
+            return _as_numpy(tensor)
         return tensor if self._device == self._session.device else tensor.to(self._device)
 
     def __enter__(self) -> safe_open:
@@ -353,26 +400,38 @@ class safe_open:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._left = True
+        self._count_slices(0)
 
     def close(self) -> None:
-        """Closes the files. Tensors that were handed out stay. May be called again."""
-        self._session.close()
-        self._checkpoint.close()
+        """Closes the files, when no thread reads from them. Tensors that were handed out stay,
+        slices are closed. May be called again.
 
-    def __len__(self) -> int:
-        return len(self._open().tensors)
+        Leaving the `with` block does the same, once there are no slices any more.
+        """
+        with self._lock:
+            self._left = True
+            self._session.close()
+            self._checkpoint.close()
 
     def __contains__(self, name: object) -> bool:
         return name in self._open().tensors
 
+    def __reduce__(self) -> str:
+        raise TypeError("a safe_open owns file descriptors and cannot be copied or pickled")
+
 
 class Slice:
-    """One tensor of a `safe_open`, to be indexed like a torch tensor before it is read."""
+    """One tensor of a `safe_open`, to be indexed before it is read: like a torch tensor, or with
+    numpy as safetensors does, which takes ranges and numbers within the shape."""
 
     def __init__(self, opened: safe_open, info: TensorInfo) -> None:
         self._opened = opened
         self._info = info
+        opened._count_slices(+1)
+
+    def __del__(self) -> None:
+        self._opened._count_slices(-1)
 
     def get_shape(self) -> list[int]:
         """The shape in elements, as in the header."""
@@ -382,8 +441,11 @@ class Slice:
         """The dtype by safetensors' name, such as "BF16"."""
         return self._info.dtype
 
+    @safetensors_errors()
     def __getitem__(self, index: Any) -> Any:
         """What indexing the whole tensor gives; a leading range of rows reads only those rows."""
+        if self._opened._numpy:
+            _require_within(index, self._info.shape)
         info, rest = self._info, index
         first = index[0] if isinstance(index, tuple) and index else index
         if info.shape and isinstance(first, slice) and info.dtype != "F4":
@@ -393,3 +455,79 @@ class Slice:
                 rest = (slice(None), *index[1:]) if isinstance(index, tuple) else slice(None)
         tensor = self._opened._read([info])[info.name]
         return self._opened._give(tensor[rest])
+
+    def __reduce__(self) -> str:
+        raise TypeError("a slice of a safe_open cannot be copied or pickled")
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    """The same memory as an array. Raises TypeError for a dtype that numpy does not know."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # of numpy once ml_dtypes is imported, unknown to torch
+        import numpy
+
+        return tensor.view(torch.int16).numpy().view(numpy.dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def _require_within(index: Any, shape: Sequence[int]) -> None:
+    """Raises an IndexError that is a SafetensorError, in the words of safetensors, for an index
+    that it does not take of arrays. Ranges with negative bounds are taken in addition."""
+    refused = also_safetensors(IndexError)
+    if isinstance(index, list):
+        if index:
+            raise refused("Non empty lists are not implemented")
+        return
+    items = index if isinstance(index, tuple) else (index,)
+    if sum(item is Ellipsis for item in items) > 1:
+        raise refused("Only one ellipsis (...) is allowed in slice index")
+    parsed: list[int | slice] = []
+    for item in items:
+        if item is Ellipsis:
+            parsed += [slice(None)] * (len(shape) - len(items) + 1)
+        elif isinstance(item, slice):
+            if item.step is not None and operator.index(item.step) < 1:
+                raise refused(f"Slice step must be a positive integer, got {item.step}")
+            parsed.append(item)
+        else:
+            parsed.append(_number_within(item, len(parsed), shape))
+    shown = f"Error during slicing [{', '.join(map(_as_written, parsed))}] with shape {list(shape)}"
+    if len(parsed) > len(shape):
+        raise refused(f"{shown}: more slicing indexes than dimensions in tensor")
+    # From the last dimension to the first, as safetensors looks at them.
+    for dimension, item in reversed(list(enumerate(parsed))):
+        size = shape[dimension]
+        start, stop = (item, item + 1) if isinstance(item, int) else (item.start or 0, item.stop)
+        stop = size if stop is None else stop
+        if start >= size > 0 or (isinstance(item, int) and not size):
+            asked = start
+        elif stop > size:
+            asked = stop - 1
+        else:
+            continue
+        raise refused(
+            f"{shown}: index {asked} out of bounds for tensor dimension #{dimension} of size {size}"
+        )
+
+
+def _number_within(item: Any, dimension: int, shape: Sequence[int]) -> int:
+    try:
+        number = operator.index(item)
+    except TypeError:
+        raise also_safetensors(IndexError)(
+            f"Unsupported slice index at position {dimension}: expected slice, int, or ellipsis"
+        ) from None
+    size = shape[dimension] if dimension < len(shape) else 0
+    if number < -size:
+        raise also_safetensors(IndexError)(
+            f"Invalid index {number} for dimension {dimension} of size {size}"
+        )
+    return number + size if number < 0 else number
+
+
+def _as_written(item: int | slice) -> str:
+    if isinstance(item, int):
+        return str(item)
+    bounds = [item.start, item.stop] + ([item.step] if item.step not in (None, 1) else [])
+    return ":".join("" if bound is None else str(bound) for bound in bounds)

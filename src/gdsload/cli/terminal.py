@@ -45,7 +45,8 @@ class Commands(click.Group):
         except (GdsloadError, OSError) as error:
             if ctx.meta.get(DEBUG):
                 raise
-            click.echo(f"gdsload: {error}", err=True)
+            notes = getattr(error, "__notes__", ())
+            click.echo("; ".join([f"gdsload: {error}", *notes]), err=True)
             code = 1
         if code:
             _flush_or_forget()
