@@ -161,12 +161,11 @@ class HostPool:
             if segment is None:
                 return None
             self._segments.append(segment)
-        try:
-            return Intake(segment, plan, self._fill)
-        except BaseException:
-            with self._lock:
+            try:
+                return Intake(segment, plan, self._fill)
+            except BaseException:
                 self._drop(segment)
-            raise
+                raise
 
     def _take(self, length: int, wanted_bytes: int) -> Segment | None:
         if length > self.limit_bytes:
@@ -190,12 +189,10 @@ class HostPool:
         # Its memory is there already, which on many machines is the dearer half of a read.
         self._forget(used)
         self._segments.remove(used)
-        used.filling = True
         return used
 
     def _fill(self, segment: Segment, checkpoint: Checkpoint | None, runs: Sequence[Run]) -> None:
         with self._lock:
-            segment.filling = False
             if checkpoint is None or segment not in self._segments:
                 self._drop(segment)
                 return
