@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +18,10 @@ import torch
 
 import gdsload
 from gated import Gate, GatedBackend, GatedRequest, gated
-from gdsload import warmup
+from gdsload import early, warmup
 from gdsload.ahead import Ahead
 from gdsload.backends import Memory, OpenFile, Registration
+from gdsload.backends.lanes import Lane, Share
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import LANDED, LOST
@@ -93,11 +96,13 @@ def test_feed_after_a_failed_read_raises_the_same_for_every_taker(
     with Feed(session, cuts, window_bytes=window_bytes) as feed:
         feed.start()
         fail(gate)
-        same_error([lambda: feed.take(cuts[0]), lambda: feed.take(cuts[0])])
+        with pytest.raises(ReadError, match="Input/output error"):
+            feed.take(cuts[0])
         if window_bytes:  # one window, given when all of it is there
-            same_error([lambda cut=cut: feed.take(cut) for cut in cuts])  # type: ignore[misc]
+            same_error([lambda cut=cut: feed.take(cut) for cut in cuts[::-1]])  # type: ignore[misc]
         else:
             assert int(feed.take(cuts[1])[0]) == 2
+            same_error([lambda: feed.take(cuts[0])])
             assert cuts[0].key in feed.untaken
     assert len(gate.requests) == 1
 
@@ -378,3 +383,87 @@ def test_session_closed_before_its_batch_opens_no_second_backend(
     batch.release()
     assert session.backend is None
     assert gate.request().released
+
+
+def test_lane_that_cannot_post_gives_back_its_request(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = Lane(refusing, {})
+    transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
+    with open(path, "rb") as file:
+        files = [Registration(OpenFile(str(path), file.fileno(), 8192), 0)]
+        memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
+        for step in ("register", "prepare", "post"):
+            monkeypatch.setattr(refusing, "step", step)
+            with pytest.raises(KeyboardInterrupt):
+                lane.start([Share(0, transfer)], files, memory, "cuda:0")
+            assert (refusing.registered, refusing.prepared) == (1, 0)  # the file stays
+    lane.close()
+    assert refusing.registered == 0
+
+
+def test_lane_that_was_closed_is_described_without_a_second_backend() -> None:
+    lane = Lane(Refusing, {})
+    first = lane.open()
+    lane.close()
+    assert lane.describe() is first
+    assert lane.open() is not first
+
+
+def test_register_that_fails_closes_the_direct_descriptor(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refusing, "register", broken)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), backend="refusing") as session,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                session.register(0)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_prefetch_without_a_thread_is_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", none)
+        gdsload.prefetch(path)
+    assert early.prefetches() == []
+    gdsload.quiesce(0.0)
+
+
+def test_prefetch_whose_device_cannot_be_opened_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(early.Prefetch, "_open_device", none)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with gdsload.prefetch(path) as ahead, pytest.raises(GdsloadError, match="new thread"):
+        ahead.wait(30)
+
+
+def test_prefetch_does_not_call_every_key_error_a_missing_tensor(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("an error of ours")
+
+    with gdsload.prefetch(path, names=["no such"]) as ahead, pytest.raises(CheckpointError):
+        ahead.wait(30)
+    monkeypatch.setattr(early.Prefetch, "_read", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with (
+        gdsload.prefetch(path) as ahead,
+        pytest.raises(GdsloadError, match=r"prefetch failed: KeyError") as caught,
+    ):
+        ahead.wait(30)
+    assert not isinstance(caught.value, CheckpointError)

@@ -21,7 +21,7 @@ from gdsload import claims, hostpool, quiet, residency, underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import ease_imports, imports_done
-from gdsload.errors import CheckpointError, GdsloadError, StallError
+from gdsload.errors import GdsloadError, StallError
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
 from gdsload.progress import (
@@ -82,20 +82,24 @@ class Prefetch:
         self._thread = threading.Thread(target=self._run, name="gdsload-prefetch", daemon=True)
 
     def _begin(self) -> None:
-        claims.offer(self._landing)
-        quiet.hold(self)
-        underway.begin(self)
         try:
+            claims.offer(self._landing)
+            quiet.hold(self)
+            underway.begin(self)
             self._thread.start()
             self._posted.wait(HEAD_START_SECONDS)
-        except BaseException:  # Ctrl-C: nobody will have it to close it
+        except BaseException:  # Ctrl-C, or no thread: nobody will have it to close it
             self._stop(CLOSED)
+            if self._thread.ident is None:
+                self._ended.set()
+                quiet.let_go(self)
             raise
 
     def _run(self) -> None:
         session, names, where = self._arguments
-        opening = self._open_device(session)
+        opening = None
         try:
+            opening = self._open_device(session)
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
                 pieces = pieces_of(checkpoint, names)
                 if self.tier == "pagecache":
@@ -112,8 +116,6 @@ class Prefetch:
                     self._read(opened, pieces)
                     checkpoint.verify_unchanged()
                     self._measure(checkpoint, pieces)
-        except KeyError as error:
-            self._fail(CheckpointError(f"{self.source}: there is no tensor {error} in it"))
         except GdsloadError as error:
             self._fail(error)
         except BaseException as error:

@@ -34,7 +34,7 @@ from gdsload.outcome import (
 from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
-from gdsload.segments import Intake
+from gdsload.segments import Intake, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class Session:
         self._mapped: dict[int, Region] = {}
         self._adopts = adopt and cache != "mapped"
         self._maps = maps
-        self._pooled: dict[int, Region] = {}
+        self._pooled: dict[Segment, Region] = {}
         self._claims: dict[str, Claim] = {}
         self._givers: list[Landing] = []
         # Batches whose reads may still be under way. One that is collected is no longer counted.
