@@ -40,7 +40,7 @@ def read(checkpoint: Checkpoint, pieces: list[Piece], gap: int) -> tuple[float, 
         plan = plan_reads(
             pieces,
             [shard.size for shard in checkpoint.shards],
-            session.backend.limits(),
+            session.open().limits(),
             gap_bytes=gap,
         )
         began = time.monotonic()

@@ -180,13 +180,13 @@ def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.Monk
         assert target is not None
         filling = Filling(session, Destinations([target]), [info])
         filling.start()
-        real = session.backend.check
+        real = session.open().check
 
         def never(request: Any) -> Any:
             waiting.set()
             return real(request)._replace(settled=[], finished=False)
 
-        monkeypatch.setattr(session.backend, "check", never)
+        monkeypatch.setattr(session.open(), "check", never)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(filling.take, info.name, torch.float32)
             assert waiting.wait(10)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import gdsload
 from gdsload import arena, synth, warmup
 from gdsload._native.memory import Lease
 from gdsload.arena import current_pool
+from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.plan import pieces_of
 
 UNIT = 2 << 20
 READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds the files
@@ -285,7 +289,7 @@ class Pins:
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     found = Pins()
-    monkeypatch.setattr("gdsload.hostpool.gpu.device", lambda ordinal: found)
+    monkeypatch.setattr("gdsload.hostpool.gpu.any_open", lambda: found)
     return found
 
 
@@ -310,10 +314,55 @@ def test_pinned_memory_must_be_had_where_it_was_asked_for(
     monkeypatch.setattr("gdsload.hostpool.gpu.device", none)
     with pytest.raises(BackendUnavailable):
         warmup.HostPool(UNIT, pinned=True)
+
+
+def test_pool_without_an_open_device_opens_none(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context takes memory of a device, and the process could not fork any more."""
+    opened: list[int] = []
+    monkeypatch.setattr("gdsload.hostpool.gpu.device", opened.append)
+    monkeypatch.setattr("gdsload.hostpool.gpu._devices", {})
     with warmup.HostPool(64 * UNIT) as pool:
         by_load_file(tiny_checkpoint)
         assert pool.held_bytes > 0 and pool.pinned_bytes == 0
-        assert any("no CUDA" in note for note in pool.notes)
+    assert opened == []
+
+
+def test_pool_does_not_hold_its_lock_while_it_pins(tiny_checkpoint: Path, pins: Pins) -> None:
+    """Another load may use the pool meanwhile, and even close it."""
+    pool = warmup.HostPool(64 * UNIT)
+    seen: list[int] = []
+    pin = pins.pin
+
+    def closing(address: int, nbytes: int) -> None:
+        pin(address, nbytes)
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(lambda: pool.held_bytes).result(30))
+            other.submit(pool.close).result(30)
+
+    pins.pin = closing  # type: ignore[method-assign]
+    with pool:
+        require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
+    gc.collect()
+    assert seen[0] > 0
+    assert pins.registered == {} and pool.held_bytes == 0 and mapped_bytes() == 0
+
+
+def test_mappings_of_a_closed_pool_stand_for_no_later_segment(tiny_checkpoint: Path) -> None:
+    """A segment may be freed, and the next one be where it was in Python's memory."""
+    mappings: dict[Any, Any] = {}
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        with warmup.HostPool(64 * UNIT) as pool:
+            by_load_file(tiny_checkpoint)
+            assert pool.find(checkpoint, pieces_of(checkpoint, None), mappings)
+        first = [weakref.ref(segment) for segment in mappings]
+        gc.collect()
+        assert all(found() in mappings for found in first)
+        with warmup.HostPool(64 * UNIT) as pool:
+            by_load_file(tiny_checkpoint)
+            assert pool.find(checkpoint, pieces_of(checkpoint, None), mappings)
+    assert len(mappings) == 2 * len(first)
 
 
 def test_more_models_in_turn_than_fit_grow_nothing(

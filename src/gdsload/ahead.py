@@ -23,7 +23,6 @@ from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
 # One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
 WARM_REQUEST_BYTES = 4 << 20
 SCRATCH_BYTES = 64 << 20
-_PENDING, _HERE, _FAILED = 0, 1, 2
 
 
 class Ahead(Batch):
@@ -35,13 +34,12 @@ class Ahead(Batch):
         self, session: Session, plan: ReadPlan, spots: dict[str, Spot],
         memory: list[Memory] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(session, plan, spots, memory)
         self.error: ReadError | None = None
         # A signal handler may ask while its own thread does: hence one that can be taken again.
         self._lock = fork_safe_lock(self)
-        self._states = bytearray(len(plan.transfers))
-        self._left = len(plan.transfers)
+        self._failed: set[int] = set()
         self._idle_seconds = 0.0
+        super().__init__(session, plan, spots, memory)
 
     @classmethod
     def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
@@ -84,17 +82,12 @@ class Ahead(Batch):
             lock.release()
 
     def _look(self) -> bool:
-        request = self._request
-        if request is None:
+        progress = self._note_progress()
+        if progress is None:
             return True
-        progress = self.session.backend.check(request)
-        for place in progress.settled:
-            self._states[place] = _HERE
-        for failure in progress.failures:
-            self._states[failure.transfer] = _FAILED
-            self.error = self.error or self._error(failure)
-        self._left -= len(progress.settled)
-        self._complete = not self._left and self.error is None
+        self._failed.update(failure.transfer for failure in progress.failures)
+        if self._failure is not None and self.error is None:
+            self.error = self._error(self._failure)
         self._idle_seconds = progress.idle_seconds
         return progress.finished
 
@@ -102,16 +95,19 @@ class Ahead(Batch):
         """COMING, LANDED or LOST for these transfers."""
         with self._lock:
             ended = self._look()
-            states = self._states[first : last + 1]
-            if _FAILED in states or (ended and _PENDING in states):
+            place = self._arrived.find(0, first, last + 1)
+            if place < 0:
+                return LANDED
+            if ended or any(first <= failed <= last for failed in self._failed):
                 return LOST
-            return COMING if _PENDING in states else LANDED
+            return COMING
 
     def pause(self, first: int, last: int, seconds: float) -> None:
         """Returns when these transfers have settled, or after so many seconds."""
-        request = self._request
-        if request is not None:
-            self.session.backend.wait(request, seconds, first, last)
+        # Another thread may release it at any time: then this returns at once.
+        request, backend = self._request, self._backend
+        if request is not None and backend is not None:
+            backend.wait(request, seconds, first, last)
 
     def idle_seconds(self) -> float:
         """How long no byte has come, as of the last look."""
@@ -120,22 +116,21 @@ class Ahead(Batch):
     def hurry(self) -> None:
         """Somebody waits for it now: it yields no more."""
         with self._lock:
-            if self._request is not None:
-                self.session.backend.yield_to_loads(self._request, False)
+            if self._request is not None and self._backend is not None:
+                self._backend.yield_to_loads(self._request, False)
 
     @property
     def landed_bytes(self) -> int:
         """Bytes that have come: whole transfers only."""
-        transfers, states = self.plan.transfers, bytes(self._states)
-        return sum(t.wanted for t, state in zip(transfers, states, strict=True) if state == _HERE)
+        transfers, arrived = self.plan.transfers, bytes(self._arrived)
+        return sum(t.wanted for t, here in zip(transfers, arrived, strict=True) if here)
 
     def release(self) -> None:
         """Ends the request, finished or not; what has landed stays."""
-        if self._request is None:
-            return
         with self._lock:
-            if self._request is not None:
+            try:
                 self._look()
+            finally:
                 super().release()
 
 

@@ -103,17 +103,22 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
     """A tensor for each info, over the memory where its bytes are.
 
     Tensors whose file offset does not fit their dtype are copied to where it does; a tensor of no
-    bytes has memory of its own. Raises CheckpointError for a dtype that this torch lacks.
+    bytes has memory of its own. Raises CheckpointError for a dtype that this torch lacks; then no
+    tensor was made, and none has dropped its bytes.
     """
     import torch
 
+    infos = list(infos)
     recipes: dict[str, _Recipe] = {}
+    for info in infos:
+        if info.dtype not in recipes:
+            recipes[info.dtype] = _recipe(info)
+        if info.dtype == "F4":
+            packed_shape(info)
     tensors: dict[str, torch.Tensor] = {}
     for info in infos:
         name, dtype, shape, _, _, nbytes = info
-        recipe = recipes.get(dtype)
-        if recipe is None:
-            recipe = recipes[dtype] = _recipe(info)
+        recipe = recipes[dtype]
         if dtype == "F4":
             shape = packed_shape(info)
         if nbytes == 0:

@@ -61,8 +61,9 @@ class DeviceStage(Stage):
 
     def give(self, cut: Cut) -> list[torch.Tensor]:
         """The tensor that its runs make up, once."""
+        given = [*self._shelf.give([cut], self.spots).values()]
         self.left -= 1
-        return [*self._shelf.give([cut], self.spots).values()]
+        return given
 
     def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
         """What is left of it; the runs lie one behind the other already."""

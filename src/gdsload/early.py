@@ -22,7 +22,7 @@ from gdsload import claims, hostpool, quiet, residency, underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.collector import ease_imports, imports_done
-from gdsload.errors import CheckpointError, GdsloadError, StallError
+from gdsload.errors import GdsloadError, StallError
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
@@ -85,10 +85,10 @@ class Prefetch:
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
-        claims.offer(self._landing)
-        quiet.hold(self)
-        underway.begin(self)
         try:
+            claims.offer(self._landing)
+            quiet.hold(self)
+            underway.begin(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
                 self._fail(
@@ -99,8 +99,11 @@ class Prefetch:
                 )
                 self._end(FAILED)
             self._posted.wait(HEAD_START_SECONDS)
-        except BaseException:  # Ctrl-C: nobody will have it to close it
+        except BaseException:  # Ctrl-C, or no thread: nobody will have it to close it
             self._stop(CLOSED)
+            if self._thread is None:
+                self._ended.set()
+                quiet.let_go(self)
             raise
 
     def _run(self) -> None:
@@ -124,8 +127,6 @@ class Prefetch:
                     self._read(opened, pieces)
                     checkpoint.verify_unchanged()
                     self._measure(checkpoint, pieces)
-        except KeyError as error:
-            self._fail(CheckpointError(f"{self.source}: there is no tensor {error} in it"))
         except GdsloadError as error:
             self._fail(error)
         except BaseException as error:

@@ -20,7 +20,7 @@ from gdsload.arena import Spot, hand_over, map_shard
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, runs_of
-from gdsload.errors import GdsloadError, ReadError
+from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan
@@ -71,13 +71,12 @@ class Stage(Batch):
         spots: dict[str, Spot],
         cuts: Sequence[Cut],
     ) -> None:
-        super().__init__(session, plan, spots)
         self.left = len(cuts)
         self.arrived = not plan.transfers
         self._infos = [part for cut in cuts for part in cut.parts]
         self._place = {info.name: place for place, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
-        self._arrived = bytearray(len(plan.transfers))
+        super().__init__(session, plan, spots)
 
     @classmethod
     def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
@@ -86,25 +85,15 @@ class Stage(Batch):
         return cls(session, plan, spots, cuts)
 
     def look(self) -> None:
-        """Notes what has arrived since it was last asked. Raises as `Batch.wait` does."""
-        if self._request is None:
+        """Notes what has arrived since it was last asked. Raises as `Batch.wait` does, and again
+        with each later call."""
+        if self.arrived:
             return
-        session = self.session
-        progress = session.backend.check(self._request)
-        for place in progress.settled:
-            self._arrived[place] = 1
-        if progress.failures:
-            raise self._error(progress.failures[0])
-        if self._arrived.find(0) < 0:
+        progress = self._note_progress()
+        self._require_progress(progress)
+        if self.complete:
             self._settle()
-            return
-        if progress.finished:
-            raise ReadError(
-                f"{session.checkpoint.source}: the request ended with"
-                f" {self._arrived.count(0)} reads undone",
-                path=session.checkpoint.source,
-            )
-        if progress.idle_seconds > session.stall_seconds:
+        elif progress is not None and progress.idle_seconds > self.session.stall_seconds:
             raise self._stall(self.plan.transfers[self._arrived.find(0)], progress.idle_seconds)
 
     def _settle(self) -> None:
@@ -113,7 +102,6 @@ class Stage(Batch):
         At once: memory is made ready in units larger than a page, sometimes after the reads, so
         that gaps fill with pages that nobody needs, and those of tensors that are gone fill again.
         """
-        self._complete = True
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
@@ -145,8 +133,8 @@ class Stage(Batch):
             if claim is not None:
                 claim.pause(seconds)
                 return
-        request, homes = self._request, self.plan.homes
-        if request is None or self.session.checkpoint.closed:
+        request, backend, homes = self._request, self._backend, self.plan.homes
+        if request is None or backend is None or self.session.checkpoint.closed:
             return
         spans = [homes[part.name] for part in cut.parts if part.name in homes]
         if not spans:
@@ -154,18 +142,17 @@ class Stage(Batch):
         first = min(home.first for home in spans)
         last = max(home.last for home in spans)
         if last >= first:
-            self.session.backend.wait(request, seconds, first, last)
+            backend.wait(request, seconds, first, last)
 
     def give(self, cut: Cut) -> list[torch.Tensor]:
         """The tensors of its parts, once: each owns its memory."""
         made = self._made
-        self.left -= 1
-        if len(cut.parts) == 1 and cut.parts[0].name in made:
-            return [made.pop(cut.parts[0].name)]
         for part in cut.parts:
             if part.name not in made:
                 self._make(self._place[part.name])
-        return [made.pop(part.name) for part in cut.parts]
+        given = [made.pop(part.name) for part in cut.parts]
+        self.left -= 1
+        return given
 
     def _make(self, place: int) -> None:
         """Makes tensors of this part and of those after it that are there as well."""
@@ -177,9 +164,16 @@ class Stage(Batch):
             if info.nbytes and info.name not in self.spots:
                 break  # it was taken before
             batch.append(info)
-        self._made.update(hand_over(batch, self.spots))
-        for info in batch:
-            self.spots.pop(info.name, None)
+        if not batch:
+            name = self._infos[place].name
+            raise GdsloadError(f"tensor {name!r} was lost: its hand-over was interrupted")
+        # Given up first: where this is interrupted, tensors that were made drop their bytes.
+        spots = {info.name: self.spots.pop(info.name) for info in batch if info.nbytes}
+        try:
+            self._made.update(hand_over(batch, spots))
+        except CheckpointError:  # before any tensor was made
+            self.spots.update(spots)
+            raise
 
     def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
         """The cut's tensor, of the tensors of its parts."""
@@ -281,22 +275,41 @@ class Feed:
         with self._lock:
             self._require_open()
             number = self._window_of.pop(cut.key, None)
-            if number is None:
-                stage = self._stages_are.of(self.session, [cut])
-                self._loose.add(stage)
-                self.unexpected.append(cut.key)
-            elif self._posted[number]:
-                stage = self._stages[number]
-            else:
-                stage = self._post(number)
-            piecemeal = number is not None and self._windows[number].kept
-            parts = self._given(stage, cut, piecemeal)
+            stage = None
+            try:
+                stage = self._stage_of(cut, number)
+                piecemeal = number is not None and self._windows[number].kept
+                parts = self._given(stage, cut, piecemeal)
+            except BaseException:
+                self._put_back(cut, number, stage)
+                raise
         if parts is None:
-            parts = self._await(stage, cut, piecemeal)
+            try:
+                parts = self._await(stage, cut, piecemeal)
+            except BaseException:
+                with self._lock:
+                    self._put_back(cut, number, stage)
+                raise
         if stage.left == 0:
             with self._lock:
                 self._retire(stage, number)
         return stage.joined(cut, parts)
+
+    def _stage_of(self, cut: Cut, number: int | None) -> Stage:
+        if number is None:
+            stage = self._stages_are.of(self.session, [cut])
+            self._loose.add(stage)
+            self.unexpected.append(cut.key)
+            return stage
+        return self._stages[number] if self._posted[number] else self._post(number)
+
+    def _put_back(self, cut: Cut, number: int | None, stage: Stage | None) -> None:
+        """The cut was not given: the next call for it meets the same stage, and the same error."""
+        if number is not None:
+            self._window_of[cut.key] = number
+        elif stage is not None:
+            self._loose.discard(stage)
+            stage.end()
 
     def _await(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor]:
         start = time.monotonic()

@@ -26,6 +26,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import rows_of, runs_of, whole
 from gdsload.destinations import Destinations
 from gdsload.dtypes import known_dtype
+from gdsload.errors import GdsloadError
 from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
@@ -98,6 +99,7 @@ class Filling:
         self._tensors = self._nbytes = 0  # of them, handed out
         self._lock = fork_safe_lock(self)
         self._closed = False
+        self._copying = False  # stays True where a copy was interrupted
         few = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
         self._most_moved = window_bytes if few else _MOVED_AT_ONCE
@@ -150,10 +152,17 @@ class Filling:
 
     def _copy_next(self) -> None:
         self._require_open()
+        if self._copying:
+            # Tensors that were made of the window have dropped their bytes: it cannot be repeated.
+            source = self.session.checkpoint.source
+            raise GdsloadError(f"{source}: copying to parameters was interrupted by an error")
+        if not self._under_way:  # posting it failed before
+            self._advance()
         batch, window = self._under_way[0], self._windows[self._copied]
         start = time.monotonic()
         batch.wait(watch=self._require_open)
         self.waited_seconds += time.monotonic() - start
+        self._copying = True
         self._fill(window, batch.spots)
         self._under_way.popleft()
         batch.spots.clear()
@@ -162,6 +171,7 @@ class Filling:
         self._held -= batch.plan.read_bytes
         self._windows[self._copied] = []
         self._copied += 1
+        self._copying = False
         self._advance()
 
     def _fill(self, window: Sequence[_Piece], spots: Mapping[str, Spot]) -> None:

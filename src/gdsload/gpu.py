@@ -107,6 +107,13 @@ def device(ordinal: int) -> Device:
         return _devices[ordinal]
 
 
+def any_open() -> Device | None:
+    """A device that this process has opened already; None where there is none."""
+    if not _cuda or _cuda[0].pid != os.getpid():
+        return None
+    return next(iter(dict(_devices).values()), None)
+
+
 def facts(ordinal: int) -> Gpu:
     """What a device is and where it is."""
     found = device(ordinal)

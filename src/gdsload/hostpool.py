@@ -22,7 +22,7 @@ from gdsload._native.cuda import CudaFailure, Device
 from gdsload._native.memory import Region
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
+from gdsload.errors import GdsloadError, PlacementError
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Piece, ReadPlan
 from gdsload.segments import Intake, Run, Segment, whole_units
@@ -58,8 +58,8 @@ class HostPool:
 
     It holds `limit_bytes` at most, in use and idle; what does not fit is loaded as without a pool.
     What no tensor lives in is given back, the least recently used first, to make room, and where
-    the machine or the cgroup runs short. Where a CUDA device is usable its memory is pinned once it
-    is filled; `pinned` False leaves that, True refuses to do without.
+    the machine or the cgroup runs short. Where this process has opened a CUDA device, memory is
+    pinned once it is filled; `pinned` False leaves that, True opens one and refuses to do without.
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
@@ -115,7 +115,7 @@ class HostPool:
             ]
 
     def find(
-        self, checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[int, Region],
+        self, checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[Segment, Region],
         *, pinned: bool = False,
     ) -> dict[str, Spot]:  # fmt: skip
         """Where those of the pieces are that it holds. `mappings` are the caller's own, by segment;
@@ -127,13 +127,13 @@ class HostPool:
                 if found is None:
                     continue
                 segment = found.segment
-                region = (segment.pinned if pinned else None) or mappings.get(id(segment))
+                region = (segment.pinned if pinned else None) or mappings.get(segment)
                 if region is None:
                     try:
                         region = segment.lease.lend(segment.fd, 0, segment.length, False)
                     except OSError:  # no room to map it: the load reads the files
                         continue
-                    mappings[id(segment)] = region
+                    mappings[segment] = region
                 spots[piece.name] = Spot(region, found.place + piece.offset - found.start)
                 self._use(segment)
         return spots
@@ -164,15 +164,14 @@ class HostPool:
             if segment is None:
                 return None
             self._segments.append(segment)
-        try:
-            return Intake(segment, plan, self._fill)
-        except BaseException as error:
-            with self._lock:
+            try:
+                return Intake(segment, plan, self._fill)
+            except BaseException as error:
                 self._drop(segment)
-            if not isinstance(error, OSError):
-                raise
-            self.notes.append(f"a segment of {length} bytes is not mapped: {error.strerror}")
-            return None
+                if not isinstance(error, OSError):
+                    raise
+                self.notes.append(f"a segment of {length} bytes is not mapped: {error.strerror}")
+                return None
 
     def _take(self, length: int, wanted_bytes: int) -> Segment | None:
         if length > self.limit_bytes:
@@ -196,12 +195,10 @@ class HostPool:
         # Its memory is there already, which on many machines is the dearer half of a read.
         self._forget(used)
         self._segments.remove(used)
-        used.filling = True
         return used
 
     def _fill(self, segment: Segment, checkpoint: Checkpoint | None, runs: Sequence[Run]) -> None:
         with self._lock:
-            segment.filling = False
             if checkpoint is None or segment not in self._segments:
                 self._drop(segment)
                 return
@@ -212,20 +209,38 @@ class HostPool:
                 insort(self._stored.setdefault(file, []), row, key=_start)
                 segment.stored.append(file)
             self._use(segment)
-            self._pin(segment)
+            pinner = self._pinner()
+            if pinner is None or segment.pinned is not None:
+                return
+            try:
+                region = segment.lease.lend(segment.fd, 0, segment.length, True)
+            except OSError as error:
+                self.notes.append(f"its memory is not pinned: {error}")
+                return
+        # Pinning takes 0.1 s for each GiB: other loads do not wait for it.
+        self._pin(segment, region, pinner)
 
-    def _pin(self, segment: Segment) -> None:
-        if self._pinned is False or segment.pinned is not None:
-            return
+    def _pinner(self) -> Device | None:
+        """The device that memory is pinned by: one that is open, since opening one makes a context
+        there, which a load to the CPU has no use for."""
+        if self._pinned is False:
+            return None
+        if self._device is None:
+            self._device = gpu.any_open()
+        return self._device
+
+    def _pin(self, segment: Segment, region: Region, device: Device) -> None:
         try:
-            if self._device is None:
-                self._device = gpu.device(0)
-            region = segment.lease.lend(segment.fd, 0, segment.length, True)
-            self._device.pin(region.address, region.length)
-            segment.pinned = region
-        except (BackendUnavailable, PlacementError, CudaFailure, OSError) as error:
+            device.pin(region.address, region.length)
+        except CudaFailure as error:
             self._pinned = False
             self.notes.append(f"its memory is not pinned: {error}")
+            return
+        with self._lock:
+            if segment in self._segments:
+                segment.pinned = region
+                return
+        device.unpin(region.address)  # it was given back meanwhile
 
     def _unpin(self, segment: Segment) -> None:
         if segment.pinned is not None and self._device is not None:
@@ -314,7 +329,7 @@ def require(pieces: Iterable[Piece]) -> None:
 
 
 def find(
-    checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[int, Region], **words: Any
+    checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[Segment, Region], **words: Any
 ) -> dict[str, Spot]:
     """`HostPool.find` of the open pool; nothing where there is none."""
     pool = current()

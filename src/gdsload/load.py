@@ -7,6 +7,8 @@ mappings of warm shards. A `Batch` is some pieces on their way. `load_file`, `st
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +18,7 @@ from gdsload import hostpool, quiet
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends import Backend, Memory, Registration
-from gdsload.backends.base import DRAM, Failure
+from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
@@ -32,7 +34,7 @@ from gdsload.outcome import (
 from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
-from gdsload.segments import Intake
+from gdsload.segments import Intake, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +71,7 @@ class Session:
         from it, unless `adopt` is False; what is warm is mapped, unless `maps` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
+        self._opening = threading.Lock()
         self.checkpoint = checkpoint
         self.report = report
         self.device = device
@@ -77,32 +80,33 @@ class Session:
         self._wanted = backend
         self._expected_bytes = expected_bytes
         self.options = dict(options or {})
-        self._backend: Backend | None = None
+        self.backend: Backend | None = None  # while it is open
         self._mapped: dict[int, Region] = {}
         self._adopts = adopt and cache != "mapped"
         self._maps = maps
-        self._pooled: dict[int, Region] = {}
+        self._pooled: dict[Segment, Region] = {}
         self._claims: dict[str, Claim] = {}
         self._givers: list[Landing] = []
-        self.posted = 0  # batches whose reads may still be under way
+        # Batches whose reads may still be under way. One that is collected is no longer counted.
+        self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
         quiet.hold(self)
         if backend != "auto" or self.options:
-            self._open_backend()  # what was asked for by name must work, also when all is warm
+            try:
+                self.open()  # a backend asked for by name must work, also when all is warm
+            except BaseException:
+                self.close()
+                raise
 
-    @property
-    def backend(self) -> Backend:
-        return self._backend or self._open_backend()
-
-    def open(self) -> None:
-        """Opens the backend now, where it is not. Raises BackendUnavailable."""
-        self._backend = self._backend or self._open_backend()
-
-    def _open_backend(self) -> Backend:
-        expected = self._expected_bytes or self.report.wanted_bytes
-        backend = open_backend(self.device, self._wanted, self.options, self.report, expected)
-        self._backend = backend
-        describe(self.report, backend)
-        return backend
+    def open(self) -> Backend:
+        """The backend, opened by the first call. Raises BackendUnavailable."""
+        with self._opening:
+            if self.backend is None:
+                expected = self._expected_bytes or self.report.wanted_bytes
+                self.backend = open_backend(
+                    self.device, self._wanted, self.options, self.report, expected
+                )
+                describe(self.report, self.backend)
+            return self.backend
 
     @collector_paused()
     def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
@@ -180,7 +184,7 @@ class Session:
         return plan_reads(
             pieces,
             [shard.size for shard in self.checkpoint.shards],
-            self.backend.limits(self.device),
+            self.open().limits(self.device),
             blocks=self._roads.blocks,
             window_bytes=window_bytes,
             road_of=self._roads.road_of,
@@ -192,7 +196,11 @@ class Session:
         """The reads for what `sort` does not find in memory, and the spots of what it does."""
         with self.report.phase("plan"):
             spots, to_read = self.sort(pieces)
-            plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
+            try:
+                plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
+            except BaseException:
+                self.claims_of(spots)  # no batch takes these claims
+                raise
         return plan, spots
 
     @property
@@ -202,7 +210,7 @@ class Session:
 
     def register(self, shard: int) -> None:
         """Opens a shard's roads, once."""
-        self._roads.register(self.backend, shard)
+        self._roads.register(self.open(), shard)
 
     def start(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> Batch:
         """Puts pieces on their way and returns at once."""
@@ -214,10 +222,10 @@ class Session:
 
     def rest(self) -> None:
         """Gives back the backend and all that it needed; the next batch opens it again."""
-        self._roads.close(self._backend)
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
+        backend, self.backend = self.backend, None
+        self._roads.close(backend)
+        if backend is not None:
+            backend.close()
         self._mapped.clear()
         self._pooled.clear()
 
@@ -259,11 +267,17 @@ class Batch:
         self.claims = session.claims_of(spots)
         self._memory: list[Registration] = []
         self._intake: Intake | None = None  # of the pool, where there is one
-        self._complete = False  # all of it has come
+        self._backend: Backend | None = None  # of the request
         self._request: Any = None
+        self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
+        self._failure: Failure | None = None  # the first one
         if plan.transfers:
-            with session.report.phase("prepare"):
-                self._post(self._take_memory() if memory is None else memory)
+            try:
+                with session.report.phase("prepare"):
+                    self._post(self._take_memory() if memory is None else memory)
+            except BaseException:
+                self.release()
+                raise
 
     def settled(self, name: str) -> bool:
         """Whether a piece that a prefetch reads is at its spot; True for one that none does.
@@ -309,15 +323,50 @@ class Batch:
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
     def _post(self, memory: list[Memory]) -> None:
-        backend, plan = self.session.backend, self.plan
-        self._memory = [backend.register(entry) for entry in memory]
-        self._request = backend.prepare(plan.transfers, self.session.files, self._memory)
+        backend = self._backend = self.session.open()
+        for entry in memory:
+            self._memory.append(backend.register(entry))
+        self.session.posted.add(self)
+        request = backend.prepare(self.plan.transfers, self.session.files, self._memory)
+        self._request = request
         if self.ahead:
-            backend.yield_to_loads(self._request, True)
-        self.session.posted += 1
-        backend.post(self._request)
+            backend.yield_to_loads(request, True)
+        backend.post(request)
         # An engine that could not be opened after all has left its place to the next.
         describe(self.session.report, backend)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all transfers of the plan have arrived."""
+        return self._failure is None and self._arrived.find(0) < 0
+
+    def _note_progress(self) -> Progress | None:
+        """Asks the backend for news. None after `release`.
+
+        A backend reports a failure once. It is stored here, so that every later caller gets it too.
+        """
+        request, backend = self._request, self._backend
+        if request is None or backend is None:
+            return None
+        progress = backend.check(request)
+        failed = {failure.transfer for failure in progress.failures}
+        for place in progress.settled:
+            if place not in failed:
+                self._arrived[place] = 1
+        if progress.failures and self._failure is None:
+            self._failure = progress.failures[0]
+        return progress
+
+    def _require_progress(self, progress: Progress | None) -> None:
+        """Raises ReadError where a transfer has failed, or will not be read any more."""
+        if self._failure is not None:
+            raise self._error(self._failure)
+        if (progress is None or progress.finished) and not self.complete:
+            source = self.session.checkpoint.source
+            raise ReadError(
+                f"{source}: the request ended with {self._arrived.count(0)} reads undone",
+                path=source,
+            )
 
     def wait(
         self,
@@ -337,43 +386,37 @@ class Batch:
                     claim.pause(_LOOK_SECONDS)
                 if moved is not None:
                     moved(claim.piece.nbytes)
-        if self._request is None:
+        backend, request = self._backend, self._request
+        if backend is None or request is None or self.complete:
+            self._require_progress(None)
             return
-        session, backend, transfers = self.session, self.session.backend, self.plan.transfers
-        waiting = set(range(len(transfers)))
+        session, transfers = self.session, self.plan.transfers
         silent = False
         with session.report.phase("read"):
             while True:
-                progress = backend.check(self._request)
-                waiting.difference_update(progress.settled)
-                if moved is not None and progress.settled:
+                progress = self._note_progress()
+                if moved is not None and progress is not None and progress.settled:
                     moved(sum(transfers[place].wanted for place in progress.settled))
-                if progress.failures:
-                    raise self._error(progress.failures[0])
-                if progress.finished:
-                    self._complete = not waiting
-                    break
+                self._require_progress(progress)
+                if progress is None or progress.finished:
+                    return
                 # Twice in a row: a process that was stopped for a while finds a long silence when
                 # it goes on, though the bytes are about to be counted.
-                if progress.idle_seconds > session.stall_seconds and waiting:
+                if progress.idle_seconds > session.stall_seconds and not self.complete:
                     if silent:
-                        raise self._stall(transfers[min(waiting)], progress.idle_seconds)
+                        first = transfers[self._arrived.find(0)]
+                        raise self._stall(first, progress.idle_seconds)
                     silent = True
                 else:
                     silent = False
                 watch()
-                backend.wait(self._request, _LOOK_SECONDS)
-        if waiting:
-            raise ReadError(
-                f"{session.checkpoint.source}: the request ended with {len(waiting)} reads undone",
-                path=session.checkpoint.source,
-            )
+                backend.wait(request, _LOOK_SECONDS)
 
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         """Their tensors, once all of it is there: each owns its memory, and is given once."""
-        tensors = hand_over(infos, self.spots)
-        self.spots.clear()
-        return tensors
+        # Given up first: where this is interrupted, tensors that were made drop their bytes.
+        spots, self.spots = self.spots, {}
+        return hand_over(infos, spots)
 
     def _error(self, failure: Failure) -> ReadError:
         return read_error(self.session.checkpoint, self.plan, failure)
@@ -382,19 +425,25 @@ class Batch:
         return stall_error(self.session.checkpoint, self.plan, transfer, idle)
 
     def release(self) -> None:
-        """Ends the request, finished or not, and notes in the report what it did."""
+        """Ends the request, finished or not, and notes in the report what it did. It gives back
+        what was taken for it, also where the request was never made. May be called again."""
+        session, backend = self.session, self._backend
         request, self._request = self._request, None
-        if request is None:
-            return
-        session, backend = self.session, self.session.backend
-        backend.release(request)
-        session.posted -= 1
-        note(session.report, backend, session.checkpoint, self.plan, request)
-        for registration in self._memory:
-            backend.deregister(registration)
-        self._memory = []
-        if self._intake is not None:
-            checkpoint = session.checkpoint
-            whole = self._complete and hostpool.unchanged(checkpoint)
-            self._intake.end(checkpoint if whole else None)
-            self._intake = None
+        released = False
+        try:
+            if request is not None and backend is not None:
+                backend.release(request)
+                session.posted.discard(self)
+                note(session.report, backend, session.checkpoint, self.plan, request)
+            released = True
+        finally:
+            session.posted.discard(self)
+            memory, self._memory = self._memory, []
+            for registration in memory:
+                if backend is not None:
+                    backend.deregister(registration)
+            intake, self._intake = self._intake, None
+            if intake is not None:
+                checkpoint = session.checkpoint
+                whole = released and self.complete and hostpool.unchanged(checkpoint)
+                intake.end(checkpoint if whole else None)

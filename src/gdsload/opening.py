@@ -47,7 +47,7 @@ class Opening:
         from gdsload.backends.roster import LAST, Roster
 
         # Warm bytes take this road, whatever cold ones will.
-        with Roster(self._device, self._options).lane(LAST).backend as backend:
+        with Roster(self._device, self._options).lane(LAST).open() as backend:
             nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
             backend.release(backend.prepare([], [], [nothing]))
 

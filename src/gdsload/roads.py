@@ -79,9 +79,15 @@ class Roads:
             return
         opened = self._checkpoint.shards[shard]
         direct, align = self._direct_twin(shard) if self.cache in ("auto", "direct") else (-1, 1)
-        self._known[shard] = backend.register(
-            OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard], align)
-        )
+        try:
+            self._known[shard] = backend.register(
+                OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard], align)
+            )
+        except BaseException:
+            if direct >= 0:
+                self._twins.remove(direct)
+                os.close(direct)
+            raise
 
     def _direct_twin(self, shard: int) -> tuple[int, int]:
         """A descriptor for direct reads of a shard, or -1 with the reason in the report; and what

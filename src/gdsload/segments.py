@@ -38,20 +38,20 @@ class Segment:
         self.fd = os.memfd_create("gdsload-pool", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, length)
+            self.lease = Lease()
         except BaseException:
             os.close(self.fd)
             raise
-        self.lease = Lease()
         self.source = ""
-        self.filling = True
         self.used = time.monotonic()
         self.stored: list[Identity] = []
         self.pinned: Region | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether nobody reads into it, and no tensor lives in it."""
-        return not self.filling and self.lease.lent == (self.pinned is not None)
+        """Whether nobody reads into it, and no tensor lives in it. An `Intake` has it on loan for
+        as long as it lives, and reads under way have."""
+        return self.lease.lent == (self.pinned is not None)
 
 
 Filled = Callable[[Segment, "Checkpoint | None", Sequence[Run]], None]

@@ -6,7 +6,6 @@ is ended. Native reads go on until then, and no thread is ever killed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -281,9 +281,9 @@ class Shelf:
             else:
                 self._complete(tensor, cut, spots)
                 tensors[cut.key] = tensor
-        tensors.update(hand_over([cut.parts[0] for cut in lying], spots))
+        mine = {cut.parts[0].name: spots.pop(cut.parts[0].name) for cut in lying}
+        tensors.update(hand_over([cut.parts[0] for cut in lying], mine))
         for cut in lying:
-            del spots[cut.parts[0].name]
             if cut.shape is not None:
                 tensors[cut.key] = tensors.pop(cut.parts[0].name).view(cut.shape)
         return tensors
@@ -324,7 +324,7 @@ def follow(session: Session) -> None:
             f"a CUDA graph is being captured on the current stream of {session.device}: load before"
             " the capture, or in a thread with another current stream"
         )
-    if not session.backend.follow(session.device, stream.cuda_stream):
+    if not session.open().follow(session.device, stream.cuda_stream):
         stream.synchronize()
 
 

@@ -74,7 +74,7 @@ class AutoBackend(Backend):
     # What the report asks.
 
     def serving(self) -> Backend:
-        return self._lead().backend
+        return self._lead().describe()
 
     @property
     def choice(self) -> str:
@@ -106,7 +106,7 @@ class AutoBackend(Backend):
         with self._lock:
             if self._worth():
                 self._roster.search()
-            found = [self._roster.lane(n).backend.limits(device) for n in self._roster.standing()]
+            found = [self._roster.lane(n).open().limits(device) for n in self._roster.standing()]
         return max(found, key=lambda each: each.max_request)
 
     def register(self, what: OpenFile | Memory) -> Registration:
@@ -246,7 +246,7 @@ class AutoBackend(Backend):
                 found = self._leg, (0, len(self._leg.shares) - 1)
             if found is not None:
                 part, (low, high) = found
-                backend = part.lane.backend
+                backend = part.backend
         if found is None:
             super().wait(request, seconds)
         else:

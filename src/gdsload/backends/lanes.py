@@ -26,8 +26,9 @@ class Share(NamedTuple):
 class Part:
     """Shares that a lane has under way."""
 
-    def __init__(self, lane: Lane, shares: Sequence[Share], request: Any) -> None:
-        self.lane, self.shares, self.request = lane, shares, request
+    def __init__(self, lane: Lane, backend: Backend, shares: Sequence[Share], request: Any) -> None:
+        """`backend` is the lane's, which made the request."""
+        self.lane, self.backend, self.shares, self.request = lane, backend, shares, request
         self.origins = [share.origin for share in shares]
         self.settled = bytearray(len(shares))
         self.posted_at = self.ended_at = time.monotonic()
@@ -54,7 +55,7 @@ class Part:
         return (low, high - 1) if low >= 0 else None
 
     def check(self) -> Progress:
-        progress: Progress = self.lane.backend.check(self.request)
+        progress: Progress = self.backend.check(self.request)
         for place in progress.settled:
             self.settled[place] = 1
         self.idle_seconds = progress.idle_seconds
@@ -79,19 +80,23 @@ class Lane:
         self.first_failure = ""
         self._kind, self._options = kind, dict(options)
         self._backend: Backend | None = None
+        self._last: Backend | None = None  # also when it is closed
         self._files: dict[int, Registration | None] = {}  # None: it does not take this file
 
-    @property
-    def backend(self) -> Backend:
-        """Made with the first use. Raises BackendUnavailable, and TypeError or ValueError for
-        options that cannot be."""
+    def open(self) -> Backend:
+        """The backend, made by the first call. Raises BackendUnavailable, and TypeError or
+        ValueError for options that cannot be."""
         if self._backend is None:
-            self._backend = self._kind(**self._options)
+            self._backend = self._last = self._kind(**self._options)
         return self._backend
+
+    def describe(self) -> Backend:
+        """The backend, for reports: after `close` the closed one."""
+        return self._last or self.open()
 
     @property
     def refusals(self) -> dict[str, str]:
-        return dict(getattr(self._backend, "refusals", {}))
+        return dict(getattr(self._last, "refusals", {}))
 
     def start(
         self,
@@ -106,7 +111,7 @@ class Lane:
 
         Raises what a backend raises that cannot be opened, or finds no room for its ring.
         """
-        backend, refused = self.backend, []
+        backend, refused = self.open(), []
         known = [NO_FILE] * len(files)
         taken: list[Share] = []
         for share in shares:
@@ -125,18 +130,28 @@ class Lane:
         if stream is not None and not backend.follow(device, stream):
             why = f"{device} takes no order between its streams"
             raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
-        registered = [backend.register(entry.what) for entry in memory]
-        request = backend.prepare([cut.transfer for cut in cuts], known, registered)
-        part = Part(self, cuts, request)
-        part.memory = registered
-        backend.post(request)
+        registered: list[Registration] = []
+        request = None
+        try:
+            for entry in memory:
+                registered.append(backend.register(entry.what))
+            request = backend.prepare([cut.transfer for cut in cuts], known, registered)
+            part = Part(self, backend, cuts, request)
+            part.memory = registered
+            backend.post(request)
+        except BaseException:
+            if request is not None:
+                backend.release(request)
+            for registration in registered:
+                backend.deregister(registration)
+            raise
         return part, refused
 
     def _file(self, registration: Registration) -> Registration | None:
         file, number = registration.what, registration.handle
         if number not in self._files:
             try:
-                self._files[number] = self.backend.register(file)
+                self._files[number] = self.open().register(file)
             except CuFileError as error:
                 self._files[number] = None
                 self.first_failure = self.first_failure or str(error)
@@ -147,10 +162,10 @@ class Lane:
         if part.ended:
             return
         part.ended, part.ended_at = True, time.monotonic()
-        self.backend.release(part.request)
-        part.roads = self.backend.roads(part.request)
+        part.backend.release(part.request)
+        part.roads = part.backend.roads(part.request)
         for registration in part.memory:
-            self.backend.deregister(registration)
+            part.backend.deregister(registration)
 
     def forget(self, number: int) -> None:
         """A file is about to be closed."""

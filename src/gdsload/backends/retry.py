@@ -70,14 +70,14 @@ class AutoRequest:
             self.left[share.origin] -= 1
         self.parts.append(part)
         if self._ahead:
-            part.lane.backend.yield_to_loads(part.request, True)
+            part.backend.yield_to_loads(part.request, True)
 
     def yield_to_loads(self, ahead: bool) -> None:
         """Whether it yields to loads that somebody waits for, with all that it has become."""
         self._ahead = ahead
         for part in self.parts:
             if not part.ended:
-                part.lane.backend.yield_to_loads(part.request, ahead)
+                part.backend.yield_to_loads(part.request, ahead)
 
 
 class Dispatch:

@@ -1,0 +1,469 @@
+"""A read that failed stays failed for everybody who asks, and a request that cannot be made gives
+back all that was taken for it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gated import Gate, GatedBackend, GatedRequest, gated
+from gdsload import early, warmup
+from gdsload.ahead import Ahead
+from gdsload.backends import Memory, OpenFile, Registration
+from gdsload.backends.lanes import Lane, Share
+from gdsload.backends.registry import _registered, register_backend
+from gdsload.checkpoint import Checkpoint
+from gdsload.claims import LANDED, LOST
+from gdsload.cuts import whole
+from gdsload.destinations import Destinations, Kind, target_of
+from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
+from gdsload.feed import Feed
+from gdsload.filling import Filling
+from gdsload.load import Batch, Session
+from gdsload.plan import Transfer, pieces_of
+from gdsload.report import LoadReport
+
+POOL_BYTES = 64 << 20
+COUNT = 4
+# Longer than a request of the gated backend: a tensor is at least one transfer.
+LENGTH = 32 << 10
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tensors = {f"t{n}": torch.full((LENGTH,), n + 1, dtype=torch.int32) for n in range(COUNT)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with gated() as gate:
+        yield gate
+
+
+@pytest.fixture
+def session(path: Path, gate: Gate) -> Iterator[Session]:
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), backend="gated", cache="buffered") as session,
+    ):
+        yield session
+
+
+def require_true(path: Path) -> None:
+    """A load by an ordinary backend has the bytes of the file."""
+    for name, tensor in gdsload.load_file(path, cache="buffered").items():
+        assert torch.equal(tensor, torch.full((LENGTH,), int(name[1:]) + 1, dtype=torch.int32))
+
+
+def fail(gate: Gate, number: int = 0) -> None:
+    """One read fails, all the others arrive."""
+    gate.open(number, count=1, error=errno.EIO)
+    gate.open(number)
+
+
+def same_error(calls: Sequence[Callable[[], Any]]) -> None:
+    """All of them raise, here and in another thread, and name the same read."""
+    texts = []
+    with ThreadPoolExecutor(1) as other:
+        for call in calls:
+            with pytest.raises(ReadError, match="Input/output error") as caught:
+                call()
+            texts.append(str(caught.value))
+            with pytest.raises(ReadError) as caught:
+                other.submit(call).result(30)
+            texts.append(str(caught.value))
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("window_bytes", [0, 1 << 30])
+def test_feed_after_a_failed_read_raises_the_same_for_every_taker(
+    session: Session, gate: Gate, window_bytes: int
+) -> None:
+    cuts = [whole(info) for info in session.checkpoint.tensors.values()]
+    with Feed(session, cuts, window_bytes=window_bytes) as feed:
+        feed.start()
+        fail(gate)
+        with pytest.raises(ReadError, match="Input/output error"):
+            feed.take(cuts[0])
+        if window_bytes:  # one window, given when all of it is there
+            same_error([lambda cut=cut: feed.take(cut) for cut in cuts[::-1]])  # type: ignore[misc]
+        else:
+            assert int(feed.take(cuts[1])[0]) == 2
+            same_error([lambda: feed.take(cuts[0])])
+            assert cuts[0].key in feed.untaken
+    assert len(gate.requests) == 1
+
+
+def test_feed_after_a_failed_unexpected_read_reads_anew(session: Session, gate: Gate) -> None:
+    info = next(iter(session.checkpoint.tensors.values()))
+    with Feed(session) as feed, ThreadPoolExecutor(1) as other:
+        taken = other.submit(feed.take, whole(info))
+        fail(gate)
+        with pytest.raises(ReadError):
+            taken.result(30)
+        assert gate.request().released
+        taken = other.submit(feed.take, whole(info))
+        gate.open(1)
+        assert int(taken.result(30)[0]) == 1
+
+
+def test_pool_after_a_failed_read_keeps_nothing_of_it(
+    session: Session, gate: Gate, path: Path
+) -> None:
+    cuts = [whole(info) for info in session.checkpoint.tensors.values()]
+    with warmup.HostPool(POOL_BYTES) as pool:
+        with Feed(session, cuts) as feed:
+            feed.start()
+            fail(gate)
+            same_error([lambda cut=cut: feed.take(cut) for cut in cuts])  # type: ignore[misc]
+        gc.collect()
+        assert pool.held_bytes == 0
+        require_true(path)
+        assert "pool" not in gdsload.last_report().roads
+
+
+def test_filling_after_a_failed_read_raises_the_same_for_every_taker(
+    session: Session, gate: Gate
+) -> None:
+    infos = list(session.checkpoint.tensors.values())
+    found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+    targets = Destinations([target for target in found if target is not None])
+    with targets, Filling(session, targets, infos) as filling:
+        filling.start()
+        fail(gate)
+        same_error([lambda i=i: filling.take(i.name, torch.int32) for i in infos])  # type: ignore[misc]
+
+
+def test_filling_after_an_interrupted_copy_copies_no_more(
+    session: Session, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors over the window have dropped its bytes by then."""
+    infos = list(session.checkpoint.tensors.values())
+    found = [target_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
+    targets = Destinations([target for target in found if target is not None])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with targets, Filling(session, targets, infos) as filling:
+        filling.start()
+        gate.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "_cast", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                filling.take(infos[0].name, torch.float32)
+        with pytest.raises(GdsloadError, match="was interrupted"):
+            filling.take(infos[0].name, torch.float32)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_batch_after_a_failed_read_fails_each_wait(
+    session: Session, gate: Gate, released: bool
+) -> None:
+    batch = session.start(pieces_of(session.checkpoint, None))
+    fail(gate)
+    try:
+        same_error([batch.wait])
+        if released:
+            batch.release()
+        same_error([batch.wait])
+    finally:
+        batch.release()
+
+
+def test_batch_released_before_its_end_does_not_count_as_arrived(
+    session: Session, gate: Gate
+) -> None:
+    batch = session.start(pieces_of(session.checkpoint, None))
+    batch.release()
+    with pytest.raises(ReadError, match="undone"):
+        batch.wait()
+
+
+def test_ahead_after_a_failed_read_loses_it_for_every_claim(session: Session, gate: Gate) -> None:
+    ahead = Ahead.of(session, pieces_of(session.checkpoint, None))
+    fail(gate)
+    last = len(ahead.plan.transfers) - 1
+    for _ in range(2):
+        assert ahead.look()
+        assert [ahead.state(0, 0), ahead.state(0, last), ahead.state(1, last)] == [
+            LOST, LOST, LANDED,
+        ]  # fmt: skip
+        ahead.release()
+    assert isinstance(ahead.error, ReadError)
+
+
+def test_hand_over_of_an_odd_tensor_damages_no_other(tmp_path: Path) -> None:
+    """The others are taken after the error, and have their bytes."""
+    header = (
+        b'{"a":{"dtype":"U8","shape":[8192],"data_offsets":[0,8192]},'
+        b'"odd":{"dtype":"F4","shape":[4,1],"data_offsets":[8192,8194]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" * 8194)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), cache="buffered") as session,
+    ):
+        cuts = [whole(info) for info in checkpoint.tensors.values()]
+        with Feed(session, cuts) as feed:
+            feed.start()
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match="F4"):
+                    feed.take(cuts[1])
+            with pytest.raises(CheckpointError, match="F4"):  # made together with it
+                feed.take(cuts[0])
+
+
+class Refusing(GatedBackend):
+    """Raises in one of its steps, and counts what is not given back."""
+
+    name: ClassVar[str] = "refusing"
+    step: ClassVar[str] = ""
+    error: ClassVar[type[BaseException]] = KeyboardInterrupt
+    registered: ClassVar[int] = 0
+    prepared: ClassVar[int] = 0
+
+    def _refuse(self, step: str) -> None:
+        if Refusing.step == step:
+            raise Refusing.error("refused")
+
+    def register(self, what: OpenFile | Memory) -> Registration:
+        if isinstance(what, Memory):
+            self._refuse("register")
+        Refusing.registered += 1
+        return super().register(what)
+
+    def deregister(self, registration: Registration) -> None:
+        Refusing.registered -= 1
+
+    def prepare(
+        self,
+        transfers: Sequence[Transfer],
+        files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> GatedRequest:
+        self._refuse("prepare")
+        Refusing.prepared += 1
+        return super().prepare(transfers, files, memory)
+
+    def yield_to_loads(self, request: Any, ahead: bool) -> None:
+        self._refuse("yield_to_loads")
+
+    def post(self, request: GatedRequest) -> None:
+        self._refuse("post")
+        super().post(request)
+
+    def release(self, request: GatedRequest) -> None:
+        Refusing.prepared -= 1
+        super().release(request)
+
+
+@pytest.fixture
+def refusing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
+    monkeypatch.setattr(Refusing, "registered", 0)
+    monkeypatch.setattr(Refusing, "prepared", 0)
+    monkeypatch.setattr(Refusing, "step", "")
+    register_backend(Refusing)
+    yield Refusing
+    del _registered["refusing"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [Batch, Ahead])
+@pytest.mark.parametrize("step", ["register", "prepare", "yield_to_loads", "post"])
+def test_batch_that_cannot_be_posted_gives_back_all_it_took(
+    step: str,
+    kind: type[Batch],
+    error: type[BaseException],
+    path: Path,
+    refusing: type[Refusing],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusing, "error", error)
+    with warmup.HostPool(POOL_BYTES) as pool, Checkpoint.open(path) as checkpoint:
+        pieces = pieces_of(checkpoint, None)
+        with Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session:
+            files = 0
+            for _ in range(3):
+                monkeypatch.setattr(refusing, "step", step)
+                if step == "yield_to_loads" and kind is Batch:
+                    break  # a load does not yield
+                with pytest.raises(error):
+                    kind(session, *session.arrange(pieces))
+                monkeypatch.setattr(refusing, "step", "")
+                files = 1
+                assert session.busy() == ""
+                assert (refusing.registered, refusing.prepared) == (files, 0)
+                gc.collect()
+                pool.trim(0)
+                assert pool.held_bytes == 0
+            gdsload.quiesce(0.0)
+        assert refusing.registered == 0
+
+
+def test_batch_whose_report_cannot_be_written_is_released(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of posting: the reads are under way by then."""
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session,
+    ):
+        plan, spots = session.arrange(pieces_of(checkpoint, None))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("gdsload.load.describe", broken)
+            Batch(session, plan, spots)
+        assert refusing.gate.request().released and refusing.prepared == 0
+        assert session.busy() == ""
+
+
+def test_feed_whose_next_window_cannot_be_posted_raises_it_again(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        monkeypatch.setattr(refusing, "error", PlacementError)
+        monkeypatch.setattr(refusing, "step", "prepare")
+        with Feed(session, [whole(info) for info in infos], window_bytes=1) as feed:
+            for _ in range(2):
+                with pytest.raises(PlacementError):
+                    feed.take(whole(infos[0]))
+        found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+        targets = Destinations([target for target in found if target is not None])
+        with targets, Filling(session, targets, infos, window_bytes=1) as filling:
+            for _ in range(2):
+                with pytest.raises(PlacementError):
+                    filling.take(infos[0].name, torch.int32)
+        assert session.busy() == ""
+
+
+def test_session_that_cannot_describe_its_backend_closes_it(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refusing, "close", lambda _: closed.append(1))
+    monkeypatch.setattr("gdsload.load.describe", broken)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(KeyboardInterrupt):
+        Session(checkpoint, LoadReport("t"), backend="refusing")
+    assert len(closed) == 1
+
+
+def test_session_closed_before_its_batch_opens_no_second_backend(
+    session: Session, gate: Gate
+) -> None:
+    batch = Ahead.of(session, pieces_of(session.checkpoint, None))
+    session.close()
+    batch.pause(0, -1, 0.0)
+    batch.release()
+    assert session.backend is None
+    assert gate.request().released
+
+
+def test_lane_that_cannot_post_gives_back_its_request(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = Lane(refusing, {})
+    transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
+    with open(path, "rb") as file:
+        files = [Registration(OpenFile(str(path), file.fileno(), 8192), 0)]
+        memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
+        for step in ("register", "prepare", "post"):
+            monkeypatch.setattr(refusing, "step", step)
+            with pytest.raises(KeyboardInterrupt):
+                lane.start([Share(0, transfer)], files, memory, "cuda:0")
+            assert (refusing.registered, refusing.prepared) == (1, 0)  # the file stays
+    lane.close()
+    assert refusing.registered == 0
+
+
+def test_lane_that_was_closed_is_described_without_a_second_backend() -> None:
+    lane = Lane(Refusing, {})
+    first = lane.open()
+    lane.close()
+    assert lane.describe() is first
+    assert lane.open() is not first
+
+
+def test_register_that_fails_closes_the_direct_descriptor(
+    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refusing, "register", broken)
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport("t"), backend="refusing") as session,
+    ):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                session.register(0)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_prefetch_without_a_thread_is_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", none)
+        gdsload.prefetch(path)
+    assert early.prefetches() == []
+    gdsload.quiesce(0.0)
+
+
+def test_prefetch_whose_device_cannot_be_opened_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(early.Prefetch, "_open_device", none)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with gdsload.prefetch(path) as ahead, pytest.raises(GdsloadError, match="new thread"):
+        ahead.wait(30)
+
+
+def test_prefetch_does_not_call_every_key_error_a_missing_tensor(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("an error of ours")
+
+    with gdsload.prefetch(path, names=["no such"]) as ahead, pytest.raises(CheckpointError):
+        ahead.wait(30)
+    monkeypatch.setattr(early.Prefetch, "_read", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with (
+        gdsload.prefetch(path) as ahead,
+        pytest.raises(GdsloadError, match=r"prefetch failed: KeyError") as caught,
+    ):
+        ahead.wait(30)
+    assert not isinstance(caught.value, CheckpointError)
