@@ -110,7 +110,7 @@ def measure(
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
         for repeat in range(options.repeats):
-            for position, arm in enumerate(records.in_turn(arms, repeat)):
+            for arm in records.in_turn(arms, repeat):
                 if arm.label in left_out:
                     continue
                 checked = repeat == 0 and not options.no_checksums
@@ -121,7 +121,7 @@ def measure(
                     runs = [run for run in runs if run["arm"] != arm.label]
                     print(f"  left out: {arm.label}: {error}", file=sys.stderr)
                     continue
-                runs.append({"arm": arm.label, "repeat": repeat, "position": position, **facts})
+                runs.append({"arm": arm.label, **facts})
                 print(f"  {repeat + 1}/{options.repeats} {arm.label}: {facts['seconds']:.3f} s",
                       file=sys.stderr, flush=True)  # fmt: skip
     judged = {id(judge): judge for judge in judges.values()}

@@ -165,7 +165,6 @@ class Judge:
             **facts,
             "cache": how,
             "resident_before_bytes": resident,
-            "resident_after_bytes": self.conditions.resident_bytes(),
         }
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
@@ -191,7 +190,6 @@ class Judge:
             facts = worker.hear("measured")
             busy = machine.busy_seconds() - busy
             read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
-            left = conditions.resident_bytes()
             self._compare(arm, facts.pop("sums"), self.sums, "sum")
             if checked:
                 self._compare(arm, worker.hear("checked")["crcs"], self.crcs, "CRC-32")
@@ -200,7 +198,6 @@ class Judge:
             **facts,
             "cache": how,
             "resident_before_bytes": resident,
-            "resident_after_bytes": left,
             "device_read_bytes": read,
             "machine_cpu_s": busy,
         }
