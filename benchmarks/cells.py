@@ -125,9 +125,6 @@ def run_cell(cell: Cell, truth: Truth, device: Device) -> dict[str, Any]:
     device.require_possible(rate, did, what)
     return {
         "requests": len(steps),
-        "bytes": claimed,
-        "device_read_bytes": did.nbytes if did else None,
-        "device_busy_seconds": did.busy_seconds if did else None,
         "bytes_per_second": rate,
         "latency": statistics.fmean(entry.post + entry.transfer for entry in steps),
         "prepare": spread([entry.prepare for entry in steps]),

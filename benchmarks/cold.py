@@ -5,7 +5,8 @@
 
 Arms take turns, each run in a process of its own. A table is printed only when every run adds up:
 cold when it started, as many bytes from the disk as were touched, and all arms agreeing on every
-tensor. The raw runs go to benchmarks/results/ as JSON, with the machine.
+tensor. Seconds of each round and medians of the rest go to
+benchmarks/results/ as JSON, with the machine.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .judge import Conditions, Judge
 from .loaded import CPU, ArmFailed, files_of, ranges
 from .prepare import converted, converts, rehearsal
 from .records import Refused
+from .summary import summary
 
 # Some loaders hold a second copy of a file for a while: enough is touched for them, too.
 PREPARE_FACTOR = 2.1
@@ -89,11 +91,11 @@ def arguments(
 
 
 class Measured(NamedTuple):
-    """All runs of all arms, those that did not count, and the arms that could not run."""
+    """All runs of all arms, why some did not count, and the arms that could not run."""
 
     arms: list[Arm]
     runs: list[dict[str, Any]]
-    discarded: list[dict[str, Any]]
+    discarded: list[dict[str, str]]
     left_out: dict[str, str]
 
 
@@ -108,7 +110,7 @@ def measure(
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
         for repeat in range(options.repeats):
-            for position, arm in enumerate(records.in_turn(arms, repeat)):
+            for arm in records.in_turn(arms, repeat):
                 if arm.label in left_out:
                     continue
                 checked = repeat == 0 and not options.no_checksums
@@ -119,7 +121,7 @@ def measure(
                     runs = [run for run in runs if run["arm"] != arm.label]
                     print(f"  left out: {arm.label}: {error}", file=sys.stderr)
                     continue
-                runs.append({"arm": arm.label, "repeat": repeat, "position": position, **facts})
+                runs.append({"arm": arm.label, **facts})
                 print(f"  {repeat + 1}/{options.repeats} {arm.label}: {facts['seconds']:.3f} s",
                       file=sys.stderr, flush=True)  # fmt: skip
     judged = {id(judge): judge for judge in judges.values()}
@@ -191,12 +193,7 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         arms, runs, discarded, left_out = measure(options, conditions, arms, left_out)
     if not runs:
         raise Refused("no arm ran\n" + reasons(left_out))
-    versions = {run["arm"]: run.pop("versions") for run in runs}
-    tables.thin(runs)
-    for run in discarded:
-        run.pop("disk_samples", None)
-        run.pop("versions", None)
-        run["notes"] = {}
+    ran = [(arm, [run for run in runs if run["arm"] == arm.label]) for arm in arms]
     return records.record(
         "loads",
         files[0],
@@ -219,11 +216,10 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
             "cache": sorted({run.get("cache", "") for run in runs} - {""}),
         },
         arms=[
-            {**arm._asdict(), "versions": versions[arm.label]}
-            for arm in arms
-            if arm.label in versions
+            {**arm._asdict(), "versions": found[0]["versions"], **summary(found)}
+            for arm, found in ran
+            if found
         ],
-        runs=runs,
         discarded=discarded,
         left_out=left_out,
     )

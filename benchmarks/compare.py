@@ -20,14 +20,10 @@ from . import cold, records, tables, values
 from .loaded import CPU
 from .published import MINI_GDS, MINI_GDS_TENSOR_MS
 from .records import Refused
+from .summary import SPLIT
 
 STOCK, OURS = "transformers", "gdsload-model"
 TENSORS = "gdsload:cache=direct"
-SPLIT = {
-    "registration": ("open", "plan", "prepare"),
-    "waiting": ("read", "wait for the prefetch"),
-    "clean-up": ("hand over",),
-}
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
@@ -59,38 +55,21 @@ def compare(source: Path, options: argparse.Namespace) -> dict[str, Any]:
              *(["--neighbours"] if options.neighbours else []),
              "--arms", STOCK, OURS, TENSORS]  # fmt: skip
     result = cold.bench_source(source, cold.arguments(words))
-    ran = tables.grouped(result)
+    ran = tables.by_label(result)
     missing = [f"{arm}: {result['left_out'].get(arm)}" for arm in (STOCK, OURS) if arm not in ran]
     if missing:
         raise Refused("; ".join(missing))
     return {**result, "kind": "compare"}
 
 
-def split(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a tensor, by what they were spent on; medians over the runs."""
-    found: dict[str, list[float]] = {name: [] for name in SPLIT}
-    for run in runs:
-        report = run["notes"]["report"]
-        phases = report["phases"]
-        rest = report["seconds"] - sum(phases.values())
-        for name, parts in SPLIT.items():
-            took = sum(phases.get(part, 0.0) for part in parts)
-            # What no phase has is the end of the request, the backend and its descriptors.
-            took += rest if name == "clean-up" else 0.0
-            found[name].append(took / report["tensors"] * 1e3)
-    return {name: tables.spread(values).median for name, values in found.items()}
-
-
 def loads(result: dict[str, Any]) -> str:
     """Time and memory, with the study's lines below ours."""
-    runs = tables.grouped(result)
-    stock = tables.seconds_of(runs[STOCK])
+    found = tables.by_label(result)
+    stock = tables.seconds_of(found[STOCK])
     rows = []
     for label in (STOCK, OURS):
-        took = tables.seconds_of(runs[label])
-        held = tables.middle(runs[label], "touched_bytes") or 0.0
-        peak = tables.middle(runs[label], "peak_rss_bytes")
-        vram = tables.middle(runs[label], "peak_vram_bytes")
+        took, fact = tables.seconds_of(found[label]), found[label]["medians"].get
+        held, peak, vram = fact("touched_bytes"), fact("peak_rss_bytes"), fact("peak_vram_bytes")
         beside = None if peak is None else peak - (held if vram is None else 0)
         rows.append([
             f"{label}, here", f"{took.median:.3f}", f"{took.low:.3f} to {took.high:.3f}",
@@ -112,8 +91,8 @@ def loads(result: dict[str, Any]) -> str:
 def costs(result: dict[str, Any]) -> str:
     """What one tensor costs, with the study's figures in the last line."""
     rows = []
-    if TENSORS in (runs := tables.grouped(result)):
-        ours = split(runs[TENSORS])
+    if TENSORS in (found := tables.by_label(result)):
+        ours = found[TENSORS]["tensor_ms"]
         rows.append(["gdsload, here", *(f"{ours[name]:.4f}" for name in SPLIT)])
     rows.append(
         ["NIXL GDS loader, as published", *(f"{MINI_GDS_TENSOR_MS[name]:.4f}" for name in SPLIT)]

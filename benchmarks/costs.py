@@ -9,26 +9,16 @@ from .layout import several
 from .scale import HARDWARE, PLANS
 
 
-def median(entry: dict[str, Any], key: str) -> float:
-    return tables.spread(run[key] for run in entry["runs"]).median
-
-
-def beside(entry: dict[str, Any]) -> float:
-    """Seconds of a load without those in which it waited for bytes."""
-    return tables.spread(run["seconds"] - run["read_s"] for run in entry["runs"]).median
-
-
 def steps(section: str, entries: list[dict[str, Any]]) -> str:
     """One section: a line for each step."""
     rows = []
     for entry in entries:
-        took = tables.seconds_of(entry["runs"])
-        rest = beside(entry)
+        took, rest = tables.seconds_of(entry), entry["beside_s"]
         shape = {"tensors": f"{entry['tensors']:,}", "bytes": f"{entry['bytes'] / 1e6:,.0f} MB",
                  "shards": f"{entry['shards']:,}"}  # fmt: skip
         rows.append([
             shape.pop(section), *shape.values(), f"{took.median:.4f}",
-            f"{took.low:.4f} to {took.high:.4f}", f"{rest:.4f}", f"{median(entry, 'cpu_s'):.3f}",
+            f"{took.low:.4f} to {took.high:.4f}", f"{rest:.4f}", f"{entry['cpu_s']:.3f}",
             f"{rest / entry['tensors'] * 1e6:.2f}",
         ])  # fmt: skip
     others = [name for name in ("tensors", "bytes", "shards") if name != section]
@@ -38,13 +28,13 @@ def steps(section: str, entries: list[dict[str, Any]]) -> str:
 
 
 def loads(entries: list[dict[str, Any]]) -> str:
-    alone = tables.seconds_of(entries[0]["runs"]).median
+    alone = tables.seconds_of(entries[0]).median
     rows = []
     for entry in entries:
-        took = tables.seconds_of(entry["runs"])
+        took = tables.seconds_of(entry)
         rows.append([
             f"{entry['loads']}", f"{took.median:.3f}", f"{took.low:.3f} to {took.high:.3f}",
-            f"{took.median / alone:.2f}", f"{median(entry, 'cpu_s'):.3f}",
+            f"{took.median / alone:.2f}", f"{entry['cpu_s']:.3f}",
             f"{entry['loads'] * entry['bytes'] / took.median / 1e9:.2f}",
         ])  # fmt: skip
     head = ["loads at once", "median s", "min to max", "times one", "CPU s", "GB/s of all"]
@@ -55,8 +45,8 @@ def plans(entries: list[dict[str, Any]]) -> str:
     rows = [
         [
             entry["model"], f"{entry['parameters'] / 1e9:.1f}", f"{entry['bytes'] / 1e9:,.0f}",
-            f"{entry['tensors']:,}", f"{entry['shards']}", f"{median(entry, 'open_s'):.3f}",
-            f"{median(entry, 'plan_s'):.3f}", f"{entry['requests']:,}",
+            f"{entry['tensors']:,}", f"{entry['shards']}", f"{entry['open_s']:.3f}",
+            f"{entry['plan_s']:.3f}", f"{entry['requests']:,}",
         ]
         for entry in entries
     ]  # fmt: skip
@@ -71,12 +61,12 @@ def per_tensor(sections: dict[str, Any]) -> float | None:
     if len(entries) < 2:
         return None
     few, many = entries[0], entries[-1]
-    return max(beside(many) - beside(few), 0.0) / (many["tensors"] - few["tensors"])
+    return max(many["beside_s"] - few["beside_s"], 0.0) / (many["tensors"] - few["tensors"])
 
 
 def per_request(plans: list[dict[str, Any]]) -> float:
     """Seconds that a request costs to plan: of the plan whose tensors have the least part in it."""
-    return min(median(entry, "plan_s") / entry["requests"] for entry in plans)
+    return min(entry["plan_s"] / entry["requests"] for entry in plans)
 
 
 def modelled(sections: dict[str, Any]) -> str:

@@ -76,8 +76,6 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
                  *(["--neighbours"] if options.neighbours else []),
                  "--no-checksums", "--arms", *grid(options)]  # fmt: skip
         result = cold.bench_source(source, cold.arguments(words))
-    for run in result["runs"]:
-        run.pop("notes", None)
     return {**result, "kind": "engines", "left_out": shortened(result)}
 
 
@@ -97,15 +95,14 @@ def shortened(result: dict[str, Any]) -> dict[str, str]:
 
 def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spread]]:
     """Seconds by (request size, reads in flight), for each road and what memory it had."""
-    settings = {arm["label"]: arm["settings"] for arm in result["arms"]}
     found: dict[str, dict[tuple[int, int], tables.Spread]] = {}
-    for label, runs in tables.grouped(result).items():
-        of = settings[label]
+    for arm in result["arms"]:
+        of = arm["settings"]
         name = road_of(of)
         if name not in CUFILE:
             name += f", {of['populate_threads']} populating, huge pages {of['huge_pages']}"
         shape = of["request_bytes"], of.get("depth") or of["threads"]
-        found.setdefault(name, {})[shape] = tables.seconds_of(runs)
+        found.setdefault(name, {})[shape] = tables.seconds_of(arm)
     return found
 
 

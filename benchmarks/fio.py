@@ -50,11 +50,8 @@ def run(files: list[Path], disk: str | None, settings: dict[str, Any]) -> dict[s
     return {
         "seconds": seconds,
         "load_s": seconds,
-        "touch_s": None,
         "cpu_s": share * seconds,
-        "load_cpu_s": share * seconds,
         "touched_bytes": 0,
-        "tensors": 0,
         "read_bytes": job["read"]["io_bytes"],
         "own_read_bytes": _children_read_bytes() - own,
         "device_read_bytes": machine.disk_reads()[disk] - reads[disk] if disk else None,

@@ -72,7 +72,8 @@ def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
                 for name, rule in (("joined", gap), ("split", 0)):
                     # Less than two blocks is never a gap: it is joined either way.
                     times[name].append(read(checkpoint, pieces, rule)[0])
-            found.append({"piece": piece, "gap": gap, "pieces": len(pieces), "times": times})
+            medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+            found.append({"piece": piece, "gap": gap, "pieces": len(pieces), "seconds": medians})
     return found
 
 
@@ -92,6 +93,8 @@ def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str
                 "wanted_bytes": plan.wanted_bytes,
                 "read_bytes": plan.read_bytes,
             }
+    for entry in found:
+        entry["seconds"] = statistics.median(entry.pop("times"))
     return found
 
 
@@ -113,7 +116,7 @@ def main(words: list[str] | None = None) -> int:
     )  # fmt: skip
     rows = []
     for entry in joined:
-        per = [statistics.median(entry["times"][name]) / entry["pieces"] * 1e6
+        per = [entry["seconds"][name] / entry["pieces"] * 1e6
                for name in ("joined", "split")]  # fmt: skip
         rows.append([f"{entry['piece'] >> 10} KiB", f"{entry['gap'] >> 10} KiB",
                      f"{per[0]:.1f}", f"{per[1]:.1f}", f"{per[0] / per[1]:.2f}"])  # fmt: skip
@@ -122,7 +125,7 @@ def main(words: list[str] | None = None) -> int:
     rows = [
         [f"{entry['gap'] >> 10} KiB", str(entry["requests"]),
          f"{entry['read_bytes'] / max(entry['wanted_bytes'], 1) - 1:.2%}",
-         f"{statistics.median(entry['times']):.3f}"]
+         f"{entry['seconds']:.3f}"]
         for entry in halves
     ]  # fmt: skip
     print(f"\na random half of the tensors, {halves[0]['wanted_bytes'] / 1e9:.2f} GB\n")

@@ -2,7 +2,7 @@
 
 The judge makes the state, starts the worker (worker.py), looks at the page cache itself before the
 clock starts, and reads the disk's own counter before and after. A run that does not add up is not
-a result: it is kept among the discarded ones with its reason, and made again.
+a result: its reason is kept, and it is made again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ SLACK_BYTES = 48 << 20
 SLACK_SHARE = 0.03
 # A cold run may read less than all files hold only by headers and by tensors nobody asked for.
 SHORT_SHARE = 0.002
-
-
-SAMPLE_SECONDS = 0.05  # between two looks at the disk's counter, for a picture
 
 
 class NotWhatItSays(Refused):
@@ -100,7 +97,7 @@ class Judge:
     """Runs arms under one set of conditions, and compares what they have read."""
 
     conditions: Conditions
-    discarded: list[dict[str, Any]] = field(default_factory=list)
+    discarded: list[dict[str, str]] = field(default_factory=list)
     sums: dict[str, tuple[int, str]] = field(default_factory=dict)
     crcs: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -118,7 +115,7 @@ class Judge:
             why = self.objection(facts)
             if why is None:
                 return facts
-            self.discarded.append({"arm": arm.label, "why": why, **facts})
+            self.discarded.append({"arm": arm.label, "why": why})
             print(f"    discarded: {arm.label}: {why}", file=sys.stderr)
             if turn == tries:
                 raise NotWhatItSays(f"{arm.label}, {tries} times in a row: {why}")
@@ -168,7 +165,6 @@ class Judge:
             **facts,
             "cache": how,
             "resident_before_bytes": resident,
-            "resident_after_bytes": self.conditions.resident_bytes(),
         }
 
     def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
@@ -190,12 +186,10 @@ class Judge:
             worker.hear("prepared")
             resident = conditions.settled_bytes()
             reads, busy = machine.disk_reads(), machine.busy_seconds()
-            with machine.Samples(self.disk, SAMPLE_SECONDS) as samples:
-                worker.say("go")
-                facts = worker.hear("measured")
+            worker.say("go")
+            facts = worker.hear("measured")
             busy = machine.busy_seconds() - busy
             read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
-            left = conditions.resident_bytes()
             self._compare(arm, facts.pop("sums"), self.sums, "sum")
             if checked:
                 self._compare(arm, worker.hear("checked")["crcs"], self.crcs, "CRC-32")
@@ -204,9 +198,7 @@ class Judge:
             **facts,
             "cache": how,
             "resident_before_bytes": resident,
-            "resident_after_bytes": left,
             "device_read_bytes": read,
-            "disk_samples": samples.relative(),
             "machine_cpu_s": busy,
         }
 

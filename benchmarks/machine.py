@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import subprocess
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,38 +81,6 @@ def own_read_bytes() -> int | None:
     """What this process made storage read, by the kernel's account; None where it keeps none."""
     text = fields("/proc/self/io").get("read_bytes", "")
     return int(text) if text else None
-
-
-class Samples:
-    """What a disk has read, looked at again and again while something else goes on."""
-
-    def __init__(self, disk: str | None, seconds: float) -> None:
-        self._disk, self._seconds = disk, seconds
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._taken: list[tuple[float, int]] = []
-
-    def _look(self) -> None:
-        while True:
-            if self._disk is not None:
-                self._taken.append((time.monotonic(), disk_reads()[self._disk]))
-            if self._end.wait(self._seconds):
-                return
-
-    def __enter__(self) -> Samples:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def relative(self) -> list[tuple[float, int]]:
-        """(seconds, bytes) since the first look."""
-        if not self._taken:
-            return []
-        start, first = self._taken[0]
-        return [(round(at - start, 4), nbytes - first) for at, nbytes in self._taken]
 
 
 def disk_busy_seconds() -> dict[str, float]:

@@ -13,9 +13,10 @@ import argparse
 import gc
 import json
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +101,28 @@ def once(source: Path) -> dict[str, Cost]:
     return steps
 
 
-def each(result: dict[str, Any], step: str, kind: int) -> tables.Spread:
-    """Microseconds of a step for one tensor: 0 by the clock, 1 of CPU."""
-    return tables.spread(run[step][kind] / result["tensors"] * 1e6 for run in result["runs"])
+def summary(runs: Sequence[dict[str, Cost]]) -> dict[str, Any]:
+    """What is kept: the seconds of each step, and medians of CPU; and of what has a target."""
+
+    def kept(costs: Sequence[Cost]) -> dict[str, Any]:
+        return {"seconds": [clock for clock, _ in costs],
+                "cpu_s": statistics.median(cpu for _, cpu in costs)}  # fmt: skip
+
+    wanted = [[run[step] for step in TARGET] for run in runs]
+    return {
+        "steps": {step: kept([run[step] for run in runs]) for step in runs[0]},
+        "together": kept([(sum(c for c, _ in one), sum(c for _, c in one)) for one in wanted]),
+    }
 
 
-def together(result: dict[str, Any], kind: int = 0) -> float:
+def together(result: dict[str, Any]) -> float:
     """Microseconds of what has a target, for one tensor: the median."""
-    return tables.spread(
-        sum(run[step][kind] for step in TARGET) / result["tensors"] * 1e6 for run in result["runs"]
-    ).median
+    return tables.seconds_of(result["together"]).median / result["tensors"] * 1e6
 
 
 def opening(result: dict[str, Any]) -> float:
     """Seconds of opening all shards: the median."""
-    return tables.spread(run["open"][0] for run in result["runs"]).median
+    return tables.seconds_of(result["steps"]["open"]).median
 
 
 def title(result: dict[str, Any]) -> str:
@@ -126,21 +134,23 @@ def title(result: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """The steps of a load, and their seconds."""
     rows = []
-    for step in result["runs"][0]:
-        clock, cpu = each(result, step, 0), each(result, step, 1)
-        whole = [value * result["tensors"] / 1e6 for value in clock]
-        rows.append([step, f"{whole[0]:.3f}", f"{whole[1]:.3f} to {whole[2]:.3f}",
-                     f"{clock.median:.2f}", f"{cpu.median:.2f}"])  # fmt: skip
+    each = 1e6 / result["tensors"]
+    for step, cost in result["steps"].items():
+        took = tables.seconds_of(cost)
+        rows.append([step, f"{took.median:.3f}", f"{took.low:.3f} to {took.high:.3f}",
+                     f"{took.median * each:.2f}", f"{cost['cpu_s'] * each:.2f}"])  # fmt: skip
     return tables.markdown(["step", "median s", "min to max", "us a tensor", "CPU us"], rows)
 
 
 def notes(result: dict[str, Any]) -> str:
     said = "met" if together(result) < MOST_US else "missed"
+    cpu = result["together"]["cpu_s"] / result["tensors"] * 1e6
+    repeats = several(len(result["together"]["seconds"]), "repeat")
     return "\n".join([
         f"- {records.described(result)}",
-        f"- {several(len(result['runs']), 'repeat')} in one process, after one that is not counted;"
-        " data are holes of sparse files, and none of them is read",
-        f"- {', '.join(TARGET)}: {together(result):.2f} us a tensor, {together(result, 1):.2f} of"
+        f"- {repeats} in one process, after one that is not counted; data are holes of sparse"
+        " files, and none of them is read",
+        f"- {', '.join(TARGET)}: {together(result):.2f} us a tensor, {cpu:.2f} of"
         f" CPU; under {MOST_US:.0f} was wanted: {said}",
     ])  # fmt: skip
 
@@ -162,7 +172,7 @@ def main(words: list[str] | None = None) -> int:
         once(source)
         runs = [once(source) for _ in range(options.repeats)]
         result = records.record(
-            "parse", source, tensors=options.tensors, shards=options.shards, runs=runs
+            "parse", source, tensors=options.tensors, shards=options.shards, **summary(runs)
         )
     except Refused as error:
         print(f"parse: no table: {error}", file=sys.stderr)

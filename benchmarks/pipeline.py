@@ -181,11 +181,16 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         pump.close(1.0)
         road.close()
         release_rings()
-        return found, loop
+        loop["cpu_seconds"] = statistics.median(loop["cpu_seconds"])
+        return [summary(entry) for entry in found], loop
 
 
-def middle(entry: dict[str, Any], fact: str) -> float:
-    return statistics.median(one[fact] for one in entry["runs"])
+def summary(entry: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of the loads of a kind: their number, and medians."""
+    runs = entry["runs"]
+    kept = {name: value for name, value in entry.items() if name != "runs"}
+    medians = {fact: statistics.median(run[fact] for run in runs) for fact in runs[0]}
+    return {**kept, "loads": len(runs), **medians}
 
 
 def title(result: dict[str, Any]) -> str:
@@ -196,20 +201,20 @@ def table(result: dict[str, Any]) -> str:
     """Processor time for each request, and its share of reading; and the targets."""
     rows = []
     for entry in result["pipeline"]:
-        cpu, prepare = middle(entry, "cpu_seconds"), middle(entry, "prepare_seconds")
+        cpu, prepare = entry["cpu_seconds"], entry["prepare_seconds"]
         requests, tensors = entry["requests"], entry["tensors"]
         share = result["bytes"] / entry["rate"] if entry["rate"] else 0.0
-        wakes = middle(entry, "wakes") / requests
+        wakes = entry["wakes"] / requests
         rows.append([
             f"{entry['memory']}, {'2 GB/s' if share else 'at once'}",
-            f"{tensors:,}", f"{requests:,}", f"{middle(entry, 'copies'):,.0f}",
+            f"{tensors:,}", f"{requests:,}", f"{entry['copies']:,.0f}",
             f"{cpu / requests * 1e6:.1f}", f"{wakes:.2f}" if share else "",
             f"{cpu / (result['bytes'] / READ_RATE):.3%}",
             f"{(cpu + prepare) / (result['bytes'] / READ_RATE):.3%}",
-            f"{middle(entry, 'seconds') / share - 1:+.2%}" if share else "",
+            f"{entry['seconds'] / share - 1:+.2%}" if share else "",
         ])  # fmt: skip
     loop = result["bare"]
-    cpu, count = statistics.median(loop["cpu_seconds"]), loop["requests"]
+    cpu, count = loop["cpu_seconds"], loop["requests"]
     rows.append([
         "bare loop, 2 GB/s", "", f"{count:,}", "", f"{cpu / count * 1e6:.1f}", "1.00",
         f"{cpu / (result['bytes'] / READ_RATE):.3%}", "", "",
@@ -227,9 +232,9 @@ def aims(result: dict[str, Any]) -> list[list[str]]:
     for kind in KINDS[1:]:
         paced = [e for e in result["pipeline"] if e["rate"] and e["memory"] == kind]
         free = [e for e in result["pipeline"] if not e["rate"] and e["memory"] == kind][-1]
-        most = middle(free, "cpu_seconds") / free["requests"] * 1e6
-        few, many = (middle(entry, "cpu_seconds") / entry["requests"] * 1e6 for entry in paced)
-        worst = max(middle(e, "cpu_seconds") * e["rate"] / result["bytes"] for e in paced)
+        most = free["cpu_seconds"] / free["requests"] * 1e6
+        few, many = (entry["cpu_seconds"] / entry["requests"] * 1e6 for entry in paced)
+        worst = max(e["cpu_seconds"] * e["rate"] / result["bytes"] for e in paced)
         lines += [
             [f"{kind}: of the time of the reads", f"under {MOST_SHARE:.0%}", f"{worst:.2%}",
              met(worst < MOST_SHARE)],
@@ -255,7 +260,7 @@ def notes(result: dict[str, Any]) -> str:
         f"- a request is one read of the plan as it is posted to the kernel, of"
         f" {result['request_bytes'] >> 20} MiB at most; CPU is that of all threads of the process,"
         " from the posting to the end of the last read",
-        f"- medians of {len(paced['runs'])} paced loads and of {len(free['runs'])} at once; no byte"
+        f"- medians of {paced['loads']} paced loads and of {free['loads']} at once; no byte"
         " is read or copied, and nothing here is measured on a GPU",
         "- paced reads wake the pump, which is in the figures; the bare loop is woken once for each"
         " request and does nothing else",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -103,33 +104,44 @@ def require_bounded(loads: Sequence[dict[str, Any]], limit: int) -> dict[str, in
     }
 
 
+def summary(loads: Sequence[dict[str, Any]], models: int) -> dict[str, Any]:
+    """What is kept: the states after the first turn and after the last, and medians of seconds."""
+    return {
+        "models": models,
+        "turns": len(loads) // (2 * models),
+        "first": {name: loads[2 * models - 1][name] for name in GROWN},
+        "last": {name: loads[-1][name] for name in GROWN},
+        "from_storage_s": statistics.median(one["seconds"] for one in loads if one["read_bytes"]),
+        "from_pool_s": statistics.median(one["seconds"] for one in loads if not one["read_bytes"]),
+    }
+
+
+def growth(result: dict[str, Any]) -> dict[str, int]:
+    """What the process had more of after the last turn than after the first."""
+    return {name: result["last"][name] - result["first"][name] for name in GROWN}
+
+
 def title(result: dict[str, Any]) -> str:
-    models = len({one["model"] for one in result["loads"]})
-    return f"{several(models, 'model')} through a pool of {size(result['limit_bytes'])}"
+    return f"{several(result['models'], 'model')} through a pool of {size(result['limit_bytes'])}"
 
 
 def table(result: dict[str, Any]) -> str:
     """What there was after the first turn, after the last, and once the pool was closed."""
-    loads = result["loads"]
-    first, last, closed = loads[result["turn"] - 1], loads[-1], result["closed"]
-    rows = []
+    states = [result[state] for state in ("first", "last", "closed")]
+    more, rows = growth(result), []
     for name, what in GROWN.items():
         form = size if name.endswith("_bytes") else "{:,}".format
-        rows.append([what, *(form(state[name]) for state in (first, last, closed)),
-                     form(last[name] - first[name])])  # fmt: skip
+        rows.append([what, *(form(state[name]) for state in states), form(more[name])])
     head = ["", "after the first turn", "after the last", "pool closed", "growth"]
     return tables.markdown(head, rows)
 
 
 def notes(result: dict[str, Any]) -> str:
-    loads = result["loads"]
-    read = tables.seconds_of(one for one in loads if one["read_bytes"])
-    kept = tables.seconds_of(one for one in loads if not one["read_bytes"])
-    turns = len(loads) // result["turn"]
     return "\n".join([
         f"- {records.described(result)}",
-        f"- {several(turns, 'turn')}, each model twice at once: first from cold storage"
-        f" ({read.median:.2f} s), then from the pool ({kept.median:.2f} s), every page touched",
+        f"- {several(result['turns'], 'turn')}, each model twice at once: first from cold storage"
+        f" ({result['from_storage_s']:.2f} s), then from the pool ({result['from_pool_s']:.2f} s),"
+        " every page touched",
         f"- the pool held {size(result['most_held_bytes'])} at most, of"
         f" {size(result['limit_bytes'])} that it may; {size(result['most_pinned_bytes'])} of it"
         " pinned",
@@ -163,8 +175,8 @@ def main(words: Sequence[str] | None = None) -> int:
                     loads.append(load(source, pool))
                     loads.append(load(source, pool))  # at once again: from the pool
         result = records.record(
-            "pool", options.directory, limit_bytes=limit, turn=2 * options.models,
-            **require_bounded(loads, limit), closed=look(pool), loads=loads,
+            "pool", options.directory, limit_bytes=limit, **require_bounded(loads, limit),
+            **summary(loads, options.models), closed=look(pool),
         )  # fmt: skip
     except Refused as error:
         print(f"pool: no table: {error}", file=sys.stderr)

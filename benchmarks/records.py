@@ -1,5 +1,5 @@
-"""What is kept of a benchmark: one JSON file each, with the machine, the date and the commit, and
-the checkpoint it ran on, which is found or written for it.
+"""What is kept of a benchmark: one small JSON file each, with the machine, the date and the commit,
+and the checkpoint it ran on, which is found or written for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from . import layout, machine, places, values
 
-FORMAT = 1
+FORMAT = 2
+DIGITS = 10  # of a number that is kept: no table shows as many
 T = TypeVar("T")
 
 
@@ -57,6 +58,28 @@ def require_room(options: argparse.Namespace) -> None:
         ) from error
 
 
+def rounded(value: Any) -> Any:
+    """The same with floats of a few digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(entry) for entry in value]
+    return value
+
+
+def written(result: dict[str, Any]) -> str:
+    """A result as JSON, a line for each entry, and for each arm or line of a table."""
+    parts = []
+    for name, value in rounded(result).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+            text = "[\n  " + ",\n  ".join(json.dumps(entry) for entry in value) + "\n ]"
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path:
     """Writes a result to `--output`, or under its name among the others; says where.
 
@@ -67,7 +90,7 @@ def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path
     if options.output is None and not options.replace:
         path = next(one for one in _numbered(path) if not one.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1) + "\n"
+    text = written(result)
     if path.exists() and not path.is_file():
         path.write_text(text)
         return path
@@ -89,11 +112,11 @@ def _numbered(path: Path) -> Iterator[Path]:
 def finish(result: dict[str, Any], options: argparse.Namespace, name: str, text: str) -> None:
     """Prints a result and keeps it: the table, or with `--json` what is kept."""
     if options.json:
-        print(json.dumps(result, indent=1))
+        print(written(result), end="")
     else:
         say("\n" + text)
     sys.stdout.flush()
-    print(f"\nraw runs: {keep(result, options, name)}", file=sys.stderr)
+    print(f"\nresult: {keep(result, options, name)}", file=sys.stderr)
 
 
 def say(text: str) -> None:

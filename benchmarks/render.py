@@ -64,11 +64,6 @@ KINDS = {
 }
 
 
-def kind_of(file: str, result: dict[str, Any]) -> str:
-    """What a kept file holds; its name, where it is nothing that this page shows."""
-    return str(result.get("kind") or ("loads" if "checkpoint" in result else Path(file).stem))
-
-
 class Words(NamedTuple):
     """A result, and what is said of it."""
 
@@ -87,7 +82,7 @@ def words_of(path: Path) -> Words:
             raise Refused(
                 f"{path}: kept in format {known}, and this gdsload reads {records.FORMAT}"
             )
-        shown = KINDS[kind_of(path.name, result)]
+        shown = KINDS[result["kind"]]
         return Words(result, shown.title(result), shown.table(result), shown.notes(result))
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from error
@@ -102,10 +97,8 @@ def rendered(file: str, directory: Path = RESULTS) -> str:
         return f"Not measured yet: `benchmarks/results/{file}` is missing.\n"
     said = words_of(path)
     text = f"\n**{said.title}**\n\n{said.table}\n\n{said.notes}\n\n"
-    for picture in sorted(PICTURES.glob(f"{path.stem}.svg")) + sorted(
-        PICTURES.glob(f"{path.stem}-throughput.svg")
-    ):
-        text += f"![{said.title}](pictures/{picture.name})\n\n"
+    if pictures.drawing(said.result):
+        text += f"![{said.title}](pictures/{path.stem}.svg)\n\n"
     return text
 
 
@@ -115,25 +108,32 @@ def filled(page: str) -> str:
     return TARGETS.sub(lambda found: f"{found[1]}\n{targets.table()}\n\n{found[2]}", page)
 
 
-def drawn(page: str) -> None:
-    """The pictures of every result that the page shows. Raises Refused without matplotlib."""
-    PICTURES.mkdir(exist_ok=True)
-    for found in BLOCK.finditer(page):
-        path = RESULTS / found["file"]
-        if path.exists():
-            pictures.draw(json.loads(path.read_text()), PICTURES / path.stem)
+def drawn(page: str, directory: Path = RESULTS) -> dict[str, str]:
+    """The pictures of every result that the page shows, by their names."""
+    found = {}
+    for block in BLOCK.finditer(page):
+        path = directory / block["file"]
+        if path.exists() and (picture := pictures.drawing(words_of(path).result)):
+            found[f"{path.stem}.svg"] = picture.text()
+    return found
+
+
+def behind(page: str) -> list[Path]:
+    """What is not as the results have it: the page, and pictures that differ or belong to none."""
+    kept = {picture.name: picture.read_text() for picture in PICTURES.glob("*.svg")}
+    wanted = drawn(page)
+    changed = sorted(name for name in {*kept, *wanted} if kept.get(name) != wanted.get(name))
+    return [*([] if filled(page) == page else [PAGE]), *(PICTURES / name for name in changed)]
 
 
 def show(files: list[Path]) -> None:
-    """Prints results, and draws them beside their files where that is possible."""
+    """Prints results, and draws them beside their files."""
     for file in files:
         said = words_of(file)
         records.say(f"{said.title}\n\n{said.table}\n\n{said.notes}\n")
-        try:
-            for picture in pictures.draw(said.result, file.with_suffix("")):
-                print(f"picture: {picture}", file=sys.stderr)
-        except Refused as error:
-            print(error, file=sys.stderr)
+        if picture := pictures.drawing(said.result):
+            file.with_suffix(".svg").write_text(picture.text())
+            print(f"picture: {file.with_suffix('.svg')}", file=sys.stderr)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -159,20 +159,22 @@ def main(words: list[str] | None = None) -> int:
         parser.error("name results: there is no page here, as in a checkout")
     page = PAGE.read_text()
     try:
-        renewed = filled(page)
+        old = behind(page)
+        renewed, new = filled(page), drawn(page)
     except Refused as error:
         print(f"bench report: {error}", file=sys.stderr)
         return 1
     if options.check:
-        behind = renewed != page
-        if behind:
-            print(f"{PAGE} is behind the results: run gdsload bench report", file=sys.stderr)
-        return int(behind)
-    try:
-        drawn(page)
-    except Refused as error:
-        print(error, file=sys.stderr)
-    PAGE.write_text(filled(page))
+        for path in old:
+            print(f"{path} is behind the results: run gdsload bench report", file=sys.stderr)
+        return int(bool(old))
+    PAGE.write_text(renewed)
+    PICTURES.mkdir(exist_ok=True)
+    for name, picture in new.items():
+        (PICTURES / name).write_text(picture)
+    for path in old:
+        if path != PAGE and path.name not in new:
+            path.unlink()
     return 0
 
 

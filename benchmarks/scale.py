@@ -30,6 +30,7 @@ from gdsload.plan import Limits, pieces_of, plan_reads
 from . import large, records, tables, values
 from .large import Shape
 from .records import Refused
+from .summary import median
 
 TOTAL_BYTES = 409_600_000
 # (tensors, bytes of all of them, shards) of each step; what varies is the section's name.
@@ -105,8 +106,16 @@ def loaded(source: Path, tensors: int, total: int) -> dict[str, Any]:
     report = last_report()
     require_whole(source, state, tensors, total)
     # How the reads went is the kernel's business with holes; what they cost beside is ours.
-    return {"seconds": took, "cpu_s": cpu, "read_s": report.phases.get("read", 0.0),
-            "requests": report.requests}  # fmt: skip
+    return {"seconds": took, "cpu_s": cpu, "beside_s": took - report.phases.get("read", 0.0)}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of the repeats of a step: all seconds, and medians."""
+    facts = {fact: median(runs, fact) for fact in ("cpu_s", "beside_s", "open_s", "plan_s")}
+    return {
+        **({"seconds": [run["seconds"] for run in runs]} if "seconds" in runs[0] else {}),
+        **{fact: value for fact, value in facts.items() if value is not None},
+    }
 
 
 def require_whole(source: Path, state: dict[str, Any], tensors: int, total: int) -> None:
@@ -132,9 +141,10 @@ def against(
             files = len(list(source.glob("*.safetensors")))
             loaded(source, tensors, total)  # first-use costs are not what is asked
             runs = [loaded(source, tensors, total) for _ in range(repeats)]
-        found.append({"tensors": tensors, "bytes": total, "shards": files, "runs": runs})
+        entry = {"tensors": tensors, "bytes": total, "shards": files, **summary(runs)}
+        found.append(entry)
         print(f"  {section}: {tensors:,} tensors, {total / 1e6:.0f} MB, {files} shards:"
-              f" {tables.seconds_of(runs).median:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
+              f" {tables.seconds_of(entry).median:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
     return found
 
 
@@ -151,8 +161,8 @@ def at_once(
     loaded(sources[0], tensors, total)
     for count in LOADS:
         runs = [together(sources[:count], tensors, total) for _ in range(repeats)]
-        found.append({"loads": count, "tensors": tensors, "bytes": total, "runs": runs})
-        print(f"  loads: {count} at once: {tables.seconds_of(runs).median:.3f} s",
+        found.append({"loads": count, "tensors": tensors, "bytes": total, **summary(runs)})
+        print(f"  loads: {count} at once: {tables.seconds_of(found[-1]).median:.3f} s",
               file=sys.stderr, flush=True)  # fmt: skip
     return found
 
@@ -211,7 +221,7 @@ def planned(room: Path, name: str, repeats: int) -> dict[str, Any]:
         "tensors": len(everything),
         "shards": len(sizes),
         "requests": len(plan.transfers),
-        "runs": runs[1:],
+        **summary(runs[1:]),
     }
 
 

@@ -26,9 +26,10 @@ from typing import Any
 
 from gdsload import residency
 
-from . import cache, machine, records, tables, values
+from . import cache, records, tables, values
 from .layout import several, size
 from .records import Refused
+from .summary import median_run
 
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
 MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
@@ -39,6 +40,7 @@ SETTLE_SECONDS = 3.0
 # single starts of Python differ by more than that.
 AIM = 0.10
 FEWEST = 5
+GAP_SHARE = 0.01  # of a run: shorter breaks between reads are not kept
 
 # CLOCK_MONOTONIC is the same for all processes: the parent's `begin` is the process's start.
 CHILD = """
@@ -59,7 +61,7 @@ def checksum_of(tensors):
         words = raw.numel() // 8 * 8
         total += int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum())
     return total % 2**64
-checksum, phases = None, {}
+checksum = None
 if arm == "prefetch":
     import gdsload
     ahead = gdsload.prefetch(source)
@@ -87,13 +89,11 @@ else:
 mark("ready")
 if arm not in ("imports", "read"):
     checksum = checksum_of(model.state_dict().values())
-if arm in ("gdsload", "prefetch"):
-    phases = gdsload.last_report().phases
 if arm in ("prefetch", "read"):
     report = ahead.report
     spans = [(s.name, s.start - begin, s.end - begin) for s in report.spans
              if s.track != "phases"]
-print(json.dumps({"marks": marks, "checksum": checksum, "phases": phases, "reads": spans}))
+print(json.dumps({"marks": marks, "checksum": checksum, "reads": spans}))
 """
 
 
@@ -128,11 +128,8 @@ def run(arm: str, source: Path) -> dict[str, Any]:
     resident = sum(residency.resident_bytes(file) for file in files)
     if resident:
         raise Refused(f"{source}: somebody read {resident:,} bytes of it before {arm} started")
-    disk, reads = machine.diskstats_key(source), machine.disk_reads()
     facts = child(arm, source)
-    read = machine.disk_reads()[disk] - reads[disk] if disk else None
-    return {"arm": arm, "seconds": facts["marks"]["ready"], **facts,
-            "resident_before_bytes": resident, "device_read_bytes": read}  # fmt: skip
+    return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
@@ -145,40 +142,37 @@ def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
     return runs
 
 
-def joined(spans: Iterable[Sequence[Any]]) -> list[list[Any]]:
-    """Times in which something was read, of (name, begin, end) that overlap."""
-    found: list[list[Any]] = []
-    for name, begin, end in sorted(spans, key=lambda span: float(span[1])):
-        if found and begin <= found[-1][2]:
-            found[-1][2] = max(found[-1][2], end)
+def joined(spans: Iterable[Sequence[Any]], gap: float) -> list[list[float]]:
+    """Times in which something was read, of (name, begin, end) with no more than `gap` between."""
+    found: list[list[float]] = []
+    for _, begin, end in sorted(spans, key=lambda span: float(span[1])):
+        if found and begin <= found[-1][1] + gap:
+            found[-1][1] = max(found[-1][1], end)
         else:
-            found.append([name, begin, end])
+            found.append([begin, end])
     return found
 
 
-def thin(runs: list[dict[str, Any]]) -> None:
-    """Leaves the timeline with the median run of each arm: a picture needs no more."""
-    for arm in ARMS:
-        some = [one for one in runs if one["arm"] == arm]
-        shown = median_run(some)
-        for one in some:
-            one["reads"] = joined(one["reads"]) if one is shown else []
-
-
-def median_run(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose timeline is shown."""
-    order = sorted(runs, key=lambda one: float(one["seconds"]))
-    return order[len(order) // 2]
+def summary(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of an arm: the seconds of each round, and the timeline of the median run."""
+    found = [run for run in runs if run["arm"] == arm]
+    shown = median_run(found)
+    return {
+        "label": arm,
+        "seconds": [run["seconds"] for run in found],
+        "marks": shown["marks"],
+        "reads": joined(shown["reads"], GAP_SHARE * shown["seconds"]),
+    }
 
 
 def floor(result: dict[str, Any]) -> float:
     """Seconds of the longer of the two halves."""
-    found = tables.grouped(result)
+    found = tables.by_label(result)
     return max(tables.seconds_of(found[arm]).median for arm in ("imports", "read"))
 
 
 def title(result: dict[str, Any]) -> str:
-    rounds = len(tables.grouped(result)["stock"])
+    rounds = len(tables.by_label(result)["stock"]["seconds"])
     return (
         f"{result['name']}, {size(result['bytes'])}; process start to a ready model, weights"
         f" cold; {several(rounds, 'repeat')}"
@@ -187,10 +181,10 @@ def title(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Seconds of each arm, its phases in the median run, and how far it is from the limit."""
-    found, least = tables.grouped(result), floor(result)
+    found, least = tables.by_label(result), floor(result)
     rows = []
     for arm in ARMS:
-        took, marks = tables.seconds_of(found[arm]), median_run(found[arm])["marks"]
+        took, marks = tables.seconds_of(found[arm]), found[arm]["marks"]
         loaded = marks.get("loaded", marks["ready"])
         rows.append([
             arm, f"{took.median:.2f}", f"{took.low:.2f} to {took.high:.2f}",
@@ -204,14 +198,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
-    found = tables.grouped(result)
-    took = tables.seconds_of(found["prefetch"]).median
-    over = took / floor(result) - 1
+    prefetch = tables.by_label(result)["prefetch"]
+    over = tables.seconds_of(prefetch).median / floor(result) - 1
     said = "met" if over <= AIM else "missed"
-    if (rounds := len(found["prefetch"])) < FEWEST:
+    if (rounds := len(prefetch["seconds"])) < FEWEST:
         said = f"{several(rounds, 'repeat')} cannot tell"
     checked = ""
-    if all("resident_before_bytes" in run for run in result["runs"]):  # older results have none
+    if result["residency_checked"]:  # older results were not
         checked = " and none of them resident when its clock started"
     used = result["machine"].get("versions", {})  # older results have none
     with_what = ", ".join(f"{name} {used[name]}" for name in ("torch", "transformers")
@@ -244,9 +237,9 @@ def main(arguments: list[str] | None = None) -> int:
             name = records.name_of(options, source)
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
-            thin(runs)
-            arms = [{"label": arm} for arm in ARMS]
-            result = records.record("start", source, name=name, bytes=nbytes, arms=arms, runs=runs)
+            arms = [summary(arm, runs) for arm in ARMS]
+            result = records.record("start", source, name=name, bytes=nbytes, arms=arms,
+                                    residency_checked=True)  # fmt: skip
     except Refused as error:
         print(f"bench start: no table: {error}", file=sys.stderr)
         return 1

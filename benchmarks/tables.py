@@ -47,49 +47,33 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def grouped(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each arm, in the order of the arms."""
-    runs: dict[str, list[dict[str, Any]]] = {arm["label"]: [] for arm in result["arms"]}
-    for run in result["runs"]:
-        runs[run["arm"]].append(run)
-    return {label: found for label, found in runs.items() if found}
+def by_label(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The arms of a result."""
+    return {arm["label"]: arm for arm in result["arms"]}
 
 
-def seconds_of(runs: Iterable[dict[str, Any]]) -> Spread:
-    return spread(run["seconds"] for run in runs)
+def seconds_of(arm: dict[str, Any]) -> Spread:
+    """Of an arm, or of a step of another table."""
+    return spread(arm["seconds"])
+
+
+def fastest_first(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arms by their medians."""
+    return sorted(result["arms"], key=lambda arm: seconds_of(arm).median)
 
 
 def yardstick(result: dict[str, Any]) -> str | None:
     """What the fraction is a fraction of: the fastest bare reader into fresh memory; on a GPU the
     slower of its bus and the disk; the disk by fio where no bare reader was built. Warm files are
     limited by no disk, and on the CPU by nothing that is measured."""
-    found = grouped(result)
+    found = by_label(result)
     if result["conditions"]["warm"]:
         return "pinned" if "pinned" in found else None
-    fresh = {arm["label"] for arm in result["arms"]
-             if arm["kind"] == "bare" and arm["settings"]["memory"] == "fresh"}  # fmt: skip
-    runs = {label: some for label, some in found.items() if label in fresh}
-    if runs:
-        return min(runs, key=lambda label: seconds_of(runs[label]).median)
+    for arm in fastest_first(result):
+        if arm["kind"] == "bare" and arm["settings"]["memory"] == "fresh":
+            return str(arm["label"])
     limits = [label for label in ("pinned", "fio") if label in found]
     return max(limits, key=lambda label: seconds_of(found[label]).median, default=None)
-
-
-def thin(runs: list[dict[str, Any]]) -> None:
-    """Leaves the disk's samples with the median run of each arm: a picture needs no more."""
-    arms: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        arms.setdefault(run["arm"], []).append(run)
-    for found in arms.values():
-        found.sort(key=lambda run: run["seconds"])
-        for run in [*found[: len(found) // 2], *found[len(found) // 2 + 1 :]]:
-            run.pop("disk_samples", None)
-
-
-def middle(runs: list[dict[str, Any]], key: str) -> float | None:
-    """The median of a fact, None where it was not taken."""
-    values = [run[key] for run in runs if run.get(key) is not None]
-    return statistics.median(values) if values else None
 
 
 def shown(value: float | None, form: Callable[[float], str]) -> str:
@@ -112,53 +96,50 @@ def unit_of(nbytes: int) -> tuple[str, float]:
     return ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
 
 
-def row(label: str, runs: list[dict[str, Any]], bare: float | None, nbytes: int) -> list[str]:
+def row(arm: dict[str, Any], bare: float | None, nbytes: int) -> list[str]:
     """One arm."""
     unit = unit_of(nbytes)[1]
-    took = seconds_of(runs)
-    touched = middle(runs, "touched_bytes") or middle(runs, "read_bytes") or nbytes
-    file, anon = middle(runs, "file_bytes"), middle(runs, "anon_bytes")
+    took, fact = seconds_of(arm), arm["medians"].get
+    touched = fact("touched_bytes") or fact("read_bytes") or nbytes
+    file, anon = fact("file_bytes"), fact("anon_bytes")
     share = None
     if file is not None and anon is not None and file + anon > nbytes / 100:
         share = max(file, 0.0) / max(file + anon, 1.0)
-    cpu = middle(runs, "cpu_s")
-    read = middle(runs, "device_read_bytes")
-    if read is None:  # nobody counts for the disk: what the kernel counts for the process
-        read = middle(runs, "own_read_bytes")
-    same = bare is not None and touched > 0.9 * nbytes and middle(runs, "touched_bytes")
+    # Where nobody counts for the disk: what the kernel counts for the process.
+    read = fact("device_read_bytes", fact("own_read_bytes"))
+    same = bare is not None and touched > 0.9 * nbytes and fact("touched_bytes")
     return [
-        label,
+        arm["label"],
         f"{took.median:.3f}",
         f"{took.low:.3f} to {took.high:.3f}",
         f"{took.iqr:.3f}",
         f"{touched / took.median / 1e9:.2f}",
         f"{bare / took.median:.2f}" if same and bare else "",
-        shown(middle(runs, "load_s"), lambda v: f"{v:.3f}"),
-        shown(middle(runs, "touch_s"), lambda v: f"{v:.3f}"),
-        shown(cpu, lambda v: f"{v / touched * 1e9:.2f}"),
-        shown(middle(runs, "peak_rss_bytes"), lambda v: f"{v / unit:.2f}"),
+        shown(fact("load_s"), lambda v: f"{v:.3f}"),
+        shown(fact("touch_s"), lambda v: f"{v:.3f}"),
+        shown(fact("cpu_s"), lambda v: f"{v / touched * 1e9:.2f}"),
+        shown(fact("peak_rss_bytes"), lambda v: f"{v / unit:.2f}"),
         shown(share, lambda v: f"{v:.0%}"),
-        shown(middle(runs, "minor_faults"), lambda v: f"{v:,.0f}"),
-        shown(middle(runs, "major_faults"), lambda v: f"{v:,.0f}"),
+        shown(fact("minor_faults"), lambda v: f"{v:,.0f}"),
+        shown(fact("major_faults"), lambda v: f"{v:,.0f}"),
         shown(read, lambda v: f"{v / unit:.2f}"),
     ]
 
 
 def table(result: dict[str, Any]) -> str:
     """The arms of a result, the fastest first."""
-    runs = grouped(result)
     nbytes = result["checkpoint"]["bytes"]
     reference = yardstick(result)
-    bare = seconds_of(runs[reference]).median if reference else None
-    order = sorted(runs, key=lambda label: seconds_of(runs[label]).median)
-    rows = [row(label, runs[label], bare, nbytes) for label in order]
+    bare = seconds_of(by_label(result)[reference]).median if reference else None
+    order = fastest_first(result)
+    rows = [row(arm, bare, nbytes) for arm in order]
     unit, scale = unit_of(nbytes)
     empty = [place for place, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     head = [name.replace(" GB", f" {unit}") for name in HEAD]
-    if any("peak_vram_bytes" in run for run in result["runs"]):
+    if any("peak_vram_bytes" in arm["medians"] for arm in order):
         head.append(f"peak VRAM {unit}")
-        for label, cells in zip(order, rows, strict=True):
-            peak = middle(runs[label], "peak_vram_bytes")
+        for arm, cells in zip(order, rows, strict=True):
+            peak = arm["medians"].get("peak_vram_bytes")
             cells.append(shown(peak, lambda value: f"{value / scale:.2f}"))
     kept = [place for place in range(len(head)) if place not in empty]
     return markdown(
@@ -175,7 +156,7 @@ def title(result: dict[str, Any]) -> str:
         "idle": f"memory left idle for {state['idle_seconds']:g} s",
         "none": "memory as it was found",
     }[state["state"]]
-    device = state.get("device", "cpu")
+    device = state["device"]
     return (
         f"{checkpoint['name']}, {size(checkpoint['bytes'])},"
         f" {several(checkpoint['tensors'], 'tensor')} in {several(checkpoint['files'], 'file')};"
@@ -218,10 +199,10 @@ def notes(result: dict[str, Any]) -> str:
     idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
     memory = "no memory touched before"
     if state["prepare_bytes"]:
-        touched = size(state["prepare_bytes"])
-        memory = f"memory touched and freed before, in the same process: {touched} in 4 KiB pages"
+        prepared = size(state["prepare_bytes"])
+        memory = f"memory touched and freed before, in the same process: {prepared} in 4 KiB pages"
         memory += idled
-    on_cpu = state.get("device", "cpu") == "cpu"
+    on_cpu = state["device"] == "cpu"
     summed = "by one thread inside it" if on_cpu else "on the device after it"
     rehearsal = " and one small rehearsal" if state["rehearsal"] else ""
     lines = [
@@ -233,8 +214,8 @@ def notes(result: dict[str, Any]) -> str:
     if reference:
         lines.append(f"of limit: {reference} = 1.00; {LIMITS[reference.partition(':')[0]]}")
     total = result["checkpoint"]["bytes"]
-    if any(abs(run["touched_bytes"] - total) > total / 20 for run in result["runs"]
-           if run["touched_bytes"]):  # fmt: skip
+    touched = [arm["medians"]["touched_bytes"] for arm in result["arms"]]
+    if any(abs(nbytes - total) > total / 20 for nbytes in touched if nbytes):
         lines.append(
             "GB/s and CPU s/GB count the bytes that were touched: tensors that a model shares once,"
             " and what it casts at its new size; compare seconds"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import arms, costs, parse, pipeline, start, tables
+from . import arms, parse, pipeline, pool, start, tables
 from .places import RESULTS
 
 Result = dict[str, Any]
@@ -40,16 +40,14 @@ class Target(NamedTuple):
 
 
 def seconds(result: Result, label: str) -> float:
-    return tables.seconds_of(tables.grouped(result)[label]).median
+    return tables.seconds_of(tables.by_label(result)[label]).median
 
 
 def by_rounds(result: Result, label: str, other: str) -> float:
     """How many times as long as `other` an arm takes: the median over the rounds."""
-    found = tables.grouped(result)
-    first, second = (
-        {run["repeat"]: run["seconds"] for run in found[name]} for name in (label, other)
-    )
-    return statistics.median(first[one] / second[one] for one in first if one in second)
+    found = tables.by_label(result)
+    rounds = zip(found[label]["seconds"], found[other]["seconds"], strict=True)
+    return statistics.median(first / second for first, second in rounds)
 
 
 def loaders(result: Result) -> list[str]:
@@ -57,8 +55,7 @@ def loaders(result: Result) -> list[str]:
     return [
         arm["label"]
         for arm in result["arms"]
-        if arm["label"] in tables.grouped(result)
-        and arm["kind"] in arms.KINDS
+        if arm["kind"] in arms.KINDS
         and arm["kind"] not in (OURS, *tables.LIMITS)
         and arms.KINDS[arm["kind"]].gives == "tensors"
         and arms.KINDS[arm["kind"]].convert is None
@@ -95,15 +92,12 @@ def least(
     """No more of something than the loader that takes the least of it, but for some slack."""
 
     def measure(result: Result) -> Found:
-        found = tables.grouped(result)
-
-        def median(label: str) -> float:
-            return statistics.median(run[fact] for run in found[label])
-
-        best = min(loaders(result), key=median)
+        medians = {arm["label"]: arm["medians"][fact] for arm in result["arms"]
+                   if fact in arm["medians"]}  # fmt: skip
+        best = min(loaders(result), key=medians.__getitem__)
         return Found(
-            f"{form(median(OURS))}, {best} {form(median(best))}",
-            median(OURS) <= slack * median(best) + more,
+            f"{form(medians[OURS])}, {best} {form(medians[best])}",
+            medians[OURS] <= slack * medians[best] + more,
         )
 
     return measure
@@ -127,10 +121,8 @@ def times_stock(times: float, dtype: str = "") -> Callable[[Result], Found]:
 
 
 def model_memory(result: Result) -> Found:
-    found = tables.grouped(result)
-    ours, stock = (
-        statistics.median(run["peak_rss_bytes"] for run in found[label]) for label in (MODEL, STOCK)
-    )
+    found = tables.by_label(result)
+    ours, stock = (found[label]["medians"]["peak_rss_bytes"] for label in (MODEL, STOCK))
     return Found(f"{ours / 1e9:.2f} GB, transformers {stock / 1e9:.2f}", ours <= stock)
 
 
@@ -150,8 +142,7 @@ def of_headers(result: Result) -> Found:
 
 
 def grown(result: Result) -> Found:
-    first, last = result["loads"][result["turn"] - 1], result["loads"][-1]
-    more = {name: last[name] - first[name] for name in first if name in last and name != "model"}
+    more = pool.growth(result)
     bounded = more["anonymous_bytes"] < GROWTH_BYTES
     counted = [more[name] for name in ("pinned_bytes", "mappings", "descriptors", "threads")]
     return Found(
@@ -163,7 +154,7 @@ def grown(result: Result) -> Found:
 
 def flat(result: Result) -> Found:
     entries = result["sections"]["bytes"]
-    few, many = (costs.beside(entry) for entry in (entries[1], entries[-1]))
+    few, many = (entry["beside_s"] for entry in (entries[1], entries[-1]))
     return Found(f"{many / few:.2f} times", many / few < 2)
 
 

@@ -49,9 +49,7 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 
 def best(result: dict[str, Any]) -> dict[str, str]:
     """The label with the lowest median of each kind that ran."""
-    medians = {
-        label: tables.seconds_of(runs).median for label, runs in tables.grouped(result).items()
-    }
+    medians = {arm["label"]: tables.seconds_of(arm).median for arm in result["arms"]}
     return {
         kind: min(ran, key=lambda label: medians[label])
         for kind, candidates in CANDIDATES.items()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import hashlib
 import json
 import mmap
 import os
@@ -97,12 +96,6 @@ def checksums(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     }
 
 
-def digest(values: Mapping[str, int]) -> str:
-    """One word for a dict, whatever the order in which it was filled."""
-    text = "\n".join(f"{name} {value:x}" for name, value in sorted(values.items()))
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 def usage() -> dict[str, float]:
     """CPU seconds of all threads of this process, and its faults."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -161,9 +154,7 @@ def measured(load: Any, source: Path, device: str) -> tuple[dict[str, Any], Load
         "peak_rss_bytes": memory_after["VmHWM"] - memory["VmRSS"] if peak_known else None,
         "anon_bytes": memory_after["RssAnon"] - memory["RssAnon"],
         "file_bytes": memory_after["RssFile"] - memory["RssFile"],
-        "rss_before_bytes": memory["VmRSS"],
         "own_read_bytes": read_bytes() - io if io >= 0 else None,
-        "tensors": len(loaded.places),
         "touched_bytes": sum(nbytes for _, nbytes in loaded.places.values()),
         "sums": sums,
         "notes": loaded.notes,

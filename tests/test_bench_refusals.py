@@ -146,8 +146,8 @@ def kept() -> dict[str, Any]:
         (json.dumps(kept())[:2000], "no result that can be shown here"),
         (json.dumps({"kind": "loads"}), "no result that can be shown here"),
         (json.dumps({**kept(), "kind": "start"}), "no result that can be shown here"),
-        (json.dumps({**kept(), "runs": [{"arm": "nobody"}]}), "no result that can be shown here"),
-        (json.dumps({**kept(), "format": 99}), "kept in format 99, and this gdsload reads 1"),
+        (json.dumps({**kept(), "arms": [{"label": "nobody"}]}), "no result that can be shown here"),
+        (json.dumps({**kept(), "format": 1}), "kept in format 1, and this gdsload reads 2"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused(text: str, why: str, tmp_path: Path) -> None:

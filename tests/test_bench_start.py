@@ -35,7 +35,6 @@ def told(arm: str, source: Path) -> dict[str, Any]:
     return {
         "marks": {**marks, "ready": READY[arm]},
         "checksum": 7 if arm in start.MODELS else None,
-        "phases": {},
         "reads": [["read", 0.1, 0.9]] if arm == "prefetch" else [],
     }
 
@@ -54,7 +53,15 @@ def test_a_child_that_fails_is_no_figure(tmp_path: Path) -> None:
 
 def test_what_overlaps_is_one_time_of_reading() -> None:
     spans = [("b", 3.0, 4.0), ("a", 0.0, 1.0), ("c", 0.5, 2.0), ("d", 1.5, 1.7)]
-    assert start.joined(spans) == [["a", 0.0, 2.0], ["b", 3.0, 4.0]]
+    assert start.joined(spans, 0.0) == [[0.0, 2.0], [3.0, 4.0]]
+    assert start.joined(spans, 0.9) == [[0.0, 2.0], [3.0, 4.0]]
+    assert start.joined(spans, 1.0) == [[0.0, 4.0]]
+
+
+def test_runs_take_turns(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "child", told)
+    first = [run["arm"] for run in start.measured(source, 3)[:: len(start.ARMS)]]
+    assert first == ["imports", "imports", "stock"]
 
 
 def test_kept_shown_and_drawn(
@@ -67,32 +74,25 @@ def test_kept_shown_and_drawn(
     path = tmp_path / "start-tiny.json"
     assert start.main([str(source), "--rounds", "5", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert [len(runs) for runs in tables.grouped(result).values()] == [5] * len(start.ARMS)
-    assert [run["arm"] for run in result["runs"][::5]] == [
-        "imports",
-        "imports",
-        "stock",
-        "stock",
-        "prefetch",
-    ]  # in turn
+    found = tables.by_label(result)
+    assert {arm: kept["seconds"] for arm, kept in found.items()} == {
+        arm: [seconds] * 5 for arm, seconds in READY.items()
+    }
     assert start.floor(result) == READY["imports"]
-    assert [run["reads"] for run in result["runs"] if run["reads"]] == [[["read", 0.1, 0.9]]]
+    assert {arm: kept["reads"] for arm, kept in found.items() if kept["reads"]} == {
+        "prefetch": [[0.1, 0.9]]
+    }
     shown = render.rendered(path.name, tmp_path)
     assert "| prefetch |" in shown
     assert "+7%" in shown
     assert "within 10% was wanted: met" in shown
     assert shown.splitlines()[3] in capsys.readouterr().out
-    for run in result["runs"]:
-        if run["arm"] == "prefetch":
-            run["seconds"] = 3.4
-    assert "missed" in start.notes(result)
+    assert pictures.drawing(result).text().count("3.20 s") == 1
     assert re.search(r"versions: torch \d\S+, transformers \d", start.notes(result))
-    few = {**result, "runs": [run for run in result["runs"] if run["arm"] != "prefetch"][:-1]}
-    few["runs"] += [run for run in result["runs"] if run["arm"] == "prefetch"][:2]
-    assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(few)
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
-    (picture,) = pictures.draw(result, tmp_path / "start-tiny")
-    assert picture.read_text().count("3.20 s") == 1
+    found["prefetch"]["seconds"] = [3.4] * 5
+    assert "missed" in start.notes(result)
+    found["prefetch"]["seconds"] = [3.4] * 2
+    assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(result)
 
 
 def test_weights_that_somebody_read_meanwhile_are_not_cold(
@@ -103,7 +103,7 @@ def test_weights_that_somebody_read_meanwhile_are_not_cold(
             file.read_bytes()
 
     monkeypatch.setattr(start, "child", told)
-    assert start.run("stock", source)["resident_before_bytes"] == 0
+    assert start.run("stock", source)["seconds"] == READY["stock"]
     monkeypatch.setattr(start.time, "sleep", read)
     with pytest.raises(records.Refused, match=r"somebody read [\d,]+ bytes of it before stock"):
         start.run("stock", source)

@@ -100,11 +100,14 @@ def test_what_is_not_installed_is_left_out_before_the_first_round(
     assert judge.python_of(arms["safetensors-mmap"]) == Path(sys.executable)
 
 
-def test_json_is_all_that_is_printed(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "x.json"
-    result = cold(tiny_checkpoint, "--arms", "gdsload", "--output", output, "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == json.loads(output.read_text())
+    parser = records.argparse.ArgumentParser()
+    records.add_output(parser)
+    options = parser.parse_args(["--json", "--output", str(output)])
+    records.finish({"kind": "loads", "arms": [{"seconds": [1.0]}]}, options, "x", "a table")
+    assert capsys.readouterr().out == output.read_text()
+    assert json.loads(output.read_text()) == {"kind": "loads", "arms": [{"seconds": [1.0]}]}
 
 
 def test_a_place_that_cannot_be_written_is_said_before_anything_runs(

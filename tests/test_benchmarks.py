@@ -6,10 +6,9 @@ import argparse
 import json
 import random
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,13 +17,13 @@ from gdsload import residency
 from gdsload.cli import measuring
 from gdsload.errors import GdsloadError
 
-cells, cold, compare, costs, instructions, judge, large, machine, pictures = (
+cells, compare, costs, instructions, judge, large, pictures = (
     measuring.program(name)
-    for name in ("cells", "cold", "compare", "costs", "instructions", "judge", "large", "machine",
-                 "pictures")
-)  # fmt: skip
-records, render, scale, sweep, tables, truth = (
-    measuring.program(name) for name in ("records", "render", "scale", "sweep", "tables", "truth")
+    for name in ("cells", "compare", "costs", "instructions", "judge", "large", "pictures")
+)
+records, render, scale, summary, svg, sweep, tables, truth = (
+    measuring.program(name)
+    for name in ("records", "render", "scale", "summary", "svg", "sweep", "tables", "truth")
 )
 KINDS = measuring.program("arms").KINDS
 
@@ -117,12 +116,13 @@ def test_a_cold_table_of_two_arms(tiny_checkpoint: Path, tmp_path: Path) -> None
     kept = json.loads(output.read_text())
     assert kept["left_out"] == {"instanttensor": "it loads to cuda devices only"}
     assert {kept["kind"], kept["checkpoint"]["tensors"]} == {"loads", 47}
-    first, second = kept["runs"]
-    assert {first["arm"], second["arm"]} == {"gdsload", "gdsload:engine=threads"}
-    for ran in (first, second):
-        assert ran["resident_before_bytes"] == 0
-        assert ran["touched_bytes"] == 656768
-        assert ran["load_s"] + ran["touch_s"] <= ran["seconds"] * 1.001
+    assert [arm["label"] for arm in kept["arms"]] == ["gdsload", "gdsload:engine=threads"]
+    for arm in kept["arms"]:
+        (seconds,), medians = arm["seconds"], arm["medians"]
+        assert medians["touched_bytes"] == 656768
+        assert medians["load_s"] + medians["touch_s"] <= seconds * 1.001
+        assert arm["report"]["roads"]
+        assert sum(arm["tensor_ms"].values()) * 47 <= seconds * 1000
     for fact in (
         "kernel",
         "cpu",
@@ -261,7 +261,8 @@ def test_a_sweep_has_nixls_columns(
     assert shapes == {(block, batch, threads) for block in (4096, 65536) for batch in (1, 4)
                       for threads in (1, 2)}  # fmt: skip
     for line in kept["lines"]:
-        assert line["bytes"] == line["requests"] * line["block"] * line["batch"]
+        assert line["requests"] >= line["threads"]
+        assert line["bytes_per_second"] > 0
         for step in ("prepare", "post", "transfer"):
             assert line[step]["mean"] > 0
             assert line[step]["mean"] <= line[step]["p99"] * 1.5
@@ -337,25 +338,20 @@ def test_a_file_that_is_too_small_or_gone(tmp_path: Path) -> None:
 # --- compare ------------------------------------------------------------------------------------
 
 
-def compared(**report: Any) -> dict[str, Any]:
-    run_of = {"seconds": 2.0, "touched_bytes": 100, "peak_rss_bytes": 150, "notes": {}}
-    ours = {"tensors": 10, "seconds": 1.0, "phases": {}} | report
-    return {
-        "kind": "compare",
-        "checkpoint": {"name": "qwen3-0.6b"},
-        "arms": [{"label": label} for label in (compare.STOCK, compare.OURS, compare.TENSORS)],
-        "runs": [
-            {**run_of, "arm": compare.STOCK, "seconds": 4.0},
-            {**run_of, "arm": compare.OURS},
-            {**run_of, "arm": compare.TENSORS, "notes": {"report": ours}},
-        ],
-    }
+def one_run(seconds: float, **facts: Any) -> dict[str, Any]:
+    return {"seconds": seconds, "touched_bytes": 100, "peak_rss_bytes": 150, "notes": {}, **facts}
 
 
 def test_the_cost_of_a_tensor_is_split_and_whole() -> None:
     phases = {"open": 0.1, "plan": 0.1, "prepare": 0.1, "read": 0.5, "hand over": 0.1}
-    result = compared(phases=phases)
-    parts = compare.split(result["runs"][2:])
+    report = {"tensors": 10, "seconds": 1.0, "phases": phases}
+    ran = {compare.STOCK: one_run(4.0), compare.OURS: one_run(2.0),
+           compare.TENSORS: one_run(2.0, notes={"report": report})}  # fmt: skip
+    result = {
+        "checkpoint": {"name": "qwen3-0.6b"},
+        "arms": [{"label": label, **summary.summary([run])} for label, run in ran.items()],
+    }
+    parts = result["arms"][-1]["tensor_ms"]
     assert parts == pytest.approx({"registration": 30.0, "waiting": 50.0, "clean-up": 20.0})
     assert sum(parts.values()) == pytest.approx(100.0)  # a second over ten tensors
     text = compare.table(result)
@@ -462,22 +458,58 @@ def test_each_step_can_be_taken(step: str, tmp_path: Path) -> None:
 
 def test_the_page_shows_the_results_as_they_are_kept() -> None:
     page = render.PAGE.read_text()
-    assert render.filled(page) == page, "run: gdsload bench report"
+    assert render.behind(page) == [], "run: gdsload bench report"
     assert "of limit" in page
 
 
-def one_of_each_kind() -> list[Path]:
-    kept = {}
-    for path in sorted(render.RESULTS.glob("*.json")):
-        kept[render.kind_of(path.name, json.loads(path.read_text()))] = path
-    return [path for kind, path in kept.items() if kind in pictures.KINDS]
+def test_kept_results_and_pictures_stay_small() -> None:
+    kept = [*render.RESULTS.iterdir(), *render.PICTURES.iterdir()]
+    assert sum(path.stat().st_size for path in kept) < 200_000
 
 
-@pytest.mark.parametrize("path", one_of_each_kind(), ids=lambda path: path.name)
-def test_a_result_of_each_kind_can_be_drawn(path: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pictures are not drawn")
-    for picture in pictures.draw(json.loads(path.read_text()), tmp_path / path.stem):
-        assert b"<svg" in picture.read_bytes()
+def test_pictures_are_well_formed_with_whole_pixels() -> None:
+    drawn = render.drawn(render.PAGE.read_text())
+    assert len(drawn) > 10
+    for picture in drawn.values():
+        for part in ElementTree.fromstring(picture).iter():
+            numbers = [part.get(name, "") for name in ("d", "x", "y", "width", "height")]
+            assert re.fullmatch(r"[ML\d ]*", " ".join(numbers)), part.attrib
+
+
+def test_a_picture_shows_each_arm_with_its_median_and_extremes() -> None:
+    result = {
+        "kind": "loads",
+        "checkpoint": {"name": "x", "bytes": 1000, "tensors": 2, "files": 1},
+        "conditions": {"warm": True, "state": "none", "repeats": 3, "device": "cpu",
+                       "idle_seconds": 0.0},
+        "arms": [{"label": "a & b", "seconds": [2.0, 4.0, 3.0]},
+                 {"label": "gdsload", "seconds": [1.0, 1.0, 1.0]}],
+    }  # fmt: skip
+    text = pictures.drawing(result).text()
+    assert text.index(">gdsload<") < text.index(">a &amp; b<")
+    assert ">1.00 s<" in text
+    assert ">3.00 s<" in text
+    gdsload, other = (int(width) for width in re.findall(r'width="(\d+)" height="14"', text))
+    assert other == pytest.approx(3 * gdsload, abs=3)
+
+
+def test_plans_alone_make_no_curve() -> None:
+    assert pictures.drawing({"kind": "scale", "sections": {scale.PLANS: [{}]}}) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log", "ticks"),
+    [
+        (0, 4.4, False, [0, 1, 2, 3, 4]),
+        (0, 0.11, False, [0, 0.02, 0.04, 0.06, 0.08, 0.1]),
+        (0.4, 5, True, [0.5, 1, 2, 5]),
+        (0.05, 900, True, [0.1, 1, 10, 100]),
+    ],
+)
+def test_an_axis_has_round_numbers(low: float, high: float, log: bool, ticks: list[float]) -> None:
+    axis = svg.Scale(low, high, 100, 300, log=log)
+    assert axis.ticks() == pytest.approx(ticks)
+    assert (axis(low), axis(high)) == pytest.approx((100, 300))
 
 
 def test_what_is_no_result_is_not_shown(tmp_path: Path) -> None:
@@ -488,38 +520,66 @@ def test_what_is_no_result_is_not_shown(tmp_path: Path) -> None:
     assert run("bench", "report", tmp_path / "gone.json").exit_code == 1
 
 
-def test_without_matplotlib_there_are_tables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_report_of_named_results_draws_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "warm.json"
+    path.write_text((render.RESULTS / "models-thin-moe-warm.json").read_text())
+    answer = run("bench", "report", path)
+    assert answer.exit_code == 0, answer.output
+    assert "median s" in answer.stdout
+    kept = render.PICTURES / "models-thin-moe-warm.svg"
+    assert path.with_suffix(".svg").read_text() == kept.read_text()
+
+
+def test_a_picture_that_no_result_has_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    (path, *_) = sorted(render.RESULTS.glob("cold-*.json"))
-    render.show([path])
-    said = capsys.readouterr()
-    assert "median s" in said.out
-    assert "install gdsload[bench]" in said.err
+    monkeypatch.setattr(render, "PICTURES", tmp_path)
+    page = render.PAGE.read_text()
+    for name, picture in render.drawn(page).items():
+        (tmp_path / name).write_text(picture)
+    assert render.behind(page) == []
+    (tmp_path / "old.svg").touch()
+    (tmp_path / "scale.svg").unlink()
+    assert render.behind(page) == [tmp_path / "old.svg", tmp_path / "scale.svg"]
+    assert render.behind(page.replace("of limit", "of no limit"))[0] == render.PAGE
 
 
-def test_samples_are_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "disk_reads", lambda: {"8:0": 7})
-    with machine.Samples("8:0", 0.0001) as samples:
-        pass
-    assert samples.relative()[0] == (0.0, 0)
-    with machine.Samples(None, 1.0) as samples:
-        pass
-    assert samples.relative() == []
+def test_of_runs_the_rounds_and_medians_are_kept() -> None:
+    runs = [
+        one_run(3.0, cpu_s=0.5, machine_cpu_s=None),
+        one_run(1.0, cpu_s=0.1, machine_cpu_s=0.7),
+        one_run(2.0, cpu_s=0.2, machine_cpu_s=0.9),
+    ]
+    kept = summary.summary(runs)
+    assert kept["seconds"] == [3.0, 1.0, 2.0]
+    assert kept["medians"]["cpu_s"] == 0.2
+    assert kept["medians"]["machine_cpu_s"] == pytest.approx(0.8)
+    assert "peak_vram_bytes" not in kept["medians"]
+    assert "report" not in kept
+    assert summary.median_run(runs) is runs[2]
 
 
-def test_only_the_median_run_keeps_its_samples() -> None:
-    runs = [{"arm": "a", "seconds": second, "disk_samples": [1]} for second in (3, 1, 2)]
-    tables.thin(runs)
-    assert [run["seconds"] for run in runs if "disk_samples" in run] == [2]
+def test_arms_are_compared_round_by_round() -> None:
+    arms = [
+        {"label": "a", "seconds": [1.0, 2.0, 30.0]},
+        {"label": "b", "seconds": [2.0, 1.0, 10.0]},
+    ]
+    assert measuring.program("targets").by_rounds({"arms": arms}, "a", "b") == 2.0
+
+
+def test_a_result_is_written_with_a_line_for_each_arm() -> None:
+    result = {"kind": "loads", "arms": [{"seconds": [1 / 3]}, {"seconds": []}], "files": (1, 2)}
+    text = records.written(result)
+    assert json.loads(text) == {
+        "kind": "loads", "arms": [{"seconds": [0.3333333333]}, {"seconds": []}], "files": [1, 2]
+    }  # fmt: skip
+    assert len(text.splitlines()) == 8
 
 
 def test_costs_are_taken_apart() -> None:
-    entry: Callable[..., dict[str, Any]] = lambda tensors, seconds: {  # noqa: E731
-        "tensors": tensors, "bytes": 8, "shards": 1,
-        "runs": [{"seconds": seconds, "read_s": 0.5, "cpu_s": 0.1}],
-    }  # fmt: skip
-    few, many = entry(10, 1.0), entry(110, 2.0)
+    few, many = (
+        {"tensors": tensors, **scale.summary([{"seconds": seconds, "beside_s": seconds - 0.5}])}
+        for tensors, seconds in ((10, 1.0), (110, 2.0))
+    )
     assert costs.per_tensor({"tensors": [few, many]}) == pytest.approx(0.01)
     assert costs.per_tensor({"tensors": [few]}) is None
