@@ -77,7 +77,7 @@ def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     from gdsload.backends import auto, contest
 
     monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
-    monkeypatch.setattr(contest, "LEG_BYTES", 256 << 10)
+    monkeypatch.setattr(contest, "SAMPLE_BYTES", 256 << 10)
     return loading
 
 

@@ -31,4 +31,4 @@ def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
 
 def rates_are(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Scripts how long a leg takes on each lane."""
-    monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.lane.name])
+    monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.candidate.name])

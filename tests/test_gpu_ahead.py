@@ -36,7 +36,7 @@ Loaded = dict[str, torch.Tensor]
 
 @pytest.fixture
 def doubles(measuring: Doubles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
-    monkeypatch.setattr(contest, "LEG_BYTES", 128 << 10)
+    monkeypatch.setattr(contest, "SAMPLE_BYTES", 128 << 10)
     yield measuring
     for one in prefetches():
         one.close()

@@ -47,7 +47,7 @@ def test_the_fastest_is_measured_taken_and_kept(
         by_backend[name] = by_backend.get(name, 0) + size
     assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
     assert by_backend.pop(fastest) > 2 * MIB
-    assert set(by_backend.values()) == {contest.LEG_BYTES}
+    assert set(by_backend.values()) == {contest.SAMPLE_BYTES}
     (kept,) = verdicts.kept()
     assert (kept.road, kept.rates) == (fastest, report.rates)
     assert kept.device == "Double 0 0000:01:00.0"
@@ -114,20 +114,20 @@ def test_legs_go_on_from_request_to_request(
 ) -> None:
     """Each of several smaller than a leg, and posted before the one before it has ended: never are
     two lanes measured at a time."""
-    monkeypatch.setattr(contest, "LEG_BYTES", MIB)
+    monkeypatch.setattr(contest, "SAMPLE_BYTES", MIB)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     source = next(iter(checkpoint.iterdir()))
     fds = os.open(source, os.O_RDONLY), os.open(source, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fds[0]).st_size // BLOCK * BLOCK
     memory = DeviceMemory(size)
     legs: list[str] = []
-    real = contest.Contest.moved
+    real = contest.Benchmark.add
 
-    def moved(self: contest.Contest, lane: str, nbytes: int, seconds: float) -> None:
+    def moved(self: contest.Benchmark, lane: str, *rest: Any) -> None:
         legs.append(lane)
-        real(self, lane, nbytes, seconds)
+        real(self, lane, *rest)
 
-    monkeypatch.setattr(contest.Contest, "moved", moved)
+    monkeypatch.setattr(contest.Benchmark, "add", moved)
     step = 64 << 10
     with AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         file = backend.register(OpenFile(str(source), fds[0], size, fds[1], BLOCK))
@@ -164,7 +164,7 @@ def test_compatibility_mode_that_shows_itself_late_is_left(
     report = load(checkpoint)
     assert report.backend != "gds_mt"
     assert "compatibility mode for" in report.refusals["gds_mt"]
-    assert report.roads["gds_mt/posix"] <= contest.LEG_BYTES
+    assert report.roads["gds_mt/posix"] <= contest.SAMPLE_BYTES
 
 
 def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:

@@ -44,10 +44,10 @@ class Opening:
             self.refusal = str(error)
 
     def _open_road(self) -> None:
-        from gdsload.backends.roster import LAST, Roster
+        from gdsload.backends.lanes import LAST, Candidates
 
         # Warm bytes take this road, whatever cold ones will.
-        with Roster(self._device, self._options).lane(LAST).open() as backend:
+        with Candidates(self._device, self._options)[LAST].backend as backend:
             nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
             backend.release(backend.prepare([], [], [nothing]))
 

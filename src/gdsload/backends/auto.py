@@ -1,21 +1,22 @@
-"""What "auto" does into VRAM: several lanes behind one face. Warm bytes are copied from the page
-cache; cold ones go by the lane that was found to be the fastest from their storage, measured on the
-first of them where nobody has measured it before. A range that fails is tried again on the next
-lane, and the report says so.
+"""The backend `auto` into VRAM: it chooses between posix, gds_mt and gds, the candidates.
 
-    request ─► warm ─────────────────────────────► posix
-            └► cold ─► contest: a leg each ─► winner ─► (failed) ─► gds_mt ─► (failed) ─► posix
+    request ─┬─ warm, or too small ─► posix
+             └─ cold ─► benchmark: a sample each ─► the fastest reads the rest ─► failover
 
-cuFile's compatibility mode is never a lane: where a part turns out to have gone by it, its lane is
-left. Measuring is added up in `contest`, failing is dealt with in `retry`, posting in `lanes`.
+What the page cache holds is copied by posix. Cold transfers are read by the candidate that was the
+fastest from their storage: measured on the first of them (`contest`), or before (tuning cache).
+What fails is read by the next candidate (`retry`). Opening and posting is done in `lanes`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from gdsload import gpu, ring
@@ -30,276 +31,256 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
-from gdsload.backends.contest import Contest
-from gdsload.backends.lanes import Lane, Part, Share, path_of
-from gdsload.backends.retry import AutoRequest, Dispatch
-from gdsload.backends.roster import LAST, Roster
+from gdsload.backends.contest import Benchmark
+from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
+from gdsload.backends.retry import AutoRequest, Failover, path_of
 from gdsload.errors import BackendUnavailable
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Limits, Transfer
 
-# Opening cuFile takes 50 to 180 ms; what is smaller has been read by then.
+# Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
 
 
 class AutoBackend(Backend):
-    """The lanes of one load into one device."""
+    """The candidates of one load into one device."""
 
     name: ClassVar[str] = "auto"
     memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
 
     def __init__(self, device: str = "cuda:0", wanted_bytes: int = 0, **options: Any) -> None:
-        """`wanted_bytes` is what the load will ask for, 0 where nobody knows yet; `options` are for
-        those lanes that have them.
+        """`wanted_bytes` is the size of the load, 0 if it is not known; `options` are for those
+        candidates that have them.
 
         Raises TypeError for an option that none has, ValueError for ``allow_compat``.
         """
         super().__init__()
         self._device, self._wanted, self._asked = device, wanted_bytes, 0
-        self._roster = Roster(device, options)
-        self._dispatch = Dispatch(device, self._roster, self._lost, self._ended)
-        self._contest: Contest | None = None
+        self._candidates = Candidates(device, options)
+        self._failover = Failover(device, self._candidates)
+        self._benchmark: Benchmark | None = None
+        self._sample: Part | None = None
+        self._waiting: deque[tuple[AutoRequest, list[Transfer]]] = deque()  # for the sample
         self._why = ""
-        self._leg: Part | None = None
-        self._queue: deque[tuple[AutoRequest, list[Share]]] = deque()
-        self._numbers = 0
+        self._registrations = 0
+        self._followed = threading.local()
         self._lock = fork_safe_lock(self)
-        self._followed = threading.local()  # by each thread: the stream that its copies come after
         self.pid = os.getpid()
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
         return registry.built_in(LAST).probe(device)
 
-    # What the report asks.
+    # For the report.
+
+    @property
+    def _leader(self) -> Candidate:
+        return self._candidates[self._benchmark.leader if self._benchmark is not None else LAST]
 
     def serving(self) -> Backend:
-        return self._lead().describe()
+        return self._leader.backend
 
     @property
     def choice(self) -> str:
-        """Which lane cold bytes take, and how it was chosen."""
-        why = self._contest.why if self._contest is not None else self._why
-        return f"{self._lead().name}: {why}" if why else self._lead().name
+        """Which candidate reads cold transfers, and how it was chosen."""
+        why = self._benchmark.why if self._benchmark is not None else self._why
+        return f"{self._leader.name}: {why}" if why else self._leader.name
 
     @property
     def rates(self) -> dict[str, float]:
-        """Bytes per second by lane, as they were measured."""
-        return dict(self._contest.rates) if self._contest is not None else {}
+        """Bytes per second, by candidate, that the choice was made by."""
+        found = self._benchmark.rates if self._benchmark is not None else {}
+        return {name: rate for name, rate in found.items() if rate}
 
     @property
     def rerouted(self) -> dict[str, int]:
-        return dict(self._dispatch.rerouted)
+        return dict(self._failover.rerouted)
 
     @property
     def refusals(self) -> dict[str, str]:
-        return self._roster.refusals
+        return self._candidates.refusals
 
-    def _lead(self) -> Lane:
-        return self._roster.lane(self._contest.winner if self._contest is not None else LAST)
-
-    # What a load asks.
+    # The interface of a backend.
 
     def limits(self, device: str = "cpu") -> Limits:
-        """The largest request of the lanes that may be taken: others are handed cuts of it."""
-        self._own()
-        with self._lock:
-            if self._worth():
-                self._roster.search()
-            found = [self._roster.lane(n).open().limits(device) for n in self._roster.standing()]
-        return max(found, key=lambda each: each.max_request)
+        """The largest request of any candidate: for the others requests are cut."""
+        with self._locked():
+            if self._is_worth_cufile:
+                self._candidates.probe()
+            found = [each.backend.limits(device) for each in self._candidates if not each.left]
+            return max(found, key=lambda each: each.max_request)
 
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Lanes are told of it when they first need it."""
+        """Candidates register it when they first need it."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
-        with self._lock:
-            self._numbers += 1
-            return Registration(what, self._numbers)
+        with self._locked():
+            self._registrations += 1
+            return Registration(what, self._registrations)
 
     def deregister(self, registration: Registration) -> None:
         if self.pid == os.getpid():
             with self._lock:
-                for lane in self._roster.lanes.values():
-                    lane.forget(registration.handle)
-
-    def prepare(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
-    ) -> AutoRequest:
-        self._own()
-        return AutoRequest(transfers, files, memory, getattr(self._followed, "stream", None))
+                for candidate in self._candidates:
+                    candidate.forget(registration.handle)
 
     def follow(self, device: str, stream: int) -> bool:
-        """Holds for the requests that this thread prepares from now on: lanes are told when they
-        start a part, also those that are opened later. While they are measured the caller waits: a
-        lane is not to be blamed for what the device had to do first.
-        """
-        with self._lock:
-            if device != self._device or (self._contest is not None and self._contest.next):
-                return False
-            self._followed.stream = stream
-            return True
+        """Holds for what this thread prepares from now on, whenever parts of it are posted."""
+        self._followed.stream = stream
+        return device == self._device
+
+    def prepare(
+        self, transfers: Sequence[Transfer], files: Sequence[Registration],
+        memory: Sequence[Registration],
+    ) -> AutoRequest:  # fmt: skip
+        with self._locked():
+            return AutoRequest(transfers, files, memory, getattr(self._followed, "stream", None))
 
     def post(self, request: AutoRequest) -> None:
-        """Warm ranges at once; cold ones too, but while lanes are measured one leg at a time."""
-        self._own()
-        with self._lock:
-            if request in self._dispatch.requests:
-                if request.undone:
+        """Posts it; while candidates are measured, cold transfers wait for their turn."""
+        with self._locked():
+            if request in self._failover.requests:
+                if request.undone and request.error is None:
                     raise RuntimeError("this request is under way already")
-                self._dispatch.requests.remove(request)
-            request.clear()
-            self._dispatch.requests.append(request)
-            shares = [Share(place, each) for place, each in enumerate(request.transfers)]
-            cold = [share for share in shares if _is_cold(share.transfer, request.files)]
-            self._asked += sum(share.transfer.wanted for share in cold)
-            if cold and not self._worth():
-                self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes do not repay opening cuFile"
-                cold = []
-            elif not cold:
+                self.release(request)
+            request.reset()
+            self._failover.requests.append(request)
+            cold = [each for each in request.transfers if _is_cold(each, request.files)]
+            warm = [each for each in request.transfers if not _is_cold(each, request.files)]
+            self._asked += sum(transfer.wanted for transfer in cold)
+            if not cold:
                 self._why = self._why or "what was read was in the page cache, or is to pass by it"
-            own = {share.origin for share in cold}
-            if warm := [share for share in shares if share.origin not in own]:
-                self._dispatch.send(request, warm, self._roster.lane(LAST))
+            elif not self._is_worth_cufile:
+                self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes do not repay opening cuFile"
+                warm, cold = request.transfers, []
+            if warm:
+                self._failover.post(request, warm, self._candidates[LAST])
             if cold:
-                self._send_cold(request, cold)
+                # The storage of the first file stands for all: a checkpoint lies on one.
+                path = path_of(request.files[cold[0].shard])
+                self._benchmark = self._benchmark or self._new_benchmark(path)
+                self._waiting.append((request, cold))
+                self._advance(self._benchmark)
+            request.require_no_error()
 
-    def _worth(self) -> bool:
+    @property
+    def _is_worth_cufile(self) -> bool:
         return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or cufile.is_open()
 
-    def _send_cold(self, request: AutoRequest, shares: list[Share]) -> None:
-        self._roster.search()
-        standing = self._roster.standing()
-        if len(standing) == 1:
-            self._why = f"no other road leads to {self._device}"
-        elif self._contest is None:
-            # Storage of the first file stands for all: checkpoints lie on one.
-            path = path_of(request.files[shares[0].transfer.shard])
-            self._contest = Contest(standing, path, self._device)
-        self._queue.append((request, shares))
-        self._advance()
+    def _new_benchmark(self, path: str) -> Benchmark:
+        self._candidates.probe()
+        names = [candidate.name for candidate in self._candidates if not candidate.left]
+        ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
+        rings = {each.kind for each in ring.rings() if each.ordinal == ordinal}
+        ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
+        return Benchmark(names, path, self._device, nbytes, ready)
 
-    def _advance(self) -> None:
-        """Moves everything on that can be: news of all parts, legs that ended, what waited."""
-        self._dispatch.look()
-        while self._queue and self._leg is None:
-            request, shares = self._queue.popleft()
-            turn = self._contest.next if self._contest is not None else ""
-            if self._contest is None or not turn:
-                self._dispatch.send(request, shares, self._lead())
+    def _advance(self, benchmark: Benchmark) -> None:
+        """Posts what waited, up to the end of the next sample."""
+        while self._sample is None or self._sample.ended:
+            if self._sample is not None and not self._sample.failures:
+                nbytes = sum(transfer.wanted for transfer in self._sample.transfers)
+                reader = self._sample.candidate
+                benchmark.add(reader.name, nbytes, self._sample.seconds(), reader.fixed_seconds)
+            self._sample = None
+            for candidate in self._candidates:
+                if candidate.left:
+                    benchmark.drop(candidate.name)
+            if not self._waiting:
+                return
+            request, transfers = self._waiting.popleft()
+            if request.error is not None:
                 continue
-            cut = _first(shares, self._contest.wanted_bytes)
-            if shares[cut:]:
-                self._queue.appendleft((request, shares[cut:]))
-            before = len(request.parts)
-            self._dispatch.send(request, shares[:cut], self._roster.lane(turn))
-            # On another lane, where that one could not take it: then it is measured instead.
-            self._leg = request.parts[-1] if len(request.parts) > before else None
+            measures = not benchmark.choice
+            ends = list(accumulate(transfer.wanted for transfer in transfers))
+            count = bisect_left(ends, benchmark.missing_bytes) + 1
+            if transfers[count:]:
+                self._waiting.appendleft((request, transfers[count:]))
+            part = self._failover.post(request, transfers[:count], self._leader)
+            self._sample = part if measures else None
 
-    def _lost(self, lane: Lane) -> None:
-        if self._contest is not None:
-            self._contest.lost(lane.name)
-
-    def _ended(self, part: Part, well: bool) -> None:
-        """A leg shows what its lane can do."""
-        if self._leg is not part:
+    def _close_losers(self, benchmark: Benchmark) -> None:
+        """Closes what the rest of the load does not need, after the rest was posted: it is read
+        meanwhile. The last candidate stays, for warm transfers and failover."""
+        if self._waiting or not benchmark.choice:
             return
-        self._leg = None
-        if well and self._contest is not None:
-            self._contest.moved(part.lane.name, part.nbytes, part.seconds())
-            if not self._contest.next:
-                self._stand_down(self._contest.winner)
-
-    def _stand_down(self, winner: str) -> None:
-        """Those that were slower give back their threads, and rings that nobody else reads by."""
-        busy = {part.lane.name for part in self._dispatch.active()}
-        for name, lane in self._roster.lanes.items():
-            if name != winner and name not in busy:
-                lane.close()
-        kind = VRAM if winner == LAST else DRAM
-        ring.release_rings(kind, gpu.ordinal_of(self._device))
-
-    def yield_to_loads(self, request: AutoRequest, ahead: bool) -> None:
-        with self._lock:
-            request.yield_to_loads(ahead)
+        needed = {LAST, benchmark.choice, *(p.candidate.name for p in self._failover.active)}
+        for candidate in self._candidates:
+            if candidate.is_open and candidate.name not in needed:
+                candidate.close()
+                if benchmark.choice == LAST:
+                    ring.release_rings(VRAM, gpu.ordinal_of(self._device))
 
     def check(self, request: AutoRequest) -> Progress:
-        self._own()
-        with self._lock:
-            self._advance()
-            settled, request.settled = request.settled, []
-            failures, request.failures = request.failures, []
-            idle = min((part.idle_seconds for part in self._dispatch.active()), default=0.0)
-            finished = request.undone == 0 or request not in self._dispatch.requests
+        """Raises what the last candidate raised, where it could not be opened."""
+        with self._locked():
+            self._failover.check()
+            if self._benchmark is not None:
+                self._advance(self._benchmark)
+                self._close_losers(self._benchmark)
+            request.require_no_error()
+            settled, failures = request.news()
+            idle = min((part.idle_seconds for part in self._failover.active), default=0.0)
+            finished = request.undone == 0 or request not in self._failover.requests
             return Progress(settled, failures, finished, idle)
 
     def wait(self, request: AutoRequest, seconds: float, first: int = 0, last: int = -1) -> None:
-        self._own()
         last = last if last >= 0 else len(request.transfers) - 1
-        with self._lock:
-            spots = [(part, part.places(first, last)) for part in request.parts if not part.ended]
-            found = next(((part, at) for part, at in spots if at is not None), None)
-            if found is None and self._leg is not None:  # it is not its turn yet
-                found = self._leg, (0, len(self._leg.shares) - 1)
-            if found is not None:
-                part, (low, high) = found
-                backend = part.backend
-        if found is None:
-            super().wait(request, seconds)
+        with self._locked():
+            found = [(p, at) for p in request.active if (at := p.unsettled_range(first, last))]
+            if not found and self._sample is not None:  # its turn comes after the sample
+                found = [(self._sample, (0, len(self._sample.transfers) - 1))]
+        if found:
+            part, (low, high) = found[0]
+            part.candidate.backend.wait(part.request, seconds, low, high)
         else:
-            backend.wait(part.request, seconds, low, high)
+            super().wait(request, seconds)
+
+    def yield_to_loads(self, request: AutoRequest, ahead: bool) -> None:
+        with self._locked():
+            request.yield_to_loads(ahead)
 
     def release(self, request: AutoRequest) -> None:
         if self.pid != os.getpid():
             return
         with self._lock:
-            self._queue = deque(each for each in self._queue if each[0] is not request)
-            for part in request.parts:
-                part.lane.end(part)
-                if self._leg is part:
-                    self._leg = None
-            if request in self._dispatch.requests:
-                self._dispatch.requests.remove(request)
+            self._waiting = deque(each for each in self._waiting if each[0] is not request)
+            if self._sample in request.parts:
+                self._sample = None
+            for part in request.active:
+                part.end()
+            if request in self._failover.requests:
+                self._failover.requests.remove(request)
 
     def roads(self, request: AutoRequest) -> dict[str, int]:
         found: dict[str, int] = {}
         for part in request.parts:
-            for road, size in part.roads.items():
-                found[road] = found.get(road, 0) + size
+            for road, nbytes in part.roads.items():
+                found[road] = found.get(road, 0) + nbytes
         return found
 
     def close(self) -> None:
         if self.pid != os.getpid():
             return
         with self._lock:
-            for request in list(self._dispatch.requests):
+            for request in list(self._failover.requests):
                 self.release(request)
-            for lane in self._roster.lanes.values():
-                lane.close()
+            for candidate in self._candidates:
+                candidate.close()
 
-    def _own(self) -> None:
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         if self.pid != os.getpid():
             raise BackendUnavailable(
                 "this backend was opened before a fork: its threads and its device stayed in the"
                 " parent",
                 {"auto": "used after fork; start processes that load with 'spawn'"},
             )
+        with self._lock:
+            yield
 
 
 def _is_cold(transfer: Transfer, files: Sequence[Registration]) -> bool:
-    """Whether it comes from storage: what is read through the page cache says nothing of that."""
+    """Whether it comes from storage: a read through the page cache says nothing about that."""
     file = files[transfer.shard].what
     return transfer.road == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0
-
-
-def _first(shares: Sequence[Share], nbytes: int) -> int:
-    """How many shares bring so many bytes."""
-    held = 0
-    for count, share in enumerate(shares, start=1):
-        held += share.transfer.wanted
-        if held >= nbytes:
-            return count
-    return len(shares)

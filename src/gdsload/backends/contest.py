@@ -1,11 +1,16 @@
-"""Which of several lanes is the fastest to this device from this storage: measured on real ranges
-of a load, or known from an earlier one. It says who reads next, and adds up; it reads nothing.
+"""The benchmark of `auto`: which candidate reads the fastest from this storage to this device.
+
+    nothing cached ─► each candidate reads SAMPLE_BYTES of the load in turn ─► fastest, cached
+    cached ─────────► the cheapest for a load of this size, without measuring
+
+This is arithmetic over the tuning cache. It reads nothing: `auto` posts the samples.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gdsload import gpu, verdicts
 from gdsload.backends import cufile
@@ -14,107 +19,103 @@ from gdsload.mounts import mount_of
 from gdsload.version import __version__
 
 # Long enough that ramping up and draining are little of it, short enough that three of them fit
-# into the smallest model that gets here. Not measured on a GPU yet.
-LEG_BYTES = 256 << 20
-# Closer than this is no difference: then the order of the house holds.
+# into the smallest load that is measured. Not measured on a GPU yet.
+SAMPLE_BYTES = 256 << 20
+# A smaller difference than this is noise: then the order of preference decides.
 CLOSE_SHARE = 0.95
 
 
-class Contest:
-    """The lanes of one load, by name in the order of the house, and what is known of them."""
+class Benchmark:
+    """The comparison for one load. `choice` is the candidate that reads the rest, "" until it is
+    known, and `why` explains it. `rates` are bytes per second; 0.0 is a candidate that failed."""
 
-    def __init__(self, lanes: Sequence[str], path: str, device: str) -> None:
-        """`path` is a file that is about to be read, to `device`."""
-        self._left = list(lanes)  # to be measured
-        self._bytes: dict[str, int] = {}
-        self._seconds: dict[str, float] = {}
-        self._order = list(lanes)
-        self._failed: set[str] = set()
-        self._chosen, self._from_before = "", False
-        self._mount, self._device = storage_of(path), device_of(device)
-        self._versions = versions()
+    def __init__(
+        self, names: Sequence[str], path: str, device: str, nbytes: int, ready: Collection[str] = ()
+    ) -> None:
+        """`names` are candidates in the order of preference, `path` is a file that the load reads
+        and `nbytes` its size. `ready` candidates are open in this process already."""
+        self._names = names
+        self._bytes = dict.fromkeys(names, 0)
+        self._seconds = dict.fromkeys(names, 0.0)
+        self._fixed_seconds: dict[str, float] = {}
         self.rates: dict[str, float] = {}
-        self.why = ""
-        known = verdicts.verdict_on(self._mount, self._device, self._versions)
-        # What stands now and was not there to be measured then might be faster.
-        if known is not None and known.road in lanes and known.rates.keys() >= set(lanes):
-            # Its first leg still shows whether it is what it was.
-            self._left, self._chosen, self._from_before = [known.road], known.road, True
-            self.rates = {lane: rate for lane, rate in known.rates.items() if rate > 0}
-            day = time.strftime("%Y-%m-%d", time.localtime(known.at))
-            self.why = f"measured on {day}, kept in {verdicts.directory()}"
+        self.choice = self.why = ""
+        self._decide()
+        if self.choice:
+            return
+        mount, facts = mount_of(path), gpu.facts(gpu.ordinal_of(device))
+        # The same for all files on one storage, and for one GPU whatever its number is.
+        self._mount = mount.key if mount is not None else ""
+        self._device, self._versions = f"{facts.name} {facts.bus}", versions()
+        cached = verdicts.verdict_on(self._mount, self._device, self._versions)
+        # A candidate that could not be measured then might be faster.
+        if cached is not None and cached.rates.keys() >= set(names):
+            rates = {name: cached.rates[name] for name in names}
+            fixed = {name: s for name, s in cached.fixed_seconds.items() if name not in ready}
+            if choice := cheapest(rates, nbytes, fixed):
+                day = time.strftime("%Y-%m-%d", time.localtime(cached.at))
+                self.rates, self.choice = rates, choice
+                self.why = f"measured on {day}, kept in {verdicts.directory()}"
+                if (fastest := cheapest(rates)) != choice:
+                    self.why += f"; opening {fastest} would take longer than it saves"
 
     @property
-    def next(self) -> str:
-        """Whose turn it is; empty when it is decided."""
-        return self._left[0] if self._left else ""
+    def leader(self) -> str:
+        """The candidate that reads next: the one to measure, or the choice."""
+        return self.choice or next(name for name in self._names if name not in self.rates)
 
     @property
-    def wanted_bytes(self) -> int:
-        """What the next leg is long of."""
-        return LEG_BYTES - self._bytes.get(self.next, 0)
+    def missing_bytes(self) -> int:
+        """Bytes left to read in the sample of the leader; no limit when the choice is made."""
+        return sys.maxsize if self.choice else SAMPLE_BYTES - self._bytes[self.leader]
 
-    def moved(self, lane: str, nbytes: int, seconds: float) -> None:
-        """A leg ended well."""
-        self._bytes[lane] = self._bytes.get(lane, 0) + nbytes
-        self._seconds[lane] = self._seconds.get(lane, 0.0) + seconds
-        if self._bytes[lane] >= LEG_BYTES and lane in self._left:
-            self._left.remove(lane)
-            if self._seconds[lane] > 0:
-                self.rates[lane] = self._bytes[lane] / self._seconds[lane]
+    def add(self, name: str, nbytes: int, seconds: float, fixed_seconds: float) -> None:
+        """A candidate has read `nbytes` of its sample; opening it took `fixed_seconds`."""
+        self._bytes[name] += nbytes
+        self._seconds[name] += seconds
+        self._fixed_seconds[name] = fixed_seconds
+        if self._bytes[name] >= SAMPLE_BYTES:
+            self.rates[name] = self._bytes[name] / max(self._seconds[name], 1e-9)
             self._decide()
 
-    def lost(self, lane: str) -> None:
-        """It turned out not to work: also what was kept of it is forgotten."""
-        self._failed.add(lane)
-        if lane in self._order:
-            self._order.remove(lane)
-        if lane in self._left:
-            self._left.remove(lane)
-        if lane == self._chosen:
+    def drop(self, name: str) -> None:
+        """A candidate does not work after all. If it was the choice, its result is forgotten."""
+        self.rates[name] = 0.0
+        if name == self.choice:
             verdicts.drop(self._mount, self._device)
-            self._chosen, self.why = "", f"what was chosen first ({lane}) failed"
-            if self._from_before:
-                self.rates.clear()
-        self.rates.pop(lane, None)
+            self.choice = cheapest(self.rates) or next(n for n in self._names if n != name)
+            self.why = f"what was chosen first ({name}) failed"
         self._decide()
 
     def _decide(self) -> None:
-        if self._left or self._chosen:
+        """Chooses, once all are measured. All of them are open by then: rates alone decide."""
+        working = [name for name in self._names if self.rates.get(name) != 0.0]
+        if self.choice:
             return
-        measured = [lane for lane in self._order if lane in self.rates]
-        if self.why or len(measured) < 2:
-            return
-        rates = {**self.rates, **dict.fromkeys(self._failed, 0.0)}  # not tried again each time
-        kept = verdicts.Verdict(
-            self._mount, self._device, self.winner, rates, self._versions, time.time()
-        )
-        self._chosen, self.why = self.winner, "measured in this load"
-        why_not = verdicts.keep(kept) if self._mount else "the system does not say what it was"
-        if why_not:
-            self.why += f", and not kept: {why_not}"
-
-    @property
-    def winner(self) -> str:
-        """The fastest by what is known now; where nothing is, the first of the house."""
-        if self._chosen:
-            return self._chosen
-        measured = [lane for lane in self._order if lane in self.rates]
-        best = max((self.rates[lane] for lane in measured), default=0.0)
-        fast = [lane for lane in measured if self.rates[lane] >= CLOSE_SHARE * best]
-        return fast[0] if fast else self._order[0]
+        if len(working) == 1:
+            self.choice, self.why = working[0], "no other backend works"
+        elif self.rates.keys() >= set(self._names):
+            self.rates = {name: self.rates[name] for name in self._names}
+            self.choice, self.why = cheapest(self.rates), "measured in this load"
+            result = verdicts.Verdict(
+                self._mount, self._device, self.choice, self.rates, self._versions, time.time(),
+                self._fixed_seconds,
+            )  # fmt: skip
+            why_not = verdicts.keep(result) if self._mount else "the mount of the file is unknown"
+            self.why += f", and not kept: {why_not}" if why_not else ""
 
 
-def storage_of(path: str) -> str:
-    """What stays the same for files on the same storage; empty where nobody knows."""
-    mount = mount_of(path)
-    return mount.key if mount is not None else ""
+def cheapest(
+    rates: Mapping[str, float], nbytes: int = 1, fixed_seconds: Mapping[str, float] | None = None
+) -> str:
+    """The candidate that reads `nbytes` in the least time, opening included; "" if there is none.
 
-
-def device_of(device: str) -> str:
-    """What stays the same for the same device, whatever its number is in this process."""
-    found = gpu.facts(gpu.ordinal_of(device))
-    return f"{found.name} {found.bus}"
+    Of those that take about as long the first is taken. Without `fixed_seconds` it is the fastest.
+    """
+    fixed = fixed_seconds or {}
+    seconds = {name: nbytes / rate + fixed.get(name, 0.0) for name, rate in rates.items() if rate}
+    best = min(seconds.values(), default=0.0)
+    return next((name for name, took in seconds.items() if took * CLOSE_SHARE <= best), "")
 
 
 def versions() -> Mapping[str, str]:

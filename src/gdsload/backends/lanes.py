@@ -1,132 +1,110 @@
-"""One road among several that a load may take: a backend that is opened when it is first needed,
-and the parts of the load that it has under way, cut to what one of its requests may be.
+"""The backends that `auto` chooses between, and what each of them has under way.
 
-Which lane a range takes, and what becomes of one that failed, is decided in `auto`.
+A `Candidate` opens its backend when it is first used. A `Part` is one request of that backend, for
+some transfers of a request of `auto`. Which candidate reads what is not decided here.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
-from gdsload.backends.base import NO_FILE, Backend, OpenFile, Progress, Registration
-from gdsload.errors import BackendUnavailable, CuFileError
+from gdsload.backends import registry
+from gdsload.backends.base import NO_FILE, Backend, Progress, Registration
+from gdsload.errors import BackendUnavailable
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Transfer
 
-
-class Share(NamedTuple):
-    """A transfer, or a cut of one, and the place in its request of the transfer that it is of."""
-
-    origin: int
-    transfer: Transfer
+LAST = "posix"  # it needs nothing but CUDA
+ORDER = ("gds_mt", LAST, "gds")  # of preference, where they are equally fast
+_NEXT = {"gds": "gds_mt", "gds_mt": LAST}  # where a failed transfer is read again
 
 
 class Part:
-    """Shares that a lane has under way."""
+    """Transfers that a candidate has under way. Their `tag` is the place in the request of `auto`
+    of the transfer that they are, or were cut from."""
 
-    def __init__(self, lane: Lane, backend: Backend, shares: Sequence[Share], request: Any) -> None:
-        """`backend` is the lane's, which made the request."""
-        self.lane, self.backend, self.shares, self.request = lane, backend, shares, request
-        self.origins = [share.origin for share in shares]
-        self.settled = bytearray(len(shares))
-        self.posted_at = self.ended_at = time.monotonic()
+    def __init__(
+        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any,
+        memory: Sequence[Registration],
+    ) -> None:  # fmt: skip
+        self.candidate, self.transfers, self.request = candidate, transfers, request
+        self.ended, self.failures, self.idle_seconds = False, 0, 0.0
         self.roads: dict[str, int] = {}  # when it has ended
-        self.idle_seconds = 0.0
-        self.ended = False
-        self.memory: list[Registration] = []
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        return [share.transfer for share in self.shares]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.transfer.wanted for share in self.shares)
-
-    def unsettled(self) -> list[Share]:
-        return [share for share, here in zip(self.shares, self.settled, strict=True) if not here]
-
-    def places(self, first: int, last: int) -> tuple[int, int] | None:
-        """Where the shares of these transfers stand, if one of them has not settled."""
-        low, high = bisect_left(self.origins, first), bisect_right(self.origins, last)
-        low = self.settled.find(0, low, high)
-        return (low, high - 1) if low >= 0 else None
+        self._memory = memory
+        self._places = [transfer.tag for transfer in transfers]
+        self._settled = bytearray(len(transfers))
+        self._posted_at = self._ended_at = time.monotonic()
 
     def check(self) -> Progress:
-        progress: Progress = self.backend.check(self.request)
+        progress = self.candidate.backend.check(self.request)
         for place in progress.settled:
-            self.settled[place] = 1
+            self._settled[place] = 1
+        self.failures += len(progress.failures)
         self.idle_seconds = progress.idle_seconds
         return progress
+
+    def unsettled(self) -> list[Transfer]:
+        return [t for t, done in zip(self.transfers, self._settled, strict=True) if not done]
+
+    def unsettled_range(self, first: int, last: int) -> tuple[int, int] | None:
+        """Its own range of transfers for a range of the request's; None if all have settled."""
+        low, high = bisect_left(self._places, first), bisect_right(self._places, last)
+        low = self._settled.find(0, low, high)
+        return (low, high - 1) if low >= 0 else None
 
     def seconds(self) -> float:
         """From its first read to its last byte in place."""
         native = getattr(self.request, "native", None)
         times = [(posted, done) for posted, done, _ in native.trace() if done] if native else []
         if not times:
-            return self.ended_at - self.posted_at
+            return self._ended_at - self._posted_at
         return float(max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
 
+    def end(self) -> None:
+        """Ends it, settled or not: nothing is written to its memory any more."""
+        backend = self.candidate.backend
+        self.ended, self._ended_at = True, time.monotonic()
+        backend.release(self.request)
+        self.roads = backend.roads(self.request)
+        for registration in self._memory:
+            backend.deregister(registration)
 
-class Lane:
-    """A backend and what it knows of a load. `out` says why it is not taken any more."""
+
+class Candidate:
+    """A backend that a load may use. `left` says why it is not used any more."""
 
     def __init__(self, kind: type[Backend], options: Mapping[str, Any]) -> None:
         self.name = kind.name
-        self.out = ""
-        self.failed = 0
-        self.first_failure = ""
-        self._kind, self._options = kind, dict(options)
-        self._backend: Backend | None = None
-        self._last: Backend | None = None  # also when it is closed
-        self._files: dict[int, Registration | None] = {}  # None: it does not take this file
+        self.left = self.first_failure = ""
+        self.failures = 0
+        self.read_bytes = self.compat_bytes = 0  # of parts that have ended
+        self.fixed_seconds = -1.0  # what opening it took; -1: it was never opened
+        self._kind, self._options = kind, options
+        self._files: dict[int, Registration] = {}
 
-    def open(self) -> Backend:
-        """The backend, made by the first call. Raises BackendUnavailable, and TypeError or
-        ValueError for options that cannot be."""
-        if self._backend is None:
-            self._backend = self._last = self._kind(**self._options)
-        return self._backend
+    @cached_property
+    def backend(self) -> Backend:
+        """Made once. Raises BackendUnavailable, and TypeError or ValueError for its options."""
+        return self._kind(**self._options)
 
-    def describe(self) -> Backend:
-        """The backend, for reports: after `close` the closed one."""
-        return self._last or self.open()
+    def post(
+        self, transfers: Sequence[Transfer], files: Sequence[Registration],
+        memory: Sequence[Registration], device: str, stream: int | None = None,
+    ) -> Part:  # fmt: skip
+        """Posts transfers, cut to the backend's largest request. Their copies come after what the
+        device has to do on `stream`, if there is one.
 
-    @property
-    def refusals(self) -> dict[str, str]:
-        return dict(getattr(self._last, "refusals", {}))
-
-    def start(
-        self,
-        shares: Iterable[Share],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
-        device: str,
-        stream: int | None = None,
-    ) -> tuple[Part | None, list[Share]]:
-        """Posts shares: the part that they make up, and those of files that it does not take. They
-        are copied when the device has done what it was given on `stream`, where there is one.
-
-        Raises what a backend raises that cannot be opened, or finds no room for its ring.
+        Raises BackendUnavailable, CuFileError for a file that the backend does not take,
+        PlacementError without room for its ring.
         """
-        backend, refused = self.open(), []
-        known = [NO_FILE] * len(files)
-        taken: list[Share] = []
-        for share in shares:
-            number = share.transfer.shard
-            if known[number] is NO_FILE:
-                found = self._file(files[number])
-                if found is None:
-                    refused.append(share)
-                    continue
-                known[number] = found
-            taken.append(share)
-        if not taken:
-            return None, refused
+        started, backend = time.monotonic(), self.backend
+        needed = {transfer.shard for transfer in transfers}
+        known = [self._file(f) if n in needed else NO_FILE for n, f in enumerate(files)]
         limit = backend.limits(device).max_request
-        cuts = [cut for share in taken for cut in cut_to(share, limit)]
+        cuts = [cut for transfer in transfers for cut in cut_to(transfer, limit)]
         if stream is not None and not backend.follow(device, stream):
             why = f"{device} takes no order between its streams"
             raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
@@ -135,9 +113,10 @@ class Lane:
         try:
             for entry in memory:
                 registered.append(backend.register(entry.what))
-            request = backend.prepare([cut.transfer for cut in cuts], known, registered)
-            part = Part(self, backend, cuts, request)
-            part.memory = registered
+            request = backend.prepare(cuts, known, registered)
+            if self.fixed_seconds < 0:
+                self.fixed_seconds = time.monotonic() - started
+            part = Part(self, cuts, request, registered)
             backend.post(request)
         except BaseException:
             if request is not None:
@@ -145,72 +124,105 @@ class Lane:
             for registration in registered:
                 backend.deregister(registration)
             raise
-        return part, refused
+        return part
 
-    def _file(self, registration: Registration) -> Registration | None:
-        file, number = registration.what, registration.handle
+    def _file(self, registration: Registration) -> Registration:
+        number = registration.handle
         if number not in self._files:
-            try:
-                self._files[number] = self.open().register(file)
-            except CuFileError as error:
-                self._files[number] = None
-                self.first_failure = self.first_failure or str(error)
+            self._files[number] = self.backend.register(registration.what)
         return self._files[number]
-
-    def end(self, part: Part) -> None:
-        """Ends a part, settled or not: nothing is written to its memory any more."""
-        if part.ended:
-            return
-        part.ended, part.ended_at = True, time.monotonic()
-        part.backend.release(part.request)
-        part.roads = part.backend.roads(part.request)
-        for registration in part.memory:
-            part.backend.deregister(registration)
 
     def forget(self, number: int) -> None:
         """A file is about to be closed."""
-        known = self._files.pop(number, None)
-        if known is not None and self._backend is not None:
-            self._backend.deregister(known)
+        if number in self._files:
+            self.backend.deregister(self._files.pop(number))
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._files)
 
     def close(self) -> None:
-        """Gives back what the backend holds; the next use makes another."""
-        backend, self._backend = self._backend, None
-        files, self._files = list(self._files.values()), {}
-        if backend is not None:
-            for registration in files:
-                if registration is not None:
-                    backend.deregister(registration)
-            backend.close()
+        """Gives back what the backend holds; the next use opens it again."""
+        for number in list(self._files):
+            self.forget(number)
+        if "backend" in self.__dict__:
+            self.backend.close()
 
 
-def cut_to(share: Share, limit: int) -> list[Share]:
-    """A share in parts of `limit` bytes at most, each on the blocks that it was aligned to."""
-    whole = share.transfer
+class Candidates:
+    """The candidates for one device."""
+
+    def __init__(self, device: str, options: Mapping[str, Any]) -> None:
+        """`options` are for those candidates that have them.
+
+        Raises TypeError for an option that none has, ValueError for ``allow_compat``.
+        """
+        if options.get("allow_compat"):
+            raise ValueError(
+                "allow_compat=True: 'auto' never takes cuFile's compatibility mode; ask for"
+                " backend='gds_mt' or 'gds' by name"
+            )
+        self._device, self._options = device, options
+        self._unprobed = [name for name in ORDER if name != LAST]
+        self._refusals: dict[str, str] = {}
+        self._known = {LAST: Candidate(registry.built_in(LAST), self._options_of(LAST))}
+        unknown = options.keys() - {key for name in ORDER for key in self._options_of(name)}
+        if unknown:
+            registry.built_in(LAST)(**{key: options[key] for key in unknown})
+
+    def _options_of(self, name: str) -> dict[str, Any]:
+        known = {option.name for option in registry.built_in(name).options()}
+        return {key: value for key, value in self._options.items() if key in known}
+
+    def probe(self) -> None:
+        """Asks the backends besides the last one whether they work here, once. None is opened."""
+        names, self._unprobed = self._unprobed, []
+        for name in names:
+            options = self._options_of(name)
+            if foreign := self._options.keys() - options.keys():
+                self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
+                continue
+            found, refusals = registry.usable([name], self._device)
+            self._refusals.update(refusals)
+            self._known.update({kind.name: Candidate(kind, options) for kind in found})
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """All that were found to work, in the order of preference."""
+        return iter([self._known[name] for name in ORDER if name in self._known])
+
+    def __getitem__(self, name: str) -> Candidate:
+        """The candidate of that name, or the next one that works."""
+        while name != LAST and (name not in self._known or self._known[name].left):
+            name = _NEXT[name]
+        return self._known[name]
+
+    def after(self, candidate: Candidate) -> Candidate:
+        """Where transfers that failed on this one are read again."""
+        return self[_NEXT[candidate.name]]
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Why others are not among them, or were left, and what those that are do without."""
+        found = dict(self._refusals)
+        for each in self:
+            if each.failures:
+                found[f"{each.name}/ranges"] = f"{each.failures} failed, first {each.first_failure}"
+            if each.left:
+                found[each.name] = each.left
+            found.update(getattr(each.__dict__.get("backend"), "refusals", {}))
+        return found
+
+
+def cut_to(whole: Transfer, limit: int) -> list[Transfer]:
+    """A transfer in parts of `limit` bytes at most, each on the blocks that it was aligned to."""
     if whole.length <= limit:
-        return [share]
+        return [whole]
+    _, offset, length, wanted, _, target_offset, _, _ = whole
     step = max(limit // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES)
     return [
-        Share(
-            share.origin,
-            whole._replace(
-                offset=whole.offset + at,
-                length=min(step, whole.length - at),
-                wanted=min(step, whole.wanted - at),
-                target_offset=whole.target_offset + at,
-            ),
+        whole._replace(
+            offset=offset + at, length=min(step, length - at), wanted=min(step, wanted - at),
+            target_offset=target_offset + at,
         )
-        for at in range(0, whole.wanted, step)
-    ]
-
-
-def refusal(error: BaseException) -> str:
-    """Why a lane cannot be taken, from what it raised."""
-    if isinstance(error, BackendUnavailable) and error.reasons:
-        return "; ".join(dict.fromkeys(error.reasons.values()))
-    return str(error)
-
-
-def path_of(registration: Registration) -> str:
-    file = registration.what
-    return file.path if isinstance(file, OpenFile) else ""
+        for at in range(0, wanted, step)
+    ]  # fmt: skip

@@ -1,208 +1,210 @@
-"""Ranges on their way over lanes: what is posted, what has landed, and what failed on one lane and
-goes by the next. What has landed stays, and is not read again.
+"""Failover inside `auto`: what fails on one candidate is read once more by the next one in order.
 
-A lane that fails too often, or is silent, is left: what it has under way goes on by the next one.
+A candidate that fails too often, is silent, or turns out to use cuFile's compatibility mode is
+left, and what it has under way goes on by the next one. What has been read is not read again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gdsload.backends import cufile
-from gdsload.backends.base import Failure, Progress, Registration
-from gdsload.backends.lanes import Lane, Part, Share, path_of, refusal
-from gdsload.backends.roster import LAST, Roster
+from gdsload.backends.base import Failure, OpenFile, Progress, Registration
+from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.plan import Transfer
 
-# A lane that failed this many ranges is left, with all that it has under way.
+# A candidate on which this many transfers failed is left.
 MOST_FAILURES = 3
-# A lane from which no byte has come for so long is left too: before the load gives up (60 s), and
-# no sooner than cuFile's own events are given up.
+# So is one from which no byte has come for so long: before the load gives up (60 s), and no sooner
+# than cuFile's own events are given up.
 SILENT_SECONDS = 35.0
-_COMPAT = ("posix", cufile.COMPAT)  # cuFile's names for what is no native way
+# cuFile reads the ragged end of a file, and what is not aligned, by POSIX in native mode too. More
+# than both of these, over all of a load, is compatibility mode.
+MOST_COMPAT_BYTES = 64 << 20
+MOST_COMPAT_SHARE = 0.05
+_COMPAT = ("posix", cufile.COMPAT)  # cuFile's names for what is not native
 
 
 class AutoRequest:
-    """Transfers on their way, whichever way: what is left of each, and the parts they became."""
+    """Transfers on their way by one or more candidates, and what is left of each.
+
+    `stream` is the CUstream that copies of all its parts come after, whenever they are posted.
+    `error` is final: nobody could take what was left.
+    """
 
     def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
-        stream: int | None = None,
-    ) -> None:
-        """`stream` is the one that its copies come after, whichever lane makes them."""
-        self.transfers = transfers
-        self.stream = stream
-        self.files, self.memory = files, memory
-        self.parts: list[Part] = []
+        self, transfers: Sequence[Transfer], files: Sequence[Registration],
+        memory: Sequence[Registration], stream: int | None,
+    ) -> None:  # fmt: skip
+        self.transfers = [each._replace(tag=place) for place, each in enumerate(transfers)]
+        self.files, self.memory, self.stream = files, memory, stream
         self._ahead = False
-        self.clear()
+        self.parts: list[Part] = []
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """As it is before it is posted."""
-        self.left = [1] * len(self.transfers)  # shares of each that have not settled
         self.undone = len(self.transfers)
-        self.settled: list[int] = []  # that nobody was told of
-        self.failures: list[Failure] = []
+        self.error: Exception | None = None
+        self._left_bytes = [transfer.wanted for transfer in self.transfers]
+        self._settled: list[int] = []  # not reported yet
+        self._failures: list[Failure] = []
         self._failed: dict[int, Failure] = {}
         self.parts.clear()
 
-    def landed(self, origin: int, failure: Failure | None) -> None:
-        """One share of a transfer has settled."""
-        if failure is not None:
-            self._failed.setdefault(origin, failure)
-        self.left[origin] -= 1
-        if self.left[origin] == 0:
-            self.undone -= 1
-            self.settled.append(origin)
-            if origin in self._failed:
-                self.failures.append(self._failed[origin])
+    @property
+    def active(self) -> list[Part]:
+        return [part for part in self.parts if not part.ended]
 
-    def take(self, part: Part, sent: Sequence[Share]) -> None:
-        """A part is under way in place of the shares that were sent."""
-        for origin in part.origins:
-            self.left[origin] += 1
-        for share in sent:
-            self.left[share.origin] -= 1
+    def settle(self, transfer: Transfer, failure: Failure | None) -> None:
+        """A transfer, or a cut of one, has arrived or finally failed."""
+        place = transfer.tag
+        if failure is not None:
+            before = transfer.offset - self.transfers[place].offset
+            found = failure._replace(transfer=place, got=before + failure.got)
+            self._failed.setdefault(place, found)
+        self._left_bytes[place] -= transfer.wanted
+        if self._left_bytes[place] == 0:
+            self.undone -= 1
+            self._settled.append(place)
+            self._failures += [self._failed[place]] if place in self._failed else []
+
+    def require_no_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def news(self) -> tuple[list[int], list[Failure]]:
+        """What has settled since it was last asked, and what of that failed."""
+        settled, self._settled = self._settled, []
+        failures, self._failures = self._failures, []
+        return settled, failures
+
+    def add(self, part: Part) -> None:
         self.parts.append(part)
         if self._ahead:
-            part.backend.yield_to_loads(part.request, True)
+            part.candidate.backend.yield_to_loads(part.request, True)
 
     def yield_to_loads(self, ahead: bool) -> None:
-        """Whether it yields to loads that somebody waits for, with all that it has become."""
+        """Whether it yields to loads that somebody waits for; holds for later parts too."""
         self._ahead = ahead
-        for part in self.parts:
-            if not part.ended:
-                part.backend.yield_to_loads(part.request, ahead)
+        for part in self.active:
+            part.candidate.backend.yield_to_loads(part.request, ahead)
 
 
-class Dispatch:
-    """The requests of one load, over the lanes of a roster."""
+class Failover:
+    """The requests of one load on their candidates. `rerouted` counts bytes by "from -> to"."""
 
-    def __init__(
-        self,
-        device: str,
-        roster: Roster,
-        lost: Callable[[Lane], None],
-        ended: Callable[[Part, bool], None],
-    ) -> None:
-        """`lost` is told of a lane that is left, `ended` of a part and whether it ended well."""
+    def __init__(self, device: str, candidates: Candidates) -> None:
         self.requests: list[AutoRequest] = []
-        self.rerouted: dict[str, int] = {}  # "from -> to": bytes
-        self._device, self._roster = device, roster
-        self._lost, self._ended = lost, ended
+        self.rerouted: dict[str, int] = {}
+        self._device, self._candidates = device, candidates
 
+    @property
     def active(self) -> list[Part]:
-        return [part for each in self.requests for part in each.parts if not part.ended]
+        return [part for request in self.requests for part in request.active]
 
-    def send(self, request: AutoRequest, shares: Sequence[Share], lane: Lane) -> None:
-        """Posts shares on a lane, or on the next where it cannot take them.
-
-        Raises what the last lane raises.
-        """
-        left = sorted(shares)
-        while left:
-            lane = self._roster.lane(lane.name)
+    def post(
+        self, request: AutoRequest, transfers: Sequence[Transfer], candidate: Candidate
+    ) -> Part | None:
+        """Posts transfers on a candidate, or on the next one where it cannot be opened. None if
+        the last one cannot either: the error is the request's then."""
+        while True:
             try:
-                part, refused = lane.start(
-                    left, request.files, request.memory, self._device, request.stream
+                part = candidate.post(
+                    transfers, request.files, request.memory, self._device, request.stream
                 )
             except (BackendUnavailable, PlacementError, OSError) as error:
-                if lane.name == LAST:
-                    raise
-                self.leave(lane, refusal(error))
-                continue
-            if part is not None:
-                gone = set(refused)
-                request.take(part, [share for share in left if share not in gone])
-            if refused:
-                self._roster.note(lane, "files", lane.first_failure)
-                if part is None:
-                    self.leave(lane, lane.first_failure)
-                lane = self._roster.after(lane)
-            left = refused
+                if candidate.name == LAST:
+                    request.error = error
+                    return None
+                self._leave(candidate, _refusal(error))
+                candidate = self._candidates.after(candidate)
+            else:
+                request.add(part)
+                return part
 
-    def look(self) -> None:
-        """Notes what has become of everything under way, and moves on what failed."""
-        for request in list(self.requests):
-            for part in list(request.parts):
-                if not part.ended:
-                    self._look(request, part)
+    def check(self) -> None:
+        """Notes what has become of everything under way, and reads again what failed."""
+        for request in self.requests:
+            for part in request.active:
+                if not part.ended:  # by what another part has led to
+                    self._check(request, part)
+        for candidate in self._candidates:
+            if why := self._reason_to_leave(candidate):
+                self._leave(candidate, why)
 
-    def _look(self, request: AutoRequest, part: Part) -> None:
-        lane, progress = part.lane, part.check()
-        again = self._absorb(request, part, progress)
+    def _check(self, request: AutoRequest, part: Part) -> None:
+        progress = part.check()
+        again = self._settle(request, part, progress)
         if progress.finished:
-            lane.end(part)
-            if by_compat := _compat_bytes(part):
-                self.leave(lane, f"cuFile took its compatibility mode for {by_compat:,} bytes")
-            self._ended(part, not again and not progress.failures and not by_compat)
-        self._again(request, lane, again)
-        if lane.name == LAST:
-            return
-        if lane.failed >= MOST_FAILURES:
-            self.leave(lane, f"{lane.failed} ranges failed, first {lane.first_failure}")
-        elif not part.ended:
-            # Parts of one lane wait for each other: the one that moves speaks for all.
-            idle = min(each.idle_seconds for each in self.active() if each.lane is lane)
-            if idle > SILENT_SECONDS:
-                self.leave(lane, f"no byte has come for {idle:.0f} s")
+            part.end()
+            for road, nbytes in part.roads.items():
+                part.candidate.read_bytes += nbytes
+                if road.rpartition("/")[2] in _COMPAT:
+                    part.candidate.compat_bytes += nbytes
+        self._read_again(request, part.candidate, again)
 
-    def _absorb(self, request: AutoRequest, part: Part, progress: Progress) -> list[Share]:
-        """Notes what has settled: the shares that are to be tried on another lane."""
-        bad = {failure.transfer: failure for failure in progress.failures}
-        again: list[Share] = []
+    def _settle(self, request: AutoRequest, part: Part, progress: Progress) -> list[Transfer]:
+        """Notes what has settled; returns what another candidate may still be able to read."""
+        candidate, again = part.candidate, list[Transfer]()
+        failures = {failure.transfer: failure for failure in progress.failures}
         for place in progress.settled:
-            share, failure = part.shares[place], bad.get(place)
-            if failure is not None:
-                if part.lane.name != LAST and not failure.hopeless:
-                    again.append(share)
-                    self._blame(request, part.lane, share, failure)
-                    continue
-                before = share.transfer.offset - request.transfers[share.origin].offset
-                failure = failure._replace(transfer=share.origin, got=before + failure.got)
-            request.landed(share.origin, failure)
+            transfer, failure = part.transfers[place], failures.get(place)
+            if failure is None or failure.hopeless or candidate.name == LAST:
+                request.settle(transfer, failure)
+                continue
+            again.append(transfer)
+            candidate.failures += 1
+            if not candidate.first_failure:
+                path = path_of(request.files[transfer.shard])
+                why = failure.text or os.strerror(failure.errno)
+                candidate.first_failure = f"{path} at {transfer.offset}: {why}"
         return again
 
-    def _blame(self, request: AutoRequest, lane: Lane, share: Share, failure: Failure) -> None:
-        lane.failed += 1
-        if not lane.first_failure:
-            path = path_of(request.files[share.transfer.shard])
-            why = failure.text or os.strerror(failure.errno)
-            lane.first_failure = f"{path} at {share.transfer.offset}: {why}"
-        self._roster.note(lane, "ranges", f"{lane.failed} failed, first {lane.first_failure}")
-
-    def _again(self, request: AutoRequest, lane: Lane, shares: Sequence[Share]) -> None:
-        """Tries ranges on the next lane."""
-        if not shares:
+    def _read_again(
+        self, request: AutoRequest, candidate: Candidate, transfers: list[Transfer]
+    ) -> None:
+        if not transfers:
             return
-        to = self._roster.after(lane)
-        way = f"{lane.name} -> {to.name}"
-        moved = sum(share.transfer.wanted for share in shares)
-        self.rerouted[way] = self.rerouted.get(way, 0) + moved
-        self.send(request, shares, to)
+        to = self._candidates.after(candidate)
+        way = f"{candidate.name} -> {to.name}"
+        self.rerouted[way] = self.rerouted.get(way, 0) + sum(t.wanted for t in transfers)
+        self.post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
 
-    def leave(self, lane: Lane, why: str) -> None:
-        """Takes a lane no more; what it has under way goes on by the next."""
-        if lane.out:
-            return
-        self._roster.leave(lane, why)
-        self._lost(lane)
-        for request in list(self.requests):
-            for part in list(request.parts):
-                if part.lane is lane and not part.ended:
-                    failed = self._absorb(request, part, part.check())
-                    lane.end(part)
-                    self._ended(part, False)
-                    self._again(request, lane, failed + part.unsettled())
+    def _reason_to_leave(self, candidate: Candidate) -> str:
+        """Why a candidate should not go on; "" if it should."""
+        if candidate.name == LAST or candidate.left:
+            return ""
+        compat, total = candidate.compat_bytes, candidate.read_bytes
+        if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:
+            return f"cuFile took its compatibility mode for {compat:,} of {total:,} bytes"
+        if candidate.failures >= MOST_FAILURES:
+            return f"{candidate.failures} ranges failed, first {candidate.first_failure}"
+        # Its parts wait for each other: progress of any of them proves that it is alive.
+        mine = [part.idle_seconds for part in self.active if part.candidate is candidate]
+        idle = min(mine, default=0.0)
+        return f"no byte has come for {idle:.0f} s" if idle > SILENT_SECONDS else ""
+
+    def _leave(self, candidate: Candidate, why: str) -> None:
+        """Uses a candidate no more; what it has under way goes on by the next one."""
+        candidate.left = why
+        for request in self.requests:
+            for part in request.active:
+                if part.candidate is candidate:
+                    failed = self._settle(request, part, part.check())
+                    part.end()
+                    self._read_again(request, candidate, failed + part.unsettled())
 
 
-def _compat_bytes(part: Part) -> int:
-    """What cuFile read by way of the host, though nobody allowed it to."""
-    if part.lane.name == LAST:
-        return 0
-    return sum(size for road, size in part.roads.items() if road.rpartition("/")[2] in _COMPAT)
+def _refusal(error: BaseException) -> str:
+    """Why a candidate cannot be used, from what it raised."""
+    if isinstance(error, BackendUnavailable) and error.reasons:
+        return "; ".join(dict.fromkeys(error.reasons.values()))
+    return str(error)
+
+
+def path_of(registration: Registration) -> str:
+    file = registration.what
+    return file.path if isinstance(file, OpenFile) else ""
