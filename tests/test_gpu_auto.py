@@ -15,7 +15,7 @@ import gdsload
 import gpudoubles
 from contract import BLOCK, BackendContract
 from gdsload import ring, verdicts, vram
-from gdsload.backends import VRAM, Memory, OpenFile, contest
+from gdsload.backends import VRAM, Memory, OpenFile, contest, retry
 from gdsload.backends.auto import AutoBackend
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
@@ -157,14 +157,29 @@ def test_legs_go_on_from_request_to_request(
 
 
 def test_compatibility_mode_that_shows_itself_late_is_left(
-    doubles: Doubles, checkpoint: Path
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile says that it is native, and its own counters say otherwise."""
+    monkeypatch.setattr(retry, "MOST_COMPAT_BYTES", 128 << 10)
     doubles.fault("cuFileRead", STRANGE, times=-1)
     report = load(checkpoint)
     assert report.backend != "gds_mt"
     assert "compatibility mode for" in report.refusals["gds_mt"]
     assert report.roads["gds_mt/posix"] <= contest.SAMPLE_BYTES
+
+
+@pytest.mark.parametrize(("most_bytes", "reads"), [(0, 1), (256 << 10, 4)])
+def test_a_few_reads_by_posix_do_not_condemn_cufile(
+    most_bytes: int, reads: int, doubles: Doubles, checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A small share, as of the ends of files; or a large share of little."""
+    monkeypatch.setattr(retry, "MOST_COMPAT_BYTES", most_bytes)
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    doubles.fault("cuFileRead", STRANGE, skip=10 if reads == 1 else 0, times=reads)
+    report = load(checkpoint)
+    assert report.backend == "gds_mt" and "gds_mt" not in report.refusals
+    assert 0 < report.roads["gds_mt/posix"] <= reads * (64 << 10)
 
 
 def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:
@@ -240,7 +255,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def test_every_road_copies_after_the_stream_of_its_caller(
     stream: Stream, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that is opened in the middle; while roads are measured, the caller waits."""
+    """Also one that is opened in the middle, and while roads are measured."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
     told: set[tuple[str, int]] = set()
     answers: list[bool] = []
@@ -259,7 +274,7 @@ def test_every_road_copies_after_the_stream_of_its_caller(
     for _ in gdsload.stream(checkpoint, "cuda:0", cache="direct", options=SMALL, window_bytes=MIB):
         pass
     assert told == {("gds_mt", 1), ("posix", 1), ("gds", 1)}
-    assert answers[0] and stream.waited == answers.count(False)
+    assert all(answers) and stream.waited == 0
     told.clear()
     load(checkpoint, cache="buffered")
     assert told == {("posix", 1)} and answers[-1]

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gdsload
-from contract import BLOCK, SIZE
+from contract import BLOCK, SIZE, bytes_of
 from gdsload import gpu, ring, verdicts, vram
-from gdsload.backends import VRAM, Memory, OpenFile, retry, staged
+from gdsload.backends import VRAM, Memory, OpenFile, Registration, retry, staged
 from gdsload.backends.auto import AutoBackend
 from gdsload.backends.base import Failure
+from gdsload.backends.lanes import Candidate
 from gdsload.backends.posix import PosixBackend
+from gdsload.backends.staged import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gdsload.plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
+from gpuloads import PATIENCE_SECONDS, Load
 from test_gpu_contract import DeviceMemory
 
 
 @pytest.fixture
 def doubles(measuring: Doubles) -> Doubles:
     return measuring
+
+
+@contextmanager
+def direct(file: OpenFile) -> Iterator[OpenFile]:
+    """The file with a descriptor for direct I/O: its reads are cold."""
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"{file.path} takes no O_DIRECT: {error.strerror}")
+    yield file._replace(direct_fd=fd)
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +225,113 @@ def test_the_last_road_fails_too(
     doubles.fault("cuFileRead", NEGATIVE, 5008, skip=6, times=-1)
     with pytest.raises(ReadError, match=r"model-\d.*Input/output error \(tensor '\d.a'\)"):
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
+
+
+def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    """Each check raises the same error; wait and release return, and other requests can be made."""
+    doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
+    doubles.fault("cuMemHostRegister_v2", CODE, 801)
+    doubles.fault("cuMemHostAlloc", CODE, 2)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        request = Load(backend, opened, road="direct").request
+        errors = []
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(errors) < 2:
+            assert time.monotonic() < deadline
+            try:
+                backend.check(request)
+                backend.wait(request, 0.05)
+            except PlacementError as error:
+                errors.append(error)
+        assert errors[0] is errors[1] and "no staging ring" in str(errors[0])
+        backend.wait(request, 0.05)
+        backend.release(request)
+        with pytest.raises(PlacementError):
+            backend.check(request)
+        backend.release(request)
+        again = Load(backend, opened, road="direct")
+        assert again.finish() == {} and again.bytes() == bytes_of(0)
+        backend.release(again.request)
+
+
+def test_parts_follow_the_stream_of_their_own_request(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was followed since, by this thread or by another: also those read again."""
+    followed: dict[str, int] = {}
+    prepared: list[tuple[str, int, int]] = []  # backend, stream, address
+    real_follow, real_prepare = StagedRoad.follow, StagedRoad.prepare
+
+    def follow(self: StagedRoad, stream: int) -> bool:
+        followed[self.name] = stream
+        return real_follow(self, 0)
+
+    def prepare(self: StagedRoad, transfers: Any, files: Any, memory: Any) -> Any:
+        prepared.append((self.name, followed[self.name], memory[0].what.address))
+        return real_prepare(self, transfers, files, memory)
+
+    monkeypatch.setattr(StagedRoad, "follow", follow)
+    monkeypatch.setattr(StagedRoad, "prepare", prepare)
+    doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        loads = []
+        for stream in (11, 12):
+            backend.follow("cuda:0", stream)
+            other = threading.Thread(target=backend.follow, args=("cuda:0", 99))
+            other.start()
+            other.join()
+            loads.append(Load(backend, opened, road="direct"))
+        for load in loads:
+            assert load.finish() == {} and load.bytes() == bytes_of(0)
+            backend.release(load.request)
+    stream_of = {load.memory.address: 11 + number for number, load in enumerate(loads)}
+    assert {name for name, _, _ in prepared} >= {"gds_mt", "posix"}
+    assert [stream for _, stream, _ in prepared] == [stream_of[where] for *_, where in prepared]
+
+
+class Refusing(PosixBackend):
+    """Fails in one step, and counts what it has given out."""
+
+    step = ""
+    registered = prepared = 0
+
+    def register(self, what: Any) -> Registration:
+        if self.step == "register" and isinstance(what, Memory):
+            raise KeyboardInterrupt
+        self.registered += 1
+        return Registration(what, (0, 1))
+
+    def deregister(self, registration: Registration) -> None:
+        self.registered -= 1
+
+    def prepare(self, *_: Any) -> Any:
+        if self.step == "prepare":
+            raise KeyboardInterrupt
+        self.prepared += 1
+        return object()
+
+    def release(self, request: Any) -> None:
+        self.prepared -= 1
+
+    def post(self, request: Any) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["register", "prepare", "post"])
+def test_candidate_that_cannot_post_gives_back_what_it_took(step: str, file: OpenFile) -> None:
+    candidate = Candidate(Refusing, {})
+    backend = candidate.backend
+    assert isinstance(backend, Refusing)
+    backend.step = step
+    transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
+    memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
+    with pytest.raises(KeyboardInterrupt):
+        candidate.post([transfer], [Registration(file, 0)], memory, "cuda:0")
+    assert (backend.registered, backend.prepared) == (1, 0)  # the file is kept
+    candidate.close()
+    assert backend.registered == 0
 
 
 def test_named_backends_do_not_fall_back(doubles: Doubles, checkpoint: Path) -> None:

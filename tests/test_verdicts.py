@@ -85,6 +85,21 @@ def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
     json.loads(cache.read_text())
 
 
+def test_fixed_seconds_are_kept_and_optional(cache: Path) -> None:
+    verdicts.keep(verdict(fixed_seconds={"gds_mt": 0.25}))
+    assert asked() == verdict(fixed_seconds={"gds_mt": 0.25})
+    row = json.loads(cache.read_text())
+    del row["verdicts"][0]["fixed_seconds"]
+    cache.write_text(json.dumps(row))
+    assert asked() == verdict()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "long"])
+def test_fixed_seconds_that_cannot_be_are_not_used(seconds: object, cache: Path) -> None:
+    verdicts.keep(verdict(fixed_seconds={"gds_mt": seconds}))
+    assert verdicts.kept() == []
+
+
 @pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
 def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
     verdicts.keep(verdict())

@@ -74,17 +74,17 @@ class AutoBackend(Backend):
     # For the report.
 
     @property
-    def _leader(self) -> Candidate:
-        return self._candidates[self._benchmark.leader if self._benchmark is not None else LAST]
+    def _best(self) -> Candidate:
+        return self._candidates[self._benchmark.best if self._benchmark is not None else LAST]
 
     def serving(self) -> Backend:
-        return self._leader.backend
+        return self._best.backend
 
     @property
     def choice(self) -> str:
         """Which candidate reads cold transfers, and how it was chosen."""
         why = self._benchmark.why if self._benchmark is not None else self._why
-        return f"{self._leader.name}: {why}" if why else self._leader.name
+        return f"{self._best.name}: {why}" if why else self._best.name
 
     @property
     def rates(self) -> dict[str, float]:
@@ -178,25 +178,23 @@ class AutoBackend(Backend):
     def _advance(self, benchmark: Benchmark) -> None:
         """Posts what waited, up to the end of the next sample."""
         while self._sample is None or self._sample.ended:
-            if self._sample is not None and not self._sample.failures:
-                nbytes = sum(transfer.wanted for transfer in self._sample.transfers)
-                reader = self._sample.candidate
-                benchmark.add(reader.name, nbytes, self._sample.seconds(), reader.fixed_seconds)
-            self._sample = None
+            sample, self._sample = self._sample, None
+            if sample is not None and not sample.failures and not sample.candidate.left:
+                nbytes = sum(transfer.wanted for transfer in sample.transfers)
+                fixed_seconds = sample.candidate.fixed_seconds
+                benchmark.add(sample.candidate.name, nbytes, sample.seconds(), fixed_seconds)
             for candidate in self._candidates:
                 if candidate.left:
                     benchmark.drop(candidate.name)
             if not self._waiting:
                 return
             request, transfers = self._waiting.popleft()
-            if request.error is not None:
-                continue
-            measures = not benchmark.choice
+            reader, measures = self._candidates[benchmark.reader], not benchmark.choice
             ends = list(accumulate(transfer.wanted for transfer in transfers))
             count = bisect_left(ends, benchmark.missing_bytes) + 1
             if transfers[count:]:
                 self._waiting.appendleft((request, transfers[count:]))
-            part = self._failover.post(request, transfers[:count], self._leader)
+            part = self._failover.post(request, transfers[:count], reader)
             self._sample = part if measures else None
 
     def _close_losers(self, benchmark: Benchmark) -> None:

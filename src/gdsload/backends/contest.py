@@ -60,14 +60,19 @@ class Benchmark:
                     self.why += f"; opening {fastest} would take longer than it saves"
 
     @property
-    def leader(self) -> str:
+    def reader(self) -> str:
         """The candidate that reads next: the one to measure, or the choice."""
         return self.choice or next(name for name in self._names if name not in self.rates)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes left to read in the sample of the leader; no limit when the choice is made."""
-        return sys.maxsize if self.choice else SAMPLE_BYTES - self._bytes[self.leader]
+        """Bytes left to read in the sample of the reader; no limit when the choice is made."""
+        return sys.maxsize if self.choice else SAMPLE_BYTES - self._bytes[self.reader]
+
+    @property
+    def best(self) -> str:
+        """The choice, or the best that is known before it is made."""
+        return self.choice or cheapest(self.rates) or self.reader
 
     def add(self, name: str, nbytes: int, seconds: float, fixed_seconds: float) -> None:
         """A candidate has read `nbytes` of its sample; opening it took `fixed_seconds`."""

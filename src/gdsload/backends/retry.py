@@ -110,7 +110,7 @@ class Failover:
     ) -> Part | None:
         """Posts transfers on a candidate, or on the next one where it cannot be opened. None if
         the last one cannot either: the error is the request's then."""
-        while True:
+        while request.error is None:
             try:
                 part = candidate.post(
                     transfers, request.files, request.memory, self._device, request.stream
@@ -118,12 +118,13 @@ class Failover:
             except (BackendUnavailable, PlacementError, OSError) as error:
                 if candidate.name == LAST:
                     request.error = error
-                    return None
-                self._leave(candidate, _refusal(error))
-                candidate = self._candidates.after(candidate)
+                else:
+                    self._leave(candidate, _refusal(error))
+                    candidate = self._candidates.after(candidate)
             else:
                 request.add(part)
                 return part
+        return None
 
     def check(self) -> None:
         """Notes what has become of everything under way, and reads again what failed."""

@@ -1,0 +1,140 @@
+"""The benchmark of "auto": what it chooses from, what it keeps, and when it does not measure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdsload import verdicts
+from gdsload.backends import contest
+from gdsload.backends.contest import Benchmark, cheapest
+from gdsload.backends.gds import GdsBackend
+from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.posix import PosixBackend
+from gdsload.mounts import mount_of
+from gpuauto import load, rates_are
+from gpudoubles import Doubles
+
+GB = 10**9
+
+
+@pytest.fixture
+def doubles(measuring: Doubles) -> Doubles:
+    return measuring
+
+
+def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
+    mount = mount_of(path)
+    assert mount is not None
+    result = verdicts.Verdict(
+        mount.key, "Double 0 0000:01:00.0", cheapest(rates), rates, contest.versions(),
+        time.time(), fixed,
+    )  # fmt: skip
+    assert verdicts.keep(result) == ""
+
+
+@pytest.mark.parametrize(
+    ("rates", "nbytes", "fixed", "expected"),
+    [
+        ({}, 1, {}, ""),
+        ({"gds_mt": 0.0}, 1, {}, ""),
+        ({"gds_mt": 1.0, "posix": 2.0}, 1, {}, "posix"),
+        ({"gds_mt": 0.96, "posix": 1.0}, 1, {}, "gds_mt"),
+        ({"gds_mt": 0.94, "posix": 1.0}, 1, {}, "posix"),
+        ({"gds_mt": 2e9, "posix": 1e9}, GB, {"gds_mt": 1.0}, "posix"),
+        ({"gds_mt": 2e9, "posix": 1e9}, 4 * GB, {"gds_mt": 1.0}, "gds_mt"),
+        ({"gds_mt": 0.0, "posix": 1e9, "gds": 3e9}, GB, {"gds": 0.1, "posix": 0.1}, "gds"),
+    ],
+)
+def test_cheapest_counts_bytes_by_rate_and_fixed_seconds(
+    rates: dict[str, float], nbytes: int, fixed: dict[str, float], expected: str
+) -> None:
+    assert cheapest(rates, nbytes, fixed) == expected
+
+
+def test_cached_result_is_chosen_by_the_size_of_the_load(doubles: Doubles, tmp_path: Path) -> None:
+    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {"gds_mt": 1.0, "posix": 0.1})
+    names = ["gds_mt", "posix"]
+    small = Benchmark(names, str(tmp_path), "cuda:0", GB)
+    assert small.choice == "posix"
+    assert small.why.endswith("; opening gds_mt would take longer than it saves")
+    assert Benchmark(names, str(tmp_path), "cuda:0", 4 * GB).choice == "gds_mt"
+    open_already = Benchmark(names, str(tmp_path), "cuda:0", GB, ready=["gds_mt"])
+    assert open_already.choice == "gds_mt" and "longer" not in open_already.why
+
+
+def test_cached_result_without_fixed_seconds_is_chosen_by_rates(
+    doubles: Doubles, tmp_path: Path
+) -> None:
+    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {})
+    assert Benchmark(["gds_mt", "posix"], str(tmp_path), "cuda:0", 1).choice == "gds_mt"
+
+
+def test_single_candidate_is_chosen_without_measuring(doubles: Doubles, tmp_path: Path) -> None:
+    only = Benchmark(["posix"], str(tmp_path), "cuda:0", GB)
+    assert (only.choice, only.why) == ("posix", "no other backend works")
+
+
+def test_dropped_choice_leaves_the_next_best_and_no_cached_result(
+    doubles: Doubles, tmp_path: Path
+) -> None:
+    keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 2e9}, {})
+    found = Benchmark(["gds_mt", "posix", "gds"], str(tmp_path), "cuda:0", GB)
+    found.drop("gds_mt")
+    assert (found.choice, verdicts.kept()) == ("gds", [])
+    found.drop("gds")
+    found.drop("gds")
+    assert found.choice == "posix"
+
+
+def test_cached_choice_is_the_fastest_of_the_cached_rates(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a later load uses it as it is: nothing is measured, no rate changes."""
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
+    first = load(checkpoint)
+    (kept,) = verdicts.kept()
+    assert kept.road == cheapest(kept.rates) == "posix"
+    assert kept.fixed_seconds.keys() == kept.rates.keys()
+    assert all(seconds > 0 for seconds in kept.fixed_seconds.values())
+    rates_are(monkeypatch, gds_mt=0.1, posix=5.0, gds=0.1)
+    again = load(checkpoint)
+    assert (again.backend, again.rates) == ("posix", first.rates)
+    assert verdicts.kept() == [kept]
+
+
+def test_candidate_that_is_not_worth_opening_is_not_opened(
+    doubles: Doubles, checkpoint: Path
+) -> None:
+    keep(checkpoint, {"gds_mt": 2e9, "posix": 1e9, "gds": 1e9}, {"gds_mt": 9.0, "gds": 9.0})
+    report = load(checkpoint)
+    assert report.backend == "posix"
+    assert "opening gds_mt would take longer than it saves" in report.choice
+    assert doubles.cufile_log["opens"] == 0
+
+
+def test_losers_are_closed_after_the_rest_is_posted(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
+    posted: list[int] = []
+    at_close: dict[str, int] = {}
+    for kind in (GdsMtBackend, PosixBackend, GdsBackend):
+        real_prepare, real_close = kind.prepare, kind.close
+
+        def prepare(self: Any, transfers: Any, *rest: Any, real: Any = real_prepare) -> Any:
+            posted.append(sum(transfer.wanted for transfer in transfers))
+            return real(self, transfers, *rest)
+
+        def close(self: Any, real: Any = real_close) -> None:
+            at_close.setdefault(self.name, sum(posted))
+            real(self)
+
+        monkeypatch.setattr(kind, "prepare", prepare)
+        monkeypatch.setattr(kind, "close", close)
+    report = load(checkpoint)
+    assert report.backend == "posix"
+    assert at_close == dict.fromkeys(("gds_mt", "gds", "posix"), report.read_bytes)
