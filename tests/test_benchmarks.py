@@ -21,6 +21,7 @@ cells, compare, costs, instructions, judge, large, pictures = (
     measuring.program(name)
     for name in ("cells", "compare", "costs", "instructions", "judge", "large", "pictures")
 )
+parse, pipeline, pool = (measuring.program(name) for name in ("parse", "pipeline", "pool"))
 records, render, scale, summary, svg, sweep, tables, truth = (
     measuring.program(name)
     for name in ("records", "render", "scale", "summary", "svg", "sweep", "tables", "truth")
@@ -557,6 +558,37 @@ def test_of_runs_the_rounds_and_medians_are_kept() -> None:
     assert "peak_vram_bytes" not in kept["medians"]
     assert "report" not in kept
     assert summary.median_run(runs) is runs[2]
+
+
+def test_of_parsing_the_seconds_of_each_repeat_are_kept() -> None:
+    def one(clock: float) -> dict[str, tuple[float, float]]:
+        return {step: (clock, 2 * clock) for step in ("open", *parse.TARGET)}
+
+    kept = {"tensors": 1000, "shards": 2, **parse.summary([one(1.0), one(3.0), one(2.0)])}
+    assert kept["steps"]["open"] == {"seconds": [1.0, 3.0, 2.0], "cpu_s": 4.0}
+    assert parse.opening(kept) == 2.0
+    assert parse.together(kept) == pytest.approx(6000)
+    assert re.search(r"\| open +\| +2\.000 \| +1\.000 to 3\.000 \|", parse.table(kept))
+
+
+def test_of_a_pool_the_states_after_the_turns_are_kept() -> None:
+    loads = [
+        {
+            **dict.fromkeys(pool.GROWN, number),
+            "seconds": 1.0 + number % 2,
+            "read_bytes": 1 - number % 2,
+        }
+        for number in range(12)
+    ]
+    kept = pool.summary(loads, models=3)
+    assert (kept["turns"], kept["from_storage_s"], kept["from_pool_s"]) == (2, 1.0, 2.0)
+    assert pool.growth(kept) == dict.fromkeys(pool.GROWN, 6)
+
+
+def test_of_the_road_into_vram_medians_are_kept() -> None:
+    runs = [{"wakes": wakes, "cpu_seconds": 1.0} for wakes in (3, 1, 2)]
+    kept = pipeline.summary({"memory": "in pieces", "runs": runs})
+    assert kept == {"memory": "in pieces", "loads": 3, "wakes": 2, "cpu_seconds": 1.0}
 
 
 def test_arms_are_compared_round_by_round() -> None:
