@@ -18,6 +18,8 @@ FILE = "roads.json"
 # Drives fill up, arrays are rebuilt, kernels are updated: what was measured is asked again.
 KEPT_SECONDS = 30 * 24 * 3600.0
 _FORMAT = 1
+# Closer than this is no difference: what is chosen may be slower by so much.
+CLOSE_SHARE = 0.95
 # More is not ours: a file of a hundred mounts and devices has some 50 kB.
 _LARGEST_BYTES = 1 << 20
 _MOST = 200
@@ -37,6 +39,12 @@ class Verdict:
     rates: Mapping[str, float]
     versions: Mapping[str, str]
     at: float
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the road that was chosen is the fastest by these rates."""
+        fastest = max(self.rates.values(), default=0.0)
+        return self.rates.get(self.road, 0.0) >= max(CLOSE_SHARE * fastest, 1.0)
 
     def stale(self, versions: Mapping[str, str], now: float) -> str:
         """Why it says nothing any more; empty where it does."""
@@ -86,7 +94,7 @@ def _verdict(row: Any) -> Verdict | None:
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    sound = all(0 <= rate < math.inf for rate in rates.values()) and rates.get(made.road, 0) > 0
+    sound = all(0 <= rate < math.inf for rate in rates.values()) and made.consistent
     return made if sound else None
 
 
@@ -103,6 +111,8 @@ def verdict_on(
 
 def keep(verdict: Verdict) -> str:
     """Keeps it in place of what there was: "" or why it could not be."""
+    if not verdict.consistent:
+        return "its rates say that another road is faster"
     return _write([verdict, *_others(verdict.mount, verdict.device)])
 
 

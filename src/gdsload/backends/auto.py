@@ -206,7 +206,10 @@ class AutoBackend(Backend):
             return
         self._leg = None
         if well and self._contest is not None:
-            self._contest.moved(part.lane.name, part.nbytes, part.seconds())
+            if part.direct:
+                self._contest.moved(part.lane.name, part.nbytes, part.seconds())
+            else:
+                self._contest.unmeasured(part.lane.name)
             if not self._contest.next:
                 self._stand_down(self._contest.winner)
 

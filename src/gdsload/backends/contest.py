@@ -16,8 +16,6 @@ from gdsload.version import __version__
 # Long enough that ramping up and draining are little of it, short enough that three of them fit
 # into the smallest model that gets here. Not measured on a GPU yet.
 LEG_BYTES = 256 << 20
-# Closer than this is no difference: then the order of the house holds.
-CLOSE_SHARE = 0.95
 
 
 class Contest:
@@ -61,8 +59,24 @@ class Contest:
         if self._bytes[lane] >= LEG_BYTES and lane in self._left:
             self._left.remove(lane)
             if self._seconds[lane] > 0:
-                self.rates[lane] = self._bytes[lane] / self._seconds[lane]
+                self._measured(lane, self._bytes[lane] / self._seconds[lane])
             self._decide()
+
+    def _measured(self, lane: str, rate: float) -> None:
+        if not self._from_before:
+            self.rates[lane] = rate
+            return
+        # Rates of a verdict were measured together: none of them is replaced by one of today.
+        others = max((known for name, known in self.rates.items() if name != lane), default=0.0)
+        if rate < verdicts.CLOSE_SHARE * others:
+            verdicts.drop(self._mount, self._device)
+            self.why += "; it is slower now, and the next load measures again"
+
+    def unmeasured(self, lane: str) -> None:
+        """A leg ended well, but its bytes did not come directly from storage: no rate of it."""
+        if lane in self._left:
+            self._left.remove(lane)
+        self._decide()
 
     def lost(self, lane: str) -> None:
         """It turned out not to work: also what was kept of it is forgotten."""
@@ -101,7 +115,7 @@ class Contest:
             return self._chosen
         measured = [lane for lane in self._order if lane in self.rates]
         best = max((self.rates[lane] for lane in measured), default=0.0)
-        fast = [lane for lane in measured if self.rates[lane] >= CLOSE_SHARE * best]
+        fast = [lane for lane in measured if self.rates[lane] >= verdicts.CLOSE_SHARE * best]
         return fast[0] if fast else self._order[0]
 
 

@@ -61,6 +61,13 @@ class Part:
         self.idle_seconds = progress.idle_seconds
         return progress
 
+    @property
+    def direct(self) -> bool:
+        """Whether nearly all of it came by direct reads, and not through the page cache after
+        all."""
+        native = getattr(self.request, "native", None)
+        return native is None or 10 * native.counts()[0] >= 9 * self.nbytes
+
     def seconds(self) -> float:
         """From its first read to its last byte in place."""
         native = getattr(self.request, "native", None)
