@@ -93,16 +93,60 @@ def test_the_same_bytes(tmp_path: Path, engine: str, request_bytes: int) -> None
     assert gdsload.last_report().roads[f"posix/{engine}/direct bounced"] > 1_000_000
 
 
-def test_both_ways_are_measured_and_one_is_kept(large: Path) -> None:
+def test_both_ways_are_measured_and_the_faster_is_kept(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever the difference is here.
+    monkeypatch.setattr(bounced, "faster", _if_measured)
     for _ in range(10):  # a machine that stops the process for a while measures nothing
+        start = time.monotonic()
         went = load(large)
+        seconds = time.monotonic() - start
         assert min(went.values()) >= STRETCH_BYTES // 2
         if verdicts.kept():
             break
     (kept,) = verdicts.kept()
     assert (kept.device, set(kept.rates)) == (bounced.DEVICE, set(bounced.WAYS))
-    # Which it is, the rates of the last stretches need not tell: they come after the choice.
-    assert kept.road in bounced.WAYS and min(kept.rates.values()) > 0
+    assert kept.rates[kept.road] == max(kept.rates.values()) and min(kept.rates.values()) > 0
+    # At least half a stretch of each was measured, one after the other and within the load.
+    assert sum(STRETCH_BYTES / 2 / rate for rate in kept.rates.values()) <= seconds
+
+
+def _if_measured(rates: dict[str, float]) -> str:
+    return max(rates, key=lambda way: rates[way]) if all(rates.values()) else ""
+
+
+@pytest.mark.parametrize(
+    ("in_place", "through", "faster"),
+    [
+        (4.2e9, 1.3e9, "in place"),
+        (1.3e9, 4.2e9, "bounced"),
+        (2e9, 2e9, "in place"),
+        (2e9, 2.1e9, ""),
+        (2e9, 0.0, ""),
+        (0.0, 2e9, ""),
+    ],
+)
+def test_faster_is_what_the_rates_speak_for(in_place: float, through: float, faster: str) -> None:
+    assert bounced.faster(dict(zip(bounced.WAYS, (in_place, through), strict=True))) == faster
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_rates_of_a_pump_that_reads_on_are_not_kept(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way = bounced.Bounced(engines.engine_module("threads").engine(), PosixBackend().settings)
+    monkeypatch.setattr(way, "_mount", "somewhere")
+    monkeypatch.setattr(way, "_bounce", Measured())
+    way.close(ended)
+    assert [(kept.road, kept.mount) for kept in verdicts.kept()] == (
+        [("bounced", "somewhere")] if ended else []
+    )
+
+
+class Measured:
+    def rates(self) -> tuple[int, int]:
+        return 1 << 30, 2 << 30
 
 
 @pytest.mark.parametrize("road", bounced.WAYS)
@@ -147,4 +191,4 @@ def test_slots_that_do_not_fit() -> None:
     for slot_bytes, slots in ((1 << 20, 3), (1 << 20, 0), (0, 1), (1, 17)):
         with pytest.raises(ValueError, match=r"slots of"):
             bounce.arm(region.handle(), slot_bytes, slots)
-    assert not bounce.armed and bounce.best() == -1
+    assert not bounce.armed and bounce.rates() == (0, 0)

@@ -3,6 +3,7 @@ back all that was taken for it."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -19,11 +20,13 @@ import torch
 import gdsload
 from gated import Gate, GatedBackend, GatedRequest, gated
 from gdsload import early, warmup
+from gdsload._native.memory import Region
 from gdsload.ahead import Ahead
+from gdsload.arena import Spot, hand_over
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.lanes import Lane, Share
 from gdsload.backends.registry import _registered, register_backend
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import LANDED, LOST
 from gdsload.cuts import whole
 from gdsload.destinations import Destinations, Kind, target_of
@@ -35,6 +38,7 @@ from gdsload.plan import Transfer, pieces_of
 from gdsload.report import LoadReport
 
 POOL_BYTES = 64 << 20
+PAGE = os.sysconf("SC_PAGESIZE")
 COUNT = 4
 # Longer than a request of the gated backend: a tensor is at least one transfer.
 LENGTH = 32 << 10
@@ -206,27 +210,19 @@ def test_ahead_after_a_failed_read_loses_it_for_every_claim(session: Session, ga
     assert isinstance(ahead.error, ReadError)
 
 
-def test_hand_over_of_an_odd_tensor_damages_no_other(tmp_path: Path) -> None:
-    """The others are taken after the error, and have their bytes."""
-    header = (
-        b'{"a":{"dtype":"U8","shape":[8192],"data_offsets":[0,8192]},'
-        b'"odd":{"dtype":"F4","shape":[4,1],"data_offsets":[8192,8194]}}'
-    )
-    header += b" " * (-len(header) % 8)
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" * 8194)
-    with (
-        Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport("t"), cache="buffered") as session,
-    ):
-        cuts = [whole(info) for info in checkpoint.tensors.values()]
-        with Feed(session, cuts) as feed:
-            feed.start()
-            for _ in range(2):
-                with pytest.raises(CheckpointError, match="F4"):
-                    feed.take(cuts[1])
-            with pytest.raises(CheckpointError, match="F4"):  # made together with it
-                feed.take(cuts[0])
+def test_hand_over_that_fails_leaves_the_bytes_of_the_others() -> None:
+    """A tensor that dies gives its pages back."""
+    region = Region.anonymous(4 * PAGE)
+    ctypes.memset(region.address, 7, region.length)
+    infos = [
+        TensorInfo("a", "U8", (2 * PAGE,), 0, 0, 2 * PAGE),
+        TensorInfo("odd", "F4", (2, 1), 0, 2 * PAGE, 1),
+    ]
+    spots = {"a": Spot(region, 0), "odd": Spot(region, 2 * PAGE)}
+    with pytest.raises(CheckpointError, match="F4"):
+        hand_over(infos, spots)
+    gc.collect()
+    assert region.read(0, 2 * PAGE) == bytes([7]) * (2 * PAGE)
 
 
 class Refusing(GatedBackend):

@@ -271,6 +271,34 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
             assert session.report.read_bytes == 0
 
 
+def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
+    doubles: Doubles, tmp_path: Path
+) -> None:
+    from gdsload.cuts import whole
+    from gdsload.devicefeed import DeviceStage
+    from gdsload.feed import Feed
+    from gdsload.report import LoadReport
+
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({name: torch.ones(100_000) for name in "abc"}, path)
+    doubles.fault("cuFileRead", CODE, 5011, times=2)  # a failed read is tried once more
+    with (
+        gdsload.Checkpoint.open(path) as checkpoint,
+        load.Session(
+            checkpoint, LoadReport("m"), device="cuda:0", backend="gds_mt", cache="direct"
+        ) as session,
+    ):
+        cuts = [whole(info) for info in checkpoint.tensors.values()]
+        with Feed(session, cuts, stages=DeviceStage) as feed:
+            feed.start()
+            errors = []
+            for cut in (*cuts, *cuts):
+                with pytest.raises(ReadError) as caught:
+                    feed.take(cut)
+                errors.append(str(caught.value))
+    assert len(set(errors)) == 1 and "5011" in errors[0]
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_what_nobody_claimed_goes_back(end: str, doubles: Doubles, source: Path) -> None:
     gc.collect()

@@ -89,6 +89,29 @@ def test_reads_ahead_go_one_by_one_while_a_load_is_under_way(fd: int, faults: Fa
     ahead_pump.close(1.0)
 
 
+@pytest.mark.parametrize("end", ["cancel", "dies", "pump"])
+def test_load_cancelled_while_the_kernel_has_it_holds_nobody_up(
+    fd: int, faults: Faults, end: str
+) -> None:
+    pump = Pump(faulty.capsule(), 4)
+    faults.script(rule(HANG, last=1, times=FOR_EVER))
+    request = reads(pump, fd, ahead=False, count=1)
+    request.post()
+    faults.wait_hung()
+    assert traffic()[2] == 1
+    if end == "cancel":
+        request.cancel()
+        assert not request.quiet(0.0)
+    elif end == "pump":
+        assert not pump.close(0.0)
+    else:
+        del request
+    assert traffic()[2] == 0
+    faults.let_go()
+    pump.close(PATIENCE_SECONDS)
+    faults.wait_closed()
+
+
 def test_a_read_ahead_that_somebody_waits_for_is_a_load(fd: int, faults: Faults) -> None:
     pump = Pump(faulty.capsule(), 4)
     faults.script(rule(HANG, last=1, times=FOR_EVER))

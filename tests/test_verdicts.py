@@ -22,7 +22,10 @@ def verdict(**changed: Any) -> Verdict:
         "mount": "xfs /dev/md0 9:0", "device": "H200 0000:01:00.0", "road": "gds_mt",
         "rates": {"gds_mt": 2e10, "posix": 1e10}, "versions": VERSIONS, "at": NOW,
     }  # fmt: skip
-    return Verdict(**{**facts, **changed})
+    facts.update(changed)
+    if "rates" not in changed:  # what is chosen is the fastest
+        facts["rates"] = {road: 1e10 for road in facts["rates"]} | {facts["road"]: 2e10}
+    return Verdict(**facts)
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +111,32 @@ def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
         text = text.replace(f": {measured}", f": {rate}")
     cache.write_text(text)
     assert verdicts.kept() == []
+
+
+@pytest.mark.parametrize(
+    ("road", "rates"),
+    [
+        ("bounced", {"in place": 4.2e9, "bounced": 1.3e9}),
+        ("posix", {"posix": 1e10, "gds": 1.1e10, "gds_mt": 0.0}),
+        ("posix", {"posix": 0.0}),
+        ("posix", {}),
+    ],
+)
+def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
+    road: str, rates: dict[str, float], cache: Path
+) -> None:
+    lie = verdict(road=road, rates=rates)
+    assert verdicts.keep(lie) == "its rates say that another road is faster"
+    assert not cache.exists()
+    verdicts.keep(verdict())
+    found = json.loads(cache.read_text())
+    found["verdicts"][0].update(road=road, rates=rates)  # as earlier versions kept it
+    cache.write_text(json.dumps(found))
+    assert asked() is None
+
+
+def test_verdict_within_what_is_no_difference_is_kept() -> None:
+    assert verdicts.keep(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
 
 
 def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:

@@ -162,6 +162,8 @@ def _note_part(
         _, _, short_reads, retries = native.counts()
         report.short_reads += short_reads
         report.retries += retries
+        for shard, why in request.refused_direct().items():
+            report.refusals[f"direct I/O on {checkpoint.shards[shard].name}"] = why
         report.spans += [
             Span(f"read {transfer.length >> 10} KiB at {transfer.offset}",
                  f"requests of {checkpoint.shards[transfer.shard].name}",

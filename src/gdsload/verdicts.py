@@ -18,6 +18,8 @@ FILE = "roads.json"
 # Drives fill up, arrays are rebuilt, kernels are updated: what was measured is asked again.
 KEPT_SECONDS = 30 * 24 * 3600.0
 _FORMAT = 1
+# Closer than this is no difference: what is chosen may be slower by so much.
+CLOSE_SHARE = 0.95
 # More is not ours: a file of a hundred mounts and devices has some 50 kB.
 _LARGEST_BYTES = 1 << 20
 _MOST = 200
@@ -38,6 +40,12 @@ class Verdict:
     versions: Mapping[str, str]
     at: float
     fixed_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the road that was chosen is the fastest by these rates."""
+        fastest = max(self.rates.values(), default=0.0)
+        return self.rates.get(self.road, 0.0) >= max(CLOSE_SHARE * fastest, 1.0)
 
     def stale(self, versions: Mapping[str, str], now: float) -> str:
         """Why it says nothing any more; empty where it does."""
@@ -89,8 +97,7 @@ def _verdict(row: Any) -> Verdict | None:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
     sound = (
-        all(0 <= each < math.inf for each in (*rates.values(), *fixed.values()))
-        and rates.get(made.road, 0) > 0
+        all(0 <= each < math.inf for each in (*rates.values(), *fixed.values())) and made.consistent
     )
     return made if sound else None
 
@@ -108,6 +115,8 @@ def verdict_on(
 
 def keep(verdict: Verdict) -> str:
     """Keeps it in place of what there was: "" or why it could not be."""
+    if not verdict.consistent:
+        return "its rates say that another road is faster"
     return _write([verdict, *_others(verdict.mount, verdict.device)])
 
 

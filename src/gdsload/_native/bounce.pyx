@@ -35,7 +35,11 @@ cdef enum:
     # What is measured at a time: 30 ms of a fast disk, and long beside what overlaps at its ends.
     STRETCH_BYTES = 67108864
     LIVE_STRETCHES = 8
-    FIRST_STRETCHES = 2        # of each way, before one is chosen: storage has its moods
+    # Of each way, before one is chosen: storage has its moods. Ways change after RUN_STRETCHES: the
+    # first of a run is not measured, since reads of the other way end while it begins.
+    FIRST_STRETCHES = 2
+    RUN_STRETCHES = 3
+    MOST_UNDECIDED = 24        # where they cannot be told apart by then, reads go in place
     # Stretches between two tries of the other way, doubled each time that it is no better.
     FIRST_RETRY = 16
     LAST_RETRY = 256
@@ -60,8 +64,11 @@ cdef struct CBounce:
     int only                   # the way of all reads, measured or not; -1: as it is measured
     int64_t armed
     int64_t copied_bytes
-    int64_t rates[2]           # bytes per second by way, as measured; 0: not yet
+    int64_t rates[2]           # bytes per second by way, as last measured; 0: not yet
     int64_t best               # the way that is chosen; -1: none yet
+    # Of all that was measured, by way. Only read when the engine is closed.
+    int64_t bytes[2]
+    int64_t ns[2]
 
 cdef struct Entry:             # one read that the engine has
     uint64_t cookie            # the pump's
@@ -75,6 +82,7 @@ cdef struct Stretch:
     uint64_t came
     int under_way
     int way
+    int follows                # a stretch of the same way
     int closed                 # nothing is added to it any more
 
 cdef struct Runner:
@@ -91,9 +99,12 @@ cdef struct Runner:
     Stretch stretches[LIVE_STRETCHES]
     int stretch                # the one that reads are added to
     int64_t last_end           # when the stretch before ended; 0: nobody read meanwhile
+    int64_t came_bytes[2]      # by way, of all stretches
+    int64_t came_then[2]       # the same, when the stretch before ended
+    int run                    # stretches of the way that is tried, but for the first
     int64_t still_since        # when the last read came that was under way
-    int begun[2]               # stretches, by way
-    int measured[2]
+    int begun                  # stretches
+    int measured[2]            # by way
     int until_retry
     int retry
 
@@ -122,15 +133,22 @@ cdef int next_way(Runner *self) noexcept nogil:
     cdef CBounce *bounce = self.bounce
     if bounce.only >= 0:
         return bounce.only
-    if bounce.best < 0 and min(self.measured[0], self.measured[1]) < FIRST_STRETCHES:
-        return IN_PLACE if self.begun[IN_PLACE] <= self.begun[BOUNCED] else BOUNCED
+    cdef int way = self.stretches[self.stretch].way
+    cdef int undecided = min(self.measured[0], self.measured[1]) < FIRST_STRETCHES
+    if bounce.best < 0 and undecided and self.begun < MOST_UNDECIDED:
+        self.run = (self.run + 1) % RUN_STRETCHES
+        return way if self.run else 1 - way
     gds_store(&bounce.best, better(bounce))
+    if bounce.best < 0:
+        return IN_PLACE
     self.until_retry -= 1
     if self.until_retry > 0:
         return <int>bounce.best
+    if self.until_retry == 0:
+        return 1 - <int>bounce.best
     self.retry = min(2 * self.retry, <int>LAST_RETRY)
     self.until_retry = self.retry
-    return 1 - <int>bounce.best
+    return way                 # the second of a try is the one that is measured
 
 
 cdef void begin_stretch(Runner *self, int way) noexcept nogil:
@@ -141,21 +159,35 @@ cdef void begin_stretch(Runner *self, int way) noexcept nogil:
         self.stretches[self.stretch].closed = 0
         return
     one.handed, one.came, one.closed, one.way = 0, 0, 0, way
+    one.follows = self.stretches[self.stretch].way == way
     self.stretch = place
-    self.begun[way] += 1
+    self.begun += 1
 
 
 cdef void measured(Runner *self, Stretch *one) noexcept nogil:
-    """All of a stretch has come."""
+    """All of a stretch has come.
+
+    What counts is what came since the stretch before ended, of any stretch of this way: reads that
+    came before, while others held the pump up, would make it look faster than the device.
+    """
     cdef CBounce *bounce = self.bounce
     cdef int64_t now = monotonic_ns()
     cdef int64_t took = now - self.last_end
-    cdef int64_t known = bounce.rates[one.way], rate
-    if self.last_end != 0 and took > 0 and one.came == one.handed:
+    cdef int way = one.way
+    cdef int64_t known = bounce.rates[way], rate
+    cdef int64_t own = self.came_bytes[way] - self.came_then[way]
+    cdef int64_t other = self.came_bytes[1 - way] - self.came_then[1 - way]
+    if (
+        self.last_end != 0 and took > 0 and one.came == one.handed and one.follows
+        and 2 * own >= STRETCH_BYTES and 8 * other <= own
+    ):
         # A fast stretch is believed at once, a slow one by half.
-        rate = max(<int64_t>(<double>one.came * 1e9 / took), 1)
-        gds_store(&bounce.rates[one.way], rate if rate > known else (rate + known) // 2)
-        self.measured[one.way] += 1
+        rate = max(<int64_t>(<double>own * 1e9 / took), 1)
+        gds_store(&bounce.rates[way], rate if rate > known else (rate + known) // 2)
+        bounce.bytes[way] += own
+        bounce.ns[way] += took
+        self.measured[way] += 1
+    self.came_then[0], self.came_then[1] = self.came_bytes[0], self.came_bytes[1]
     self.last_end = now
 
 
@@ -300,6 +332,7 @@ cdef void arrived(Runner *self, Entry *entry, int64_t result) noexcept nogil:
         return
     one = &self.stretches[entry.stretch]
     one.came += <uint64_t>max(result, 0)
+    self.came_bytes[one.way] += max(result, 0)
     leave(self, entry)
     if one.closed and one.under_way == 0:
         measured(self, one)
@@ -408,12 +441,12 @@ cdef class Bounce:
         return gds_load(&self.bounce.copied_bytes)
 
     def rates(self):
-        """Bytes per second in place and through slots, as last measured; 0: not yet."""
-        return gds_load(&self.bounce.rates[IN_PLACE]), gds_load(&self.bounce.rates[BOUNCED])
-
-    def best(self):
-        """The way that was chosen: 1 through slots, 0 in place; -1 where both were not measured."""
-        return -1 if 0 in self.rates() else gds_load(&self.bounce.best)
+        """Bytes per second in place and through slots, of all that was measured; 0: nothing was.
+        To be asked when the pump has ended, which has no lock for it."""
+        return tuple(
+            int(self.bounce.bytes[way] * 1e9 / self.bounce.ns[way]) if self.bounce.ns[way] else 0
+            for way in (IN_PLACE, BOUNCED)
+        )
 
     def __dealloc__(self):
         if self.bounce != NULL:

@@ -43,6 +43,7 @@ from gdsload._native.pumping cimport (
     CRequest,
     Op,
     any_cancelled,
+    cancel_request,
     count_load,
     describe,
     free_request,
@@ -141,7 +142,7 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
     cdef int64_t now = monotonic_ns()
     cdef int i
     while request != NULL:
-        request.cancelled = 1
+        cancel_request(self, request)
         for i in range(request.count):
             if request.ops[i].state == PENDING:
                 if request.ops[i].posted_ns == 0:
@@ -347,7 +348,7 @@ cdef class Pump:
             pump.closing = 1
             request = pump.first
             while request != NULL:
-                request.cancelled = 1
+                cancel_request(pump, request)
                 request = request.next_posted
             pthread_cond_signal(&pump.news)
             while not pump.finished:

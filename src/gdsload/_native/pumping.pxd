@@ -33,6 +33,9 @@ cdef enum:
     FAILED = 2
 
 cdef enum:
+    # One refusal may be of one read, or of its memory: after so many in a row the file is read
+    # through the page cache.
+    MOST_REFUSED = 4
     BATCH = 64                 # reads handed to the engine, or taken from it, at a time
     # How long the pump looks away, at most. Completions wake it; only a new post, a cancellation
     # or populated memory has to wait for the end of a look.
@@ -47,7 +50,8 @@ cdef struct File:
     int direct_slot            # the engine's numbers for the two
     int buffered_slot
     uint64_t block             # direct reads start and end on multiples of it
-    int refused                # direct reads were tried, and refused
+    int refused                # errno of the last direct read that was refused; 0: none was
+    int refused_in_row         # direct reads refused since one brought bytes
 
 cdef struct Op:
     uint64_t offset
@@ -122,11 +126,17 @@ cdef struct CPump:
     CTraffic *traffic          # of all pumps
 
 cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:
-    """Tells all pumps whether the request is a load under way."""
-    cdef int is_load = request.posted and not request.ahead
+    """Tells all pumps whether the request is a load under way. A read that is stuck in the kernel
+    may keep a cancelled one posted for as long as it likes: nobody waits for that."""
+    cdef int is_load = request.posted and not request.ahead and not request.cancelled
     if is_load != request.counted:
         traffic_count(self.traffic, is_load - request.counted)
         request.counted = is_load
+
+
+cdef inline void cancel_request(CPump *self, CRequest *request) noexcept nogil:
+    request.cancelled = 1
+    count_load(self, request)
 
 
 cdef inline void free_request(CRequest *request) noexcept nogil:
@@ -184,6 +194,8 @@ cdef inline int handle(CPump *self, Op *op, int64_t result, int64_t now) noexcep
         start &= ~(file.block - 1)
     if result > 0:
         gds_store(&request.progress_ns, now)
+        if op.direct:
+            file.refused_in_row = 0
         if start + <uint64_t>result > op.landed:
             if op.direct:
                 request.direct_bytes += <int64_t>(start + <uint64_t>result - op.landed)
@@ -214,10 +226,12 @@ cdef inline int handle(CPump *self, Op *op, int64_t result, int64_t now) noexcep
     if result < 0 and op.direct and (
         result == -EINVAL or result == -EOPNOTSUPP or result == -EFAULT
     ):
-        # This filesystem, or this file, does not do direct I/O after all; or not to this memory
-        # (EFAULT), which may be a device driver's.
-        file.direct_fd = -1
-        file.refused = 1
+        # This filesystem, or this file, does not do direct I/O after all; or not at this place, or
+        # not to this memory (EFAULT), which may be a device driver's.
+        file.refused = <int>-result
+        file.refused_in_row += 1
+        if result == -EOPNOTSUPP or file.refused_in_row >= MOST_REFUSED:
+            file.direct_fd = -1
         op.direct = 0
         ask_again(self, op)
         return 0

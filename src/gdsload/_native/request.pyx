@@ -30,6 +30,7 @@ from gdsload._native.pumping cimport (
     File,
     Op,
     Waiter,
+    cancel_request,
     count_load,
     free_request,
 )
@@ -246,7 +247,7 @@ cdef class Request:
         with nogil:
             pthread_mutex_lock(&pump.lock)
             if self.request.posted:
-                self.request.cancelled = 1
+                cancel_request(pump, self.request)
             pthread_cond_signal(&pump.news)
             pthread_mutex_unlock(&pump.lock)
 
@@ -317,8 +318,14 @@ cdef class Request:
         )
 
     def refused_direct(self):
-        """Which files turned out to refuse direct I/O when it was tried: their places."""
-        return [i for i in range(self.request.file_count) if self.request.files[i].refused]
+        """Files of which direct reads were refused, when they were tried: (place, errno, whether
+        the rest of the file was read through the page cache, too)."""
+        cdef File *files = self.request.files
+        return [
+            (i, files[i].refused, files[i].direct_fd < 0)
+            for i in range(self.request.file_count)
+            if files[i].refused
+        ]
 
     def trace(self):
         """(posted, done, direct) of each op: monotonic ns, 0 where it was not reached."""
@@ -340,7 +347,7 @@ cdef class Request:
             with nogil:
                 pthread_mutex_lock(&pump.lock)
                 if self.request.posted and not pump.finished:
-                    self.request.cancelled = 1
+                    cancel_request(pump, self.request)
                     self.request.orphaned = 1
                     self.request.populator = NULL
                     gone = 0

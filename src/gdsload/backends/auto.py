@@ -179,7 +179,8 @@ class AutoBackend(Backend):
         """Posts what waited, up to the end of the next sample."""
         while self._sample is None or self._sample.ended:
             sample, self._sample = self._sample, None
-            if sample is not None and not sample.failures and not sample.candidate.left:
+            sound = sample is not None and not sample.failures and not sample.candidate.left
+            if sample is not None and sound and sample.is_direct:
                 nbytes = sum(transfer.wanted for transfer in sample.transfers)
                 fixed_seconds = sample.candidate.fixed_seconds
                 benchmark.add(sample.candidate.name, nbytes, sample.seconds(), fixed_seconds)

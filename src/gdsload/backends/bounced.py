@@ -24,12 +24,14 @@ CHOICES = ("auto", "always", "never")
 SLOTS = 4
 # Larger requests are read in place: what a load needs beside its tensors stays small.
 MOST_SLOT_BYTES = 16 << 20
-# Four stretches are measured, one is not: what is smaller has come before anything is known.
-LEAST_BYTES = 320 << 20
+# Four stretches are measured, two are not: what is smaller has come before anything is known.
+LEAST_BYTES = 384 << 20
 # What an earlier load has found is worth the memory from here on.
 LEAST_KNOWN_BYTES = 64 << 20
 DEVICE = "cpu"
 WAYS = ("in place", "bounced")
+# A copy costs the processor: reads through slots have to be so much faster.
+WORTH_RATIO = 1.1
 
 
 class Bounced:
@@ -87,20 +89,30 @@ class Bounced:
         self._told += found
         return found
 
-    def close(self) -> None:
-        """Keeps what was measured, where that is another answer than before."""
-        if self._bounce is None or not self._mount:
+    def close(self, ended: bool) -> None:
+        """Keeps what was measured, where that is another answer than before. `ended`: the pump's
+        thread has; while it reads on, its figures change."""
+        if self._bounce is None or not self._mount or not ended:
             return
-        best = self._bounce.best()
-        if best < 0 or best == self._known:
+        rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
+        best = faster(rates)
+        if not best or WAYS.index(best) == self._known:
             return
         from gdsload import verdicts
 
-        rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
         # A load is no worse for a place where nothing can be kept.
-        verdicts.keep(
-            verdicts.Verdict(self._mount, DEVICE, WAYS[best], rates, versions(), time.time())
-        )
+        verdicts.keep(verdicts.Verdict(self._mount, DEVICE, best, rates, versions(), time.time()))
+
+
+def faster(rates: Mapping[str, float]) -> str:
+    """The way that these rates speak for; empty where one was not measured, or where bounce buffers
+    are faster by less than their copy is worth."""
+    in_place, through = (rates[way] for way in WAYS)
+    if not in_place or not through:
+        return ""
+    if through > WORTH_RATIO * in_place:
+        return "bounced"
+    return "in place" if in_place >= through else ""
 
 
 def versions() -> dict[str, str]:

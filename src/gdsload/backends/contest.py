@@ -21,8 +21,6 @@ from gdsload.version import __version__
 # Long enough that ramping up and draining are little of it, short enough that three of them fit
 # into the smallest load that is measured. Not measured on a GPU yet.
 SAMPLE_BYTES = 256 << 20
-# A smaller difference than this is noise: then the order of preference decides.
-CLOSE_SHARE = 0.95
 
 
 class Benchmark:
@@ -120,7 +118,7 @@ def cheapest(
     fixed = fixed_seconds or {}
     seconds = {name: nbytes / rate + fixed.get(name, 0.0) for name, rate in rates.items() if rate}
     best = min(seconds.values(), default=0.0)
-    return next((name for name, took in seconds.items() if took * CLOSE_SHARE <= best), "")
+    return next((name for name, took in seconds.items() if took * verdicts.CLOSE_SHARE <= best), "")
 
 
 def versions() -> Mapping[str, str]:

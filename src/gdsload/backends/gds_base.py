@@ -115,6 +115,9 @@ class CuFileBackend(Backend):
                 code=error.code,
                 path=what.path,
             ) from error
+        except BaseException:
+            os.close(fd)
+            raise
         self._known.append((handle, fd))
         self._slots += 2
         for slot in (self._slots - 2, self._slots - 1):

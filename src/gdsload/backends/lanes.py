@@ -55,6 +55,13 @@ class Part:
         low = self._settled.find(0, low, high)
         return (low, high - 1) if low >= 0 else None
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether nearly all of it came by direct reads: the page cache says nothing of storage."""
+        native = getattr(self.request, "native", None)
+        wanted = sum(transfer.wanted for transfer in self.transfers)
+        return native is None or 10 * native.counts()[0] >= 9 * wanted
+
     def seconds(self) -> float:
         """From its first read to its last byte in place."""
         native = getattr(self.request, "native", None)

@@ -266,12 +266,13 @@ class PosixBackend(Backend):
     def close(self) -> None:
         while self._device_roads:
             self._device_roads.popitem()[1].leave()
+        ended = True
         if self._pump is not None:
-            self._pump.close(DRAIN_SECONDS)
+            ended = self._pump.close(DRAIN_SECONDS)
             self._pump = None
             self._buffers.clear()
         if self._bounced is not None:
-            self._bounced.close()
+            self._bounced.close(ended)
             self._bounced = None
 
 

@@ -58,6 +58,16 @@ class PumpedRequest:
         _, got, code = self.native.result(place)
         return Failure(place, got, max(code, 0))
 
+    def refused_direct(self) -> dict[int, str]:
+        """By the place of the file, in words: direct reads that were refused when made."""
+        found: dict[int, str] = {}
+        for place, code, whole in self.native.refused_direct():
+            found[place // 2] = (  # of file_table
+                f"the kernel refused direct reads of it ({os.strerror(code)}):"
+                f" {'the rest' if whole else 'these bytes'} came through the page cache"
+            )
+        return found
+
     def wait(self, seconds: float, first: int, last: int) -> None:
         """Returns when these transfers have settled, after `seconds` at the latest."""
         self.require_own_process()
