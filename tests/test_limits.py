@@ -82,7 +82,7 @@ def test_little_address_space(tmp_path: Path) -> None:
     program = """
         import resource, sys, gdsload, torch
         with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[0]) * 4096
+            used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), -1))
         for cache in ("direct", "buffered", "mapped"):
             try:
