@@ -157,9 +157,11 @@ def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
         warmup.from_words(words)
 
 
-@pytest.mark.parametrize("way", ["words", "environment"])
+@pytest.mark.parametrize(
+    ("way", "entry"), [("words", "gdsload.cli"), ("environment", "gdsload.__main__")]
+)
 def test_a_script_starts_with_its_weights_on_their_way(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, entry: str
 ) -> None:
     pytest.importorskip("gdsload.run")
     script = tmp_path / "script.py"
@@ -173,10 +175,9 @@ def test_a_script_starts_with_its_weights_on_their_way(
     words = ["--model", str(checkpoint), "--device", "cpu"] if way == "words" else []
     if way == "environment":
         monkeypatch.setenv(warmup.VARIABLE, f"{checkpoint}@cpu")
-    for entry in ("gdsload.cli", "gdsload.__main__"):
-        code = f"from {entry} import main; main()"
-        ran = process(code, "run", *words, script, "--model", "x")
-        assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
+    code = f"from {entry} import main; main()"
+    ran = process(code, "run", *words, script, "--model", "x")
+    assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
 
 
 def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
