@@ -17,7 +17,7 @@ from gdsload.backends import engines
 
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 MAP_LOCKED = 0x2000
 
 
