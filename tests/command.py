@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from gdsload.cli import main
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 EMBEDDING = "model.embed_tokens.weight"
 
 

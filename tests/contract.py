@@ -24,7 +24,7 @@ BLOCK = 4096
 BLOCKS = 40
 TAIL = 1234
 SIZE = BLOCKS * BLOCK + TAIL
-_PATIENCE_SECONDS = 20.0  # ends a test that would otherwise hang
+_PATIENCE_SECONDS = 120.0  # ends a test that would otherwise hang
 
 
 def bytes_of(file: int) -> bytes:

@@ -14,7 +14,7 @@ from gdsload.backends.base import Failure
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.plan import Limits, Transfer
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120.0
 
 
 class GatedRequest:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -15,7 +17,8 @@ from gdsload.backends import engines
 
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
+MAP_LOCKED = 0x2000
 
 
 def save(path: Path, value: int) -> Path:
@@ -27,6 +30,21 @@ def save(path: Path, value: int) -> Path:
 
 def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
     return len(tensors) == 8 and all(bool((tensor == value).all()) for tensor in tensors.values())
+
+
+@contextmanager
+def kept_warm(*files: Path) -> Iterator[None]:
+    """The page cache holds all of these, also while the machine is short of memory."""
+    with ExitStack() as stack:
+        for file in files:
+            with open(file, "rb") as opened:
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                with suppress(OSError):  # more than this process may lock: read it is, at least
+                    stack.enter_context(
+                        mmap.mmap(opened.fileno(), 0, flags | MAP_LOCKED, mmap.PROT_READ)
+                    )
+                opened.read()
+        yield
 
 
 def python(

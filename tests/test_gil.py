@@ -15,7 +15,7 @@ import pytest
 
 from gdsload.backends.engines import ENGINES, try_engine
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 COUNT, SIZE, STEP = 8, 16 << 20, 1 << 20
 MARK = b"it is here"
 

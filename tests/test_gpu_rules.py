@@ -76,7 +76,7 @@ libraries.candidates = lambda name: [sys.argv[2]]
 ctypes.CDLL(sys.argv[2]).cuda_double_report()
 options = {"ring_bytes": 16 << 20}
 with gdsload.prefetch(sys.argv[1], "cuda:0", backend="posix", options=options) as ahead:
-    assert ahead.wait(30)
+    assert ahead.wait(120)
     assert ahead.report.refusals.get("cuda:0") is None
 assert gdsload.ring.rings()
 """
@@ -88,7 +88,7 @@ def test_when_the_process_ends_nothing_is_left_to_the_driver(tiny_checkpoint: Pa
     driver = gpudoubles.built("cuda_double")
     ran = subprocess.run(
         [sys.executable, "-c", AT_THE_END, tiny_checkpoint, driver],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ran.returncode == 0
     assert ran.stderr.startswith("left: 0 streams, 0 events, 0 pins"), ran.stderr

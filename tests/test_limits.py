@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -82,7 +84,7 @@ def test_little_address_space(tmp_path: Path) -> None:
     program = """
         import resource, sys, gdsload, torch
         with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[0]) * 4096
+            used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), -1))
         for cache in ("direct", "buffered", "mapped"):
             try:
@@ -130,7 +132,7 @@ def test_little_locked_memory(path: Path) -> None:
 
 
 SECCOMP = """
-import ctypes, struct, sys
+import ctypes, os, struct, sys
 def refuse(numbers, code):
     # BPF: load the number; for each of them answer with the errno; else allow.
     program = [struct.pack("HBBI", 0x20, 0, 0, 0)]
@@ -143,26 +145,48 @@ def refuse(numbers, code):
         struct.pack("HxxxxxxP", len(program), ctypes.addressof(text)))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filter, 0, 0):
-        print("skip", ctypes.get_errno()); sys.exit()
+        print("skip", ctypes.get_errno(), flush=True); os._exit(0)
 """
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.EACCES])
-@pytest.mark.parametrize("blocked", [("uring",), ("uring", "linuxaio")], ids="+".join)
-def test_a_sandbox_that_blocks_engines(path: Path, code: int, blocked: tuple[str, ...]) -> None:
-    """io_uring_setup is 425 everywhere; io_setup is 206 on x86-64, 0 on arm64."""
+CODES = (errno.EPERM, errno.ENOSYS, errno.EACCES)
+BLOCKED = (("uring",), ("uring", "linuxaio"))
+# A filter stays until its process ends: each is put on a child, which need not import torch again.
+EACH = """
+import json, torch, gdsload
+for numbers, code in json.loads(sys.argv[2]):
+    child = os.fork()
+    if child == 0:
+        refuse(numbers, code)
+        for _ in range(2):
+            got = gdsload.load_file(sys.argv[1], cache="direct")
+        assert all(bool((tensor == 1).all()) for tensor in got.values())
+        report = gdsload.last_report()
+        print(report.engine, *sorted(report.refusals), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tuple[str, ...], int], str]:
+    """What loads say of themselves in each sandbox: by what is blocked, and how it is refused.
+
+    io_uring_setup is 425 everywhere; io_setup is 206 on x86-64, 0 on arm64."""
+    path = save(tmp_path_factory.mktemp("sandboxed") / "model.safetensors", 1)
     numbers = {"uring": 425, "linuxaio": 0 if os.uname().machine == "aarch64" else 206}
-    program = (
-        SECCOMP
-        + f"refuse({[numbers[name] for name in blocked]}, {code})\n"
-        + "import gdsload\n"
-        + "for _ in range(2):\n"
-        + "    got = gdsload.load_file(sys.argv[1], cache='direct')\n"
-        + "assert all(bool((tensor == 1).all()) for tensor in got.values())\n"
-        + "report = gdsload.last_report()\n"
-        + "print(report.engine, *sorted(report.refusals))\n"
-    )
-    answer = python(program, path).split()
+    cases = list(itertools.product(BLOCKED, CODES))
+    words = json.dumps([([numbers[name] for name in blocked], code) for blocked, code in cases])
+    lines = python(SECCOMP + EACH, path, words).splitlines()
+    return dict(zip(cases, lines, strict=True))
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("blocked", BLOCKED, ids="+".join)
+def test_a_sandbox_that_blocks_engines(
+    sandboxed: dict[tuple[tuple[str, ...], int], str], code: int, blocked: tuple[str, ...]
+) -> None:
+    answer = sandboxed[blocked, code].split()
     if answer[0] == "skip":
         pytest.skip(f"seccomp: {os.strerror(int(answer[1]))}")
     assert answer[0] == ("linuxaio" if len(blocked) == 1 else "threads")

@@ -25,6 +25,7 @@ from gdsload._native.memory import Region
 from gdsload.backends import engines
 from gdsload.dtypes import DTYPES
 from legal import TORCH_DTYPES, files, raw, same, write
+from storage import kept_warm
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
@@ -324,8 +325,8 @@ def test_the_order_of_a_stream(path: Path) -> None:
 
 
 def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
-    path.read_bytes()
-    gdsload.load_file(path)
+    with kept_warm(path):
+        gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.roads == {"mapped": report.wanted_bytes}
     if residency.evict(path):

@@ -24,7 +24,7 @@ from gdsload.ahead import Ahead
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
 READ = {"cache": "buffered"}
 
@@ -406,7 +406,7 @@ print(seen, ahead._thread.is_alive(), ahead.progress().state)
 def test_a_signal_handler_may_close_what_is_being_asked(checkpoint: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_HANDLER, checkpoint],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (ran.stdout, ran.stderr) == ("['reading', 'closed'] False closed\n", "")
 
@@ -447,7 +447,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_may_come_while_it_is_imported() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=240
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "imported\n", "")
 
@@ -455,11 +455,11 @@ def test_ctrl_c_may_come_while_it_is_imported() -> None:
 def test_it_needs_no_torch_and_ends_with_its_process(checkpoint: Path) -> None:
     code = (
         "import sys, gdsload; p = gdsload.prefetch(sys.argv[1], cache='buffered');"
-        "gdsload.prefetch(sys.argv[1], tier='pagecache'); p.wait(30); print(p.progress().state,"
+        "gdsload.prefetch(sys.argv[1], tier='pagecache'); p.wait(120); print(p.progress().state,"
         " 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=240
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "landed False False\n", "")
 
@@ -486,7 +486,7 @@ def test_the_collector_comes_less_often_until_the_imports_are_done(
         "print([eased, 'as before' if gc.get_threshold() == thresholds else gc.get_threshold()])"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, checkpoint], capture_output=True, text=True, timeout=240
     )
     assert (ran.returncode, ran.stdout) == (0, f"{[eased, after]}\n"), ran.stderr
 

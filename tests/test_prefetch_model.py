@@ -19,7 +19,7 @@ from gdsload.load import Session
 from gdsload.report import LoadReport
 
 pytest.importorskip("gdsload.model")
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 240
 
 
 def test_a_model_adopts_what_was_read_ahead(tiny_checkpoint: Path, tmp_path: Path) -> None:

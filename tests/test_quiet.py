@@ -19,7 +19,7 @@ from gdsload.backends.engines import ENGINES, try_engine
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120.0
 NAME = "model.norm.weight"
 
 

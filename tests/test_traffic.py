@@ -24,7 +24,7 @@ from gdsload.backends.posix import POPULATE_THREADS, REQUEST_BYTES, PosixBackend
 from gdsload.early import prefetches
 from gdsload.plan import Transfer
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 COUNT = 8
 
 

@@ -3,16 +3,18 @@ a device takes. Over doubles."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import gdsload
-from gdsload import residency, synth
+from gdsload import synth
 from gdsload.backends import engines
 from gdsload.backends.base import Support
 from gpudoubles import Doubles
+from storage import kept_warm
 from test_vram import raw
 
 
@@ -22,14 +24,11 @@ def doubles(loading: Doubles) -> Doubles:
 
 
 @pytest.fixture
-def warm(tmp_path: Path) -> Path:
+def warm(tmp_path: Path) -> Iterator[Path]:
     """A checkpoint in the page cache whose reads are large enough to be shared out."""
     source = synth.write("tiny", tmp_path / "tiny")
-    for file in source.glob("*.safetensors"):
-        file.read_bytes()
-        if residency.resident_bytes(file) < file.stat().st_size:
-            pytest.skip(f"{file.name} does not stay in the page cache")
-    return source
+    with kept_warm(*source.glob("*.safetensors")):
+        yield source
 
 
 def workers() -> int:

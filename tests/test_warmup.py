@@ -19,7 +19,7 @@ from gated import Gate, gated
 from gdsload import early, residency, underway, warmup
 from gdsload.errors import CheckpointNotFound
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -157,26 +157,27 @@ def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
         warmup.from_words(words)
 
 
-@pytest.mark.parametrize("way", ["words", "environment"])
+@pytest.mark.parametrize(
+    ("way", "entry"), [("words", "gdsload.cli"), ("environment", "gdsload.__main__")]
+)
 def test_a_script_starts_with_its_weights_on_their_way(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, entry: str
 ) -> None:
     pytest.importorskip("gdsload.run")
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; assert 'torch' not in sys.modules\n"
         "from gdsload import early, load_file, last_report\n"
-        "(ahead,) = early.prefetches(); assert ahead.wait(30)\n"
+        "(ahead,) = early.prefetches(); assert ahead.wait(120)\n"
         "assert len(load_file(ahead.source)) and ahead.progress().claimed_bytes\n"
         "print(*sys.argv[1:])\n"
     )
     words = ["--model", str(checkpoint), "--device", "cpu"] if way == "words" else []
     if way == "environment":
         monkeypatch.setenv(warmup.VARIABLE, f"{checkpoint}@cpu")
-    for entry in ("gdsload.cli", "gdsload.__main__"):
-        code = f"from {entry} import main; main()"
-        ran = process(code, "run", *words, script, "--model", "x")
-        assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
+    code = f"from {entry} import main; main()"
+    ran = process(code, "run", *words, script, "--model", "x")
+    assert (ran.returncode, ran.stdout) == (0, "--model x\n"), ran.stderr
 
 
 def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
@@ -229,5 +230,5 @@ def test_the_command_needs_no_torch(checkpoint: Path) -> None:
 
 def test_it_is_reached_as_an_attribute() -> None:
     code = "import gdsload; print(gdsload.warmup.status())"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
