@@ -454,7 +454,7 @@ def test_a_file_that_changed(
             os.utime(file, ns=(1, 1))
         doubles.hold_copies(False)
         loader.join(PATIENCE_SECONDS)
-    assert [type(error) for error in errors] == [FileChanged]
+    assert len(errors) == 1 and isinstance(errors[0], FileChanged)
 
 
 def test_a_still_process_keeps_what_landed(

@@ -362,6 +362,30 @@ def test_no_memory_is_warmed_up_for_what_is_there(
     assert outside == {"a": "cuda:1"}
 
 
+def test_reads_to_devices_begin_where_the_check_for_threads_does_not_fit(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin with the first look at the slices."""
+    from transformers import core_model_loading
+
+    live(spread)
+    begun: list[Weights] = []
+    begin, is_true = Weights.begin, core_model_loading.is_env_variable_true
+
+    def noted(self: Weights) -> None:
+        begun.append(self)
+        begin(self)
+
+    monkeypatch.setattr(Weights, "begin", noted)
+    monkeypatch.setattr(core_model_loading, "is_env_variable_true", lambda *names: is_true(*names))
+    stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    ours = loaded(qwen, "posix")
+    report = gdsload.last_report()
+    assert "transformers.core_model_loading.is_env_variable_true" in report.refusals
+    assert len(begun) == 1
+    assert tinymodels.differences(stock, ours) == []
+
+
 def test_what_a_pool_has_is_not_read_again(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None]
 ) -> None:

@@ -147,17 +147,20 @@ def test_installing_imports_nothing_heavy() -> None:
 
 
 def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdsload.swaps import Swap, Swaps
+    from gdsload.swaps import Patch, Swap, Swaps
 
     (tmp_path / "latecomer.py").write_text("value = 1\nother = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    swaps = Swaps({"latecomer": lambda module: [Swap(module, "value", 7), Swap(module, "none", 0)]})
+    patches = [Patch("value", lambda module: [Swap(module, "value", 7)]),
+               Patch("none", lambda module: [Swap(module, "none", 0)])]  # fmt: skip
+    swaps = Swaps({"latecomer": patches})
     before = list(sys.meta_path)
     swaps.enter("one")
     swaps.enter("other")
     import latecomer
 
     assert latecomer.value == 7
+    assert list(swaps.misfits) == ["latecomer.none"]
     swaps.leave("one")
     assert latecomer.value == 7
     swaps.leave("other")
@@ -186,14 +189,14 @@ class _Interrupted:
 
 @pytest.mark.parametrize("after", range(1, 6))
 def test_ctrl_c_while_names_are_replaced_or_put_back(after: int) -> None:
-    from gdsload.swaps import Swap, Swaps
+    from gdsload.swaps import Patch, Swap, Swaps
 
     owner = _Interrupted()
     for name, value in (("first", 1), ("second", 2)):
         object.__setattr__(owner, name, value)
     swaps = Swaps(
-        {"sys": lambda _: [Swap(owner, "first", 7)], "os": lambda _: [Swap(owner, "second", 8)],
-         "not.there": lambda _: []}
+        {"sys": [Patch("first", lambda _: [Swap(owner, "first", 7)])],
+         "os": [Patch("second", lambda _: [Swap(owner, "second", 8)])], "not.there": []}
     )  # fmt: skip
     before = list(sys.meta_path)
     _Interrupted.left = after

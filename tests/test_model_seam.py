@@ -165,7 +165,6 @@ def test_the_second_way_where_the_seam_is_gone(
         return original(model, weights, files, config)
 
     monkeypatch.setattr(base, "_load_pretrained_model", staticmethod(another))
-    monkeypatch.setattr(seam, "_misfit", {})
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     ours = gdsload.from_pretrained(mixture)
     assert gdsload.last_report().path == "safe_open"

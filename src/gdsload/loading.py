@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from gdsload import readiness, stopping
-from gdsload.swaps import Swap, takes
+from gdsload.swaps import Misfit, Patch, Swap, function_of, takes
 from gdsload.weights import Weights
 
 # The load whose inner parts run in this context.
@@ -45,13 +45,14 @@ _USE_OF_COPIES = (
 )
 
 
-def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
-    """What is replaced in `transformers.core_model_loading`."""
-    deepcopy, rename, natural, is_true = (
-        module.deepcopy, module.rename_source_key, module.dot_natural_key,
-        module.is_env_variable_true,
-    )  # fmt: skip
-    spares_copies = _uses_first_copies(module)
+def _renaming(module: ModuleType) -> Any:
+    return function_of(
+        module, "rename_source_key", "source_key", "weight_renamings", "weight_converters"
+    )
+
+
+def _swap_of_renaming(module: ModuleType) -> Iterator[Swap]:
+    rename = _renaming(module)
 
     @functools.wraps(rename)
     def renamed(key: str, renamings: Any, converters: Any, *rest: Any, **named: Any) -> Any:
@@ -64,9 +65,21 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
         weights.named = found[0]
         return found
 
+    yield Swap(module, "rename_source_key", renamed)
+
+
+def _swap_of_copying(module: ModuleType) -> Iterator[Swap]:
+    deepcopy = function_of(module, "deepcopy")
+    try:
+        _renaming(module)  # notes the parameter
+    except Misfit as misfit:
+        raise Misfit(f"rename_source_key does not fit: {misfit}") from misfit
+    if not _uses_first_copies(module):
+        raise Misfit("copies of converters are used in another way")
+
     def copied(value: Any, *rest: Any) -> Any:
         weights = running.get()
-        if weights is None or not spares_copies or not hasattr(value, "collected_tensors"):
+        if weights is None or not hasattr(value, "collected_tensors"):
             return deepcopy(value, *rest)
         # The parameter that the key just renamed belongs to has its converter: `setdefault` will
         # throw this one away.
@@ -75,66 +88,85 @@ def swaps_of_loading(module: ModuleType) -> Iterator[Swap]:
         weights.converted.add(weights.named)
         return deepcopy(value, *rest)
 
-    def natural_key(name: str) -> Any:
+    yield Swap(module, "deepcopy", copied)
+
+
+def _swap_of_sorting(module: ModuleType) -> Iterator[Swap]:
+    natural = function_of(module, "dot_natural_key", "s")
+
+    def natural_key(s: str) -> Any:
         weights = running.get()
-        known = None if weights is None else weights.forecast.sort_keys.get(name)
-        return natural(name) if known is None else known
+        known = None if weights is None else weights.forecast.sort_keys.get(s)
+        return natural(s) if known is None else known
+
+    yield Swap(module, "dot_natural_key", natural_key)
+
+
+def _swap_of_threads(module: ModuleType) -> Iterator[Swap]:
+    is_true = function_of(module, "is_env_variable_true", "env_variable")
 
     @functools.wraps(is_true)
-    def env_is_true(name: str) -> Any:
+    def env_is_true(env_variable: str) -> Any:
         weights = running.get()
-        if weights is not None and name == "HF_DEACTIVATE_ASYNC_LOAD":
-            weights.begin()  # this is asked first, when the allocator has been warmed up
-            if weights.forecast.deferred:
-                return True
-        return is_true(name)
+        if weights is not None and env_variable == "HF_DEACTIVATE_ASYNC_LOAD":
+            return weights.forecast.deferred or is_true(env_variable)
+        return is_true(env_variable)
 
-    set_param: Any = getattr(module, "set_param_for_module", None)
+    yield Swap(module, "is_env_variable_true", env_is_true)
 
-    def param_set(model: Any, name: str, *rest: Any, **named: Any) -> Any:
-        result = set_param(model, name, *rest, **named)
+
+SET_PARAM = "set_param_for_module"
+
+
+def _swap_of_setting(module: ModuleType) -> Iterator[Swap]:
+    set_param = function_of(module, SET_PARAM, "model", "target_name")
+
+    @functools.wraps(set_param)
+    def param_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
+        result = set_param(model, target_name, *rest, **named)
         if running.get() is not None:
             stopping.check()
             if (watcher := readiness.current()) is not None:
-                watcher.arrived(model, name)
+                watcher.arrived(model, target_name)
         return result
 
-    find_device = module.get_device
+    yield Swap(module, SET_PARAM, param_set)
+
+
+def _swap_of_devices(module: ModuleType) -> Iterator[Swap]:
+    find_device = function_of(module, "get_device", "device_map", "param_name")
 
     @functools.wraps(find_device)
-    def device_of(device_map: Any, name: str, *rest: Any, **named: Any) -> Any:
+    def device_of(device_map: Any, param_name: str, *rest: Any, **named: Any) -> Any:
         weights = running.get()
         simple = device_map is not None and len(device_map) == 1 and "" in device_map
         if weights is None or not simple or device_map[""] == "disk":
-            return find_device(device_map, name, *rest, **named)
+            return find_device(device_map, param_name, *rest, **named)
         return device_map[""]
 
     yield Swap(module, "get_device", device_of)
-    yield Swap(module, "rename_source_key", renamed)
-    yield Swap(module, "deepcopy", copied)
-    yield Swap(module, "dot_natural_key", natural_key)
-    materialize = getattr(module, "_materialize_copy", None)
-    if materialize is not None and takes(materialize, "tensor", "device", "dtype"):
 
-        @functools.wraps(materialize)
-        def materialized(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
-            # No context variable: transformers may ask from threads of its own.
-            placed = getattr(tensor, "placed", None)
-            found = None if placed is None else placed(device, dtype)
-            return materialize(tensor, device, dtype) if found is None else found
 
-        yield Swap(module, "_materialize_copy", materialized)
-    if set_param is not None:
-        yield Swap(module, "set_param_for_module", functools.wraps(set_param)(param_set))
-    yield Swap(module, "is_env_variable_true", env_is_true)
-    yield from _swaps_of_merging(module)
+def _swap_of_materializing(module: ModuleType) -> Iterator[Swap]:
+    materialize = function_of(module, "_materialize_copy")
+    if not takes(materialize, "tensor", "device", "dtype"):
+        raise Misfit("it does not take (tensor, device, dtype)")
+
+    @functools.wraps(materialize)
+    def materialized(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+        # No context variable: transformers may ask from threads of its own.
+        placed = getattr(tensor, "placed", None)
+        found = None if placed is None else placed(device, dtype)
+        return materialize(tensor, device, dtype) if found is None else found
+
+    yield Swap(module, "_materialize_copy", materialized)
 
 
 def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
     """What is replaced in `transformers.modeling_utils` of what is taken for the weights."""
-    warm_up = getattr(module, "caching_allocator_warmup", None)
-    if warm_up is None or not takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
-        return
+    warm_up = function_of(module, "caching_allocator_warmup")
+    if not takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
+        raise Misfit("it does not take (model, expanded_device_map, hf_quantizer)")
 
     @functools.wraps(warm_up)
     def warmed_up(model: Any, expanded_device_map: Any, hf_quantizer: Any) -> Any:
@@ -152,19 +184,24 @@ _CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs"
 _PATTERNS = ("source_pattern", "target_patterns")
 
 
-def _swaps_of_merging(module: ModuleType) -> Iterator[Swap]:
-    stack = getattr(module, "MergeModulelist", None)
-    if stack is not None and takes(stack.convert, *_CONVERT):
-        for asked in ("input_size", "input_dict"):  # the latter before 5.9
-            if takes(stack.get_target_pattern, "self", asked, *_PATTERNS):
-                yield Swap(stack, "convert", _swapped_stack(stack.convert, asked))
-    join = getattr(module, "Concatenate", None)
-    if (
-        join is not None
-        and takes(join.convert, *_CONVERT)
-        and takes(join.get_target_pattern, "self", "target_patterns")
+def _swap_of_stacking(module: ModuleType) -> Iterator[Swap]:
+    stack = function_of(module, "MergeModulelist")
+    for asked in ("input_size", "input_dict"):  # the latter before 5.9
+        if takes(stack.convert, *_CONVERT) and takes(
+            stack.get_target_pattern, "self", asked, *_PATTERNS
+        ):
+            yield Swap(stack, "convert", _swapped_stack(stack.convert, asked))
+            return
+    raise Misfit("its methods take other parameters")
+
+
+def _swap_of_joining(module: ModuleType) -> Iterator[Swap]:
+    join = function_of(module, "Concatenate")
+    if not (
+        takes(join.convert, *_CONVERT) and takes(join.get_target_pattern, "self", "target_patterns")
     ):
-        yield Swap(join, "convert", _swapped_join(join.convert))
+        raise Misfit("its methods take other parameters")
+    yield Swap(join, "convert", _swapped_join(join.convert))
 
 
 def _swapped_stack(original: Any, asked: str) -> Any:
@@ -212,3 +249,16 @@ def _uses_first_copies(module: ModuleType) -> bool:
     except (OSError, TypeError):
         return False
     return all(text.count(use) == 1 for use in _USE_OF_COPIES) and text.count("deepcopy(") == 1
+
+
+PATCHES_OF_LOADING = (
+    Patch("get_device", _swap_of_devices),
+    Patch("deepcopy", _swap_of_copying),
+    Patch("rename_source_key", _swap_of_renaming),
+    Patch("dot_natural_key", _swap_of_sorting),
+    Patch("_materialize_copy", _swap_of_materializing),
+    Patch(SET_PARAM, _swap_of_setting),
+    Patch("is_env_variable_true", _swap_of_threads),
+    Patch("MergeModulelist", _swap_of_stacking),
+    Patch("Concatenate", _swap_of_joining),
+)

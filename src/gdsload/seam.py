@@ -26,16 +26,17 @@ from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable, safetensors_errors
 from gdsload.lifecycle import fork_safe_lock
-from gdsload.loading import running, swaps_of_loading, swaps_of_warmup
+from gdsload.loading import PATCHES_OF_LOADING, SET_PARAM, running, swaps_of_warmup
 from gdsload.report import LoadReport
 from gdsload.slices import OpenedFile
-from gdsload.swaps import Swap, Swaps, held
-from gdsload.ties import swaps_of_ties
-from gdsload.weights import Misfit, Options, Weights
+from gdsload.swaps import Misfit, Patch, Swap, Swaps, function_of, held
+from gdsload.ties import COMPARE, swaps_of_ties
+from gdsload.weights import Options, Weights
 
 log = logging.getLogger("gdsload")
 
 SEAM, SAFE_OPEN, STOCK = "seam", "safe_open", "stock"
+_OLD_SHARD = "_load_state_dict_into_meta_model"
 _DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 _FRONT = ("model", "state_dict", "checkpoint_files")
 Call = Callable[..., Any]
@@ -67,8 +68,12 @@ def active() -> Options | None:
 
 
 def note(report: LoadReport, path: str, reason: str = "") -> None:
-    """Writes into the report which way was taken; the log hears of it once per reason."""
+    """Writes into the report which way was taken, and what of transformers does not fit; the log
+    hears of either once."""
     report.path, report.path_reason = path, reason
+    report.refusals.update(
+        (name, why) for name, why in swaps.misfits.items() if name.startswith("transformers.")
+    )
     if path == SEAM:
         return
     with _said_lock:
@@ -141,7 +146,8 @@ def _load(
             with _opening(options, report):
                 return stock()
         note(report, SEAM)
-        if (watcher := readiness.current()) is not None:
+        watcher = readiness.current()
+        if watcher is not None and f"{_LOADING}.{SET_PARAM}" not in swaps.misfits:
             watcher.begin(model, config)
         with held(running, weights), report.phase("transformers"), collector_paused():
             result = original(model, weights.slices(), files, config, *rest, **named)
@@ -220,48 +226,60 @@ def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, name
         return result
 
 
-def swaps_of_modeling(module: ModuleType) -> Iterator[Swap]:
-    """What is replaced in `transformers.modeling_utils`."""
+_LOAD = "_load_pretrained_model"
+
+
+def _swap_of_seam(module: ModuleType) -> Iterator[Swap]:
     base = module.PreTrainedModel
-    raw = base.__dict__["_load_pretrained_model"]
+    if _LOAD not in vars(base):
+        raise Misfit("there is no such function")
+    raw = vars(base)[_LOAD]
     plain = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
     front = tuple(inspect.signature(plain).parameters)
     bound = isinstance(raw, classmethod)
     front = front[1:] if bound else front
     roads = {"load_config": _load, "pretrained_model_name_or_path": _load_old}
-    if front[:3] == _FRONT and len(front) > 3 and front[3] in roads:
-        road, fourth = roads[front[3]], front[3]
+    if front[:3] != _FRONT or len(front) < 4 or front[3] not in roads:
+        raise Misfit(f"it takes ({', '.join(front)})")
+    road, fourth = roads[front[3]], front[3]
 
-        @functools.wraps(plain)
-        def wrapper(*args: Any, **named: Any) -> Any:
-            call = plain
-            if bound:
-                call, args = functools.partial(plain, args[0]), args[1:]
-            model, state_dict, files, last = (
-                args[place] if place < len(args) else named.pop(name)
-                for place, name in enumerate((*_FRONT, fourth))
-            )
-            return road(module, call, model, state_dict, files, last, args[4:], named)
+    @functools.wraps(plain)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        call = plain
+        if bound:
+            call, args = functools.partial(plain, args[0]), args[1:]
+        model, state_dict, files, last = (
+            args[place] if place < len(args) else named.pop(name)
+            for place, name in enumerate((*_FRONT, fourth))
+        )
+        return road(module, call, model, state_dict, files, last, args[4:], named)
 
-        replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
-        yield Swap(base, "_load_pretrained_model", replacement)
-    else:
-        _misfit[module.__name__] = f"_load_pretrained_model takes {', '.join(front)}"
-    yield Swap(module, "safe_open", _swapped_open(module.safe_open))
-    yield from swaps_of_warmup(module)
-    yield from swaps_of_ties(module, active)
-    shard = getattr(module, "_load_state_dict_into_meta_model", None)
-    if shard is not None:
+    replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
+    yield Swap(base, _LOAD, replacement)
 
-        @functools.wraps(shard)
-        def load_shard(model: Any, state_dict: Any, path: Any, names: Any, *rest: Any,
-                       **named: Any) -> Any:  # fmt: skip
-            return _load_old_shard(shard, model, state_dict, path, names, rest, named)
 
-        yield Swap(module, "_load_state_dict_into_meta_model", load_shard)
-    for home in base.__mro__:
+def _swap_of_opening(module: ModuleType) -> Iterator[Swap]:
+    yield Swap(module, "safe_open", _swapped_open(function_of(module, "safe_open")))
+
+
+def _swap_of_old_shards(module: ModuleType) -> Iterator[Swap]:
+    front = ("model", "state_dict", "shard_file", "reverse_renaming_mapping")
+    shard = function_of(module, _OLD_SHARD, *front)
+
+    @functools.wraps(shard)
+    def load_shard(model: Any, state_dict: Any, path: Any, names: Any, *rest: Any,
+                   **named: Any) -> Any:  # fmt: skip
+        return _load_old_shard(shard, model, state_dict, path, names, rest, named)
+
+    yield Swap(module, _OLD_SHARD, load_shard)
+
+
+def _swap_of_distributed(module: ModuleType) -> Iterator[Swap]:
+    original = function_of(module.PreTrainedModel, _DISTRIBUTED)
+    for home in module.PreTrainedModel.__mro__:
         if _DISTRIBUTED in vars(home):
-            yield Swap(home, _DISTRIBUTED, _told(vars(home)[_DISTRIBUTED]))
+            original = vars(home)[_DISTRIBUTED]
+            yield Swap(home, _DISTRIBUTED, _told(original))
 
 
 def _told(original: Call) -> Call:
@@ -277,9 +295,6 @@ def _told(original: Call) -> Call:
     return load
 
 
-_misfit: dict[str, str] = {}
-
-
 def _swapped_open(original: Call) -> Call:
     @functools.wraps(original)
     def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
@@ -287,25 +302,20 @@ def _swapped_open(original: Call) -> Call:
         options = active()
         if opener is not None:
             return opener(str(filename), device)
-        if options is None or not _misfit:
+        misfit = swaps.misfits.get(f"{_MODELING}.{_LOAD}")
+        if options is None or misfit is None:
             return original(filename, framework=framework, device=device, **rest)
         # No known way into this transformers but the files that it opens.
         with reported(str(filename)) as report:
-            note(report, SAFE_OPEN, f"transformers has no seam that is known: {_misfit}")
+            note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
             return Weights([str(filename)], options, report).opened(device, owned=True)
 
     return safe_open
 
 
-def swaps_of_accelerate(module: ModuleType) -> Iterator[Swap]:
-    """What is replaced in `accelerate.utils.modeling`."""
-    yield Swap(module, "safe_open", _drop_in_open(module.safe_open))
-    yield Swap(module, "safe_load_file", _drop_in_load(module.safe_load_file))
-
-
-def swaps_of_safetensors(module: ModuleType) -> Iterator[Swap]:
-    """What is replaced in `safetensors.torch`: diffusers calls it by that name."""
-    yield Swap(module, "load_file", _drop_in_load(module.load_file))
+def _dropped_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
+    """A function of safetensors, or one that another package takes from there."""
+    return Patch(name, lambda module: [Swap(module, name, drop_in(function_of(module, name)))])
 
 
 def _drop_in_open(original: Call) -> Call:
@@ -347,11 +357,23 @@ def _reading(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+_MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 swaps = Swaps(
     {
-        "transformers.modeling_utils": swaps_of_modeling,
-        "transformers.core_model_loading": swaps_of_loading,
-        "accelerate.utils.modeling": swaps_of_accelerate,
-        "safetensors.torch": swaps_of_safetensors,
+        _MODELING: (
+            Patch(_LOAD, _swap_of_seam),
+            Patch("safe_open", _swap_of_opening),
+            Patch("caching_allocator_warmup", swaps_of_warmup),
+            Patch(COMPARE, lambda module: swaps_of_ties(module, active), since=(5, 23)),
+            Patch(_OLD_SHARD, _swap_of_old_shards, until=(5,)),
+            Patch(_DISTRIBUTED, _swap_of_distributed, since=(5, 23)),
+        ),
+        _LOADING: PATCHES_OF_LOADING,
+        "accelerate.utils.modeling": (
+            _dropped_in("safe_open", _drop_in_open),
+            _dropped_in("safe_load_file", _drop_in_load),
+        ),
+        # diffusers calls it by that name.
+        "safetensors.torch": (_dropped_in("load_file", _drop_in_load),),
     }
 )

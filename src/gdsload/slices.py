@@ -4,7 +4,7 @@ opened file of such slices. Both may be used from any number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -77,6 +77,28 @@ class PlacedSlice(LazySlice):
         if device is not None and str(device) != "cpu":
             return None
         return self._filling.take(self._info.name, dtype)
+
+
+class StateDict(dict[str, LazySlice]):
+    """Slices by name, in place of a state dict. `begin` is called once, when one is first looked
+    at: transformers does so after it has warmed up torch's allocator."""
+
+    def __init__(self, slices: Mapping[str, LazySlice], begin: Callable[[], None]) -> None:
+        super().__init__(slices)
+        self._begin: Callable[[], None] | None = begin
+
+    def _look(self) -> None:
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            begin()
+
+    def items(self) -> ItemsView[str, LazySlice]:  # type: ignore[override]
+        self._look()
+        return super().items()
+
+    def __getitem__(self, name: str) -> LazySlice:
+        self._look()
+        return super().__getitem__(name)
 
 
 class OpenedFile:

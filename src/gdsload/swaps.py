@@ -4,11 +4,16 @@ A module that is not imported yet is not imported for this: its names are replac
 Whoever needs the replacements enters; the first one puts them in place, and when the last one
 leaves, everything is as it was. Ctrl-C may come between any two steps: whoever enters inside a
 `try` and leaves in its `finally` leaves nothing behind.
+
+A function that is not as expected is left alone; `Swaps.misfits` says which and why, and the log
+hears of it once. The others are replaced all the same.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,14 +26,56 @@ from typing import Any, NamedTuple, TypeVar
 from gdsload.lifecycle import fork_safe_lock
 
 T = TypeVar("T")
+log = logging.getLogger("gdsload")
+
+
+class Misfit(Exception):
+    """Inner parts of another package are not what was expected; the text says which."""
 
 
 class Swap(NamedTuple):
-    """`owner.name` shall be `value`. A name that the owner does not have is left alone."""
+    """`owner.name` shall be `value`."""
 
     owner: Any
     name: str
     value: Any
+
+
+class Patch(NamedTuple):
+    """A function of another package, and what it is replaced by.
+
+    `swaps(module)` raises Misfit (or anything else) where the function is not as expected. That it
+    is absent says nothing in versions of the package before `since` or from `until` on.
+    """
+
+    function: str
+    swaps: Callable[[ModuleType], Iterable[Swap]]
+    since: tuple[int, ...] = ()
+    until: tuple[int, ...] = (sys.maxsize,)
+
+    def is_expected(self, module: ModuleType) -> bool:
+        """Whether this version of the package should have it."""
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        version = re.match(r"\d+(\.\d+)*", getattr(package, "__version__", ""))
+        if version is None:
+            return True
+        return self.since <= tuple(map(int, version[0].split("."))) < self.until
+
+
+class _Absent(Misfit):
+    """There is no function of that name."""
+
+
+def function_of(owner: Any, name: str, *front: str) -> Any:
+    """The function `name` of a module or class, if its parameters begin with `front`. Raises
+    Misfit."""
+    if (function := getattr(owner, name, None)) is None:
+        raise _Absent("there is no such function")
+    if front:
+        names = tuple(inspect.signature(function).parameters)
+        if names[: len(front)] != front:
+            raise Misfit(f"it takes ({', '.join(names)}), not ({', '.join(front)}, ...)")
+    return function
 
 
 def takes(function: Any, *names: str) -> bool:
@@ -42,15 +89,16 @@ class _Done(NamedTuple):
 
 
 class Swaps:
-    """What is to be replaced in which module: `wanted` maps module names to what says so."""
+    """What is to be replaced in which module: `wanted` maps module names to patches."""
 
-    def __init__(self, wanted: Mapping[str, Callable[[ModuleType], Iterable[Swap]]]) -> None:
+    def __init__(self, wanted: Mapping[str, Sequence[Patch]]) -> None:
         self._wanted = dict(wanted)
         self._lock = fork_safe_lock(self)
         self._users: set[Hashable] = set()
         self._done: list[_Done] = []
         self._watch: _Watch | None = None
-        self.misfits: dict[str, str] = {}  # module -> why nothing was replaced in it
+        self.misfits: dict[str, str] = {}  # "module.function" -> why it is not replaced
+        self._told: set[tuple[str, str]] = set()
 
     @property
     def in_place(self) -> bool:
@@ -105,15 +153,28 @@ class Swaps:
                 self._replace_in(module)
 
     def _replace_in(self, module: ModuleType) -> None:
-        try:
-            swaps = list(self._wanted[module.__name__](module))
-        except Exception as error:
-            self.misfits[module.__name__] = f"{type(error).__name__}: {error}"
-            return
-        for swap in swaps:
-            if swap.name in vars(swap.owner):
+        for patch in self._wanted[module.__name__]:
+            name = f"{module.__name__}.{patch.function}"
+            self.misfits.pop(name, None)
+            try:
+                swaps = list(patch.swaps(module))
+                for swap in swaps:
+                    if swap.name not in vars(swap.owner):
+                        raise _Absent("there is no such function")
+            except Exception as error:
+                if not isinstance(error, _Absent) or patch.is_expected(module):
+                    self._note(name, error)
+                continue
+            for swap in swaps:
                 self._done.append(_Done(swap, vars(swap.owner)[swap.name]))
                 setattr(swap.owner, swap.name, swap.value)
+
+    def _note(self, name: str, error: Exception) -> None:
+        why = str(error) if isinstance(error, Misfit) else f"{type(error).__name__}: {error}"
+        self.misfits[name] = f"left as it is, since it is not as expected: {why}"
+        if (name, why) not in self._told:
+            self._told.add((name, why))
+            log.warning("%s is %s", name, self.misfits[name])
 
 
 @contextmanager

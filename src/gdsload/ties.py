@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.swaps import Swap, takes
+from gdsload.swaps import Swap, function_of
 
 if TYPE_CHECKING:
     import torch
 
-_COMPARE = "_tied_params_are_equal"
+COMPARE = "_tied_params_are_equal"
 _memcmp = ctypes.CDLL(None).memcmp  # without the GIL
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -44,10 +44,8 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def swaps_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[Swap]:
     """What is replaced in `transformers.modeling_utils`, for callers for whom `wanted()` is not
-    None. A transformers that has no such function calls torch itself, and is left alone."""
-    compare = getattr(module, _COMPARE, None)
-    if compare is None or not takes(compare, "source", "target"):
-        return
+    None. A transformers before 5.23 may have no such function, and calls torch itself."""
+    compare = function_of(module, COMPARE, "source", "target")
 
     @functools.wraps(compare)
     def compared(source: Any, target: Any) -> Any:
@@ -55,4 +53,4 @@ def swaps_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[
             return True
         return compare(source, target)
 
-    yield Swap(module, _COMPARE, compared)
+    yield Swap(module, COMPARE, compared)

@@ -24,7 +24,8 @@ from gdsload.filling import Filling
 from gdsload.labels import SKIP, Forecast, forecast
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
-from gdsload.slices import LazySlice, MappedSlice, OpenedFile, PlacedSlice
+from gdsload.slices import LazySlice, MappedSlice, OpenedFile, PlacedSlice, StateDict
+from gdsload.swaps import Misfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,6 @@ class Options:
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
-
-
-class Misfit(Exception):
-    """transformers' inner parts are not what this module knows; the text says which."""
 
 
 class Weights:
@@ -184,7 +181,8 @@ class Weights:
 
     def begin(self) -> None:
         """Puts the first reads to devices on their way: their tensors are taken from what
-        transformers has made torch's allocator hold. Raises PlacementError and ReadError."""
+        transformers has made torch's allocator hold. For the first use of `slices`. Raises
+        PlacementError and ReadError."""
         for feed in self._device_feeds.values():
             feed.start()
 
@@ -198,21 +196,24 @@ class Weights:
         self._start(self.feed)
 
     @collector_paused()
-    def slices(self) -> dict[str, LazySlice]:
-        """A slice for every tensor, by its name in the checkpoint."""
+    def slices(self) -> StateDict:
+        """A slice for every tensor, by its name in the checkpoint. Reads to devices `begin` when
+        the first of them is looked at."""
         feed, filling = self.feed, self.filling
         placed, lazy = self.forecast.placed, self.forecast.lazy
         feeds = {name: self._device_feeds[to] for name, to in self.forecast.devices.items()}
-        return {
+        slices = {
             name: PlacedSlice(feed, info, filling) if name in placed
             else MappedSlice(feed, info) if name in lazy
             else LazySlice(feeds.get(name, feed), info)
             for name, info in self.checkpoint.tensors.items()
         }  # fmt: skip
+        return StateDict(slices, self.begin)
 
     def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
-        """The checkpoint as an opened file; where it is `owned`, leaving it closes this."""
-        leave = self.close if owned else None
+        """The checkpoint as an opened file; where it is `owned`, leaving it finishes and closes
+        this."""
+        leave = self._finish_and_close if owned else None
         if self.options.options.get("in_place"):
             self.report.refusals["in place"] = (
                 "files that transformers opens one by one are read to the host, and moved by torch"
@@ -231,6 +232,12 @@ class Weights:
             report.tensors += giver.taken.tensors
             report.wanted_bytes += giver.taken.nbytes
             report.phases["wait"] = report.phases.get("wait", 0.0) + giver.waited_seconds
+
+    def _finish_and_close(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends all reads, and gives back memory and descriptors. May be called again."""

@@ -1,0 +1,253 @@
+"""Functions of transformers that are not as expected: each is left alone, reported and logged, and
+the model is exact all the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+import tinymodels
+from equal import NEW, names_replaced
+from gdsload import seam
+from gdsload.swaps import Misfit, Patch, Swap, Swaps, function_of
+
+pytestmark = pytest.mark.skipif(not NEW, reason="4.57 has other inner parts")
+
+FUNCTIONS = [
+    f"{module}.{patch.function}"
+    for module in ("transformers.core_model_loading", "transformers.modeling_utils")
+    for patch in seam.swaps._wanted[module]
+    if NEW and not patch.until < (6,) and patch.since < (5,)
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    tinymodels.build("qwen3_moe").save_pretrained(path, max_shard_size="30KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock(mixture: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def told_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    monkeypatch.setattr(seam.swaps, "_told", set())
+    before = names_replaced()
+    yield
+    assert not seam.swaps.in_place
+    monkeypatch.undo()
+    assert len(names_replaced()) == len(before)
+    with gdsload.accelerated():
+        pass
+    assert seam.swaps.misfits == {}
+
+
+def home_of(name: str) -> tuple[Any, str]:
+    """The module or class that holds a function, and the function's name in it."""
+    from transformers import core_model_loading, modeling_utils
+
+    path, _, function = name.rpartition(".")
+    module = {one.__name__: one for one in (core_model_loading, modeling_utils)}[path]
+    if function == "_load_pretrained_model":
+        return module.PreTrainedModel, function  # type: ignore[attr-defined]
+    return module, function
+
+
+def codes_in(owner: Any) -> Iterator[Any]:
+    """The functions of a module or class of transformers, and those of its classes."""
+    for value in list(vars(owner).values()):
+        plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        plain = getattr(plain, "__wrapped__", plain)
+        if isinstance(plain, types.FunctionType):
+            yield plain
+        elif isinstance(value, type) and value.__module__ == getattr(owner, "__name__", None):
+            yield from codes_in(value)
+
+
+def rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gives the function another name, there and in all code of its module that uses it."""
+    from transformers import modeling_utils
+
+    owner, function = home_of(name)
+
+    def with_names(code: types.CodeType) -> types.CodeType:
+        names = tuple(f"{n}_of_tomorrow" if n == function else n for n in code.co_names)
+        inner = tuple(
+            with_names(one) if isinstance(one, types.CodeType) else one for one in code.co_consts
+        )
+        return code.replace(co_names=names, co_consts=inner)
+
+    module = modeling_utils if isinstance(owner, type) else owner
+    homes = {owner, *(one for one in vars(module).values() if isinstance(one, type))}
+    for home in homes:  # methods may have the name, too
+        if function in vars(home):
+            monkeypatch.setattr(
+                home, f"{function}_of_tomorrow", vars(home)[function], raising=False
+            )
+    for used in codes_in(module):
+        changed = with_names(used.__code__)
+        if changed != used.__code__:
+            monkeypatch.setattr(used, "__code__", changed)
+    monkeypatch.delattr(owner, function)
+
+
+def change_parameters(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gives the function, or the methods of the class, other parameters of the same meaning."""
+    owner, function = home_of(name)
+    raw = vars(owner)[function]
+    if isinstance(raw, type):
+        convert: Any = raw.convert  # type: ignore[attr-defined]
+        monkeypatch.setattr(raw, "convert", lambda *a, **named: convert(*a, **named))
+        return
+    plain = raw.__func__ if isinstance(raw, staticmethod) else raw
+
+    def another(*arguments: Any, **named: Any) -> Any:
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(owner, function, staticmethod(another) if raw is not plain else another)
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
+    "renamed": rename, "other parameters": change_parameters,
+}  # fmt: skip
+FORETELLING = {"rename_source_key", "dot_natural_key"}
+# What is called whatever its parameters are.
+ANY_PARAMETERS = {"deepcopy", "safe_open"}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
+    name: str, how: str, mixture: Path, stock: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    function = name.rpartition(".")[2]
+    if how == "other parameters" and function in ANY_PARAMETERS:
+        pytest.skip("it is called with what it is given")
+    BREAKS[how](monkeypatch, name)
+    with caplog.at_level(logging.WARNING, "gdsload"):
+        for _ in range(2):
+            ours = gdsload.from_pretrained(mixture, dtype=torch.bfloat16)
+    report = gdsload.last_report()
+    assert report.refusals[name].startswith("left as it is, since it is not as expected: ")
+    assert name in report.summary()
+    logged = [record.getMessage() for record in caplog.records]
+    assert len([line for line in logged if line.startswith(f"{name} is left as it is")]) == 1
+    assert tinymodels.differences(stock, ours) == []
+    assert report.wanted_bytes > 0
+    # Without these functions nothing can be said of the load before it begins.
+    is_foretold = function not in FORETELLING or how == "other parameters"
+    expected = seam.SEAM if is_foretold and function != "_load_pretrained_model" else seam.SAFE_OPEN
+    assert report.path == expected
+
+
+def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename(monkeypatch, "transformers.core_model_loading.set_param_for_module")
+    told: list[str] = []
+    model = gdsload.from_pretrained(mixture, on_module_ready=lambda name, _: told.append(name))
+    assert sorted(told) == sorted(name for name, _ in model.named_modules())
+    assert "at the end" in gdsload.last_report().modules_ready
+
+
+def test_nothing_is_reported_of_this_transformers(mixture: Path) -> None:
+    gdsload.from_pretrained(mixture)
+    report = gdsload.last_report()
+    assert not [name for name in report.refusals if name.startswith("transformers.")]
+    assert report.path == seam.SEAM
+
+
+def test_slices_begin_reads_to_devices_once_when_first_looked_at() -> None:
+    from gdsload.slices import StateDict
+
+    for look in (lambda d: d.items(), lambda d: d["a"], lambda d: sorted(d.items())):
+        begun: list[int] = []
+        slices = StateDict({"a": None}, functools.partial(begun.append, 1))  # type: ignore[dict-item]
+        assert list(slices) == ["a"] and not begun
+        look(slices)
+        look(slices)
+        assert begun == [1]
+
+
+# --- the mechanism -------------------------------------------------------------------------------
+
+
+def patched(module: types.ModuleType, *patches: Patch) -> Swaps:
+    swaps = Swaps({module.__name__: patches})
+    swaps.enter("test")
+    swaps.leave("test")
+    return swaps
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("package_of_a_test")
+    module.__version__ = "5.4.0.dev0"  # type: ignore[attr-defined]
+    module.known = lambda one, two: one  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    return module
+
+
+def refuse(*_: Any) -> Any:
+    raise KeyError("weights")
+
+
+def test_each_patch_is_judged_alone(package: types.ModuleType) -> None:
+    def swap(module: types.ModuleType, name: str, *front: str) -> list[Swap]:
+        function_of(module, name, *front)
+        return [Swap(module, name, None)]
+
+    swaps = Swaps(
+        {
+            package.__name__: (
+                Patch("a", lambda m: swap(m, "a")),
+                Patch("b", refuse),
+                Patch("c", lambda m: swap(m, "known", "two")),
+                Patch("known", lambda m: swap(m, "known", "one")),
+            )
+        }
+    )
+    known = package.known
+    swaps.enter("test")
+    assert package.known is None
+    swaps.leave("test")
+    assert package.known is known
+    why = "left as it is, since it is not as expected"
+    assert swaps.misfits == {
+        "package_of_a_test.a": f"{why}: there is no such function",
+        "package_of_a_test.b": f"{why}: KeyError: 'weights'",
+        "package_of_a_test.c": f"{why}: it takes (one, two), not (two, ...)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("since", "until", "is_told"),
+    [((), (6,), True), ((5, 5), (6,), False), ((5, 4), (6,), True), ((), (5,), False)],
+)
+def test_absence_is_no_misfit_in_versions_that_lack_it(
+    package: types.ModuleType, since: tuple[int, ...], until: tuple[int, ...], is_told: bool
+) -> None:
+    swaps = patched(
+        package, Patch("gone", lambda module: [function_of(module, "gone")], since, until)
+    )
+    assert bool(swaps.misfits) is is_told
+    swaps = patched(package, Patch("known", refuse, since, until))
+    assert swaps.misfits, "what is there and does not fit is told of in every version"
+    with pytest.raises(Misfit, match="no such function"):
+        function_of(package, "gone")
