@@ -545,16 +545,19 @@ def swept(
     return found
 
 
-def summed(found: Sequence[tuple[Case, Outcome]]) -> list[dict[str, Any]]:
-    """Cases and how they ended, by load, call and error."""
-    rows: dict[tuple[str, str, str], Counter[str]] = {}
+def summed(found: Sequence[tuple[Case, Outcome]]) -> dict[str, dict[str, str]]:
+    """How the cases ended, by load, and by call and error: one line each."""
+    rows: dict[str, dict[str, Counter[str]]] = {}
     for case, outcome in found:
-        row = rows.setdefault((case.load, case.call, case.error), Counter())
+        row = rows.setdefault(case.load, {}).setdefault(f"{case.call} {case.error}", Counter())
         row[outcome.kind] += 1
-    return [
-        {"load": load, "call": call, "errno": error, **dict(sorted(row.items()))}
-        for (load, call, error), row in sorted(rows.items())
-    ]
+    return {
+        load: {
+            row: " ".join(f"{kind} {number}" for kind, number in sorted(counts.items()))
+            for row, counts in sorted(some.items())
+        }
+        for load, some in sorted(rows.items())
+    }
 
 
 KINDS = ("exact", "error", "memory", "foreign", "violation")
@@ -564,10 +567,14 @@ def table(result: Mapping[str, Any]) -> str:
     """Calls down, how loads ended across."""
     rows: dict[str, Counter[str]] = {}
     errors: dict[str, set[str]] = {}
-    for one in result["rows"]:
-        row = rows.setdefault(one["call"], Counter())
-        row.update({kind: one.get(kind, 0) for kind in KINDS})
-        errors.setdefault(one["call"], set()).add(one["errno"])
+    for some in result["rows"].values():
+        for one, counts in some.items():
+            call, error = one.split()
+            words = counts.split()
+            row = rows.setdefault(call, Counter())
+            row.update({kind: int(n) for kind, n in zip(words[::2], words[1::2], strict=True)})
+            row.pop("unmet", None)
+            errors.setdefault(call, set()).add(error)
     rows = {call: row for call, row in rows.items() if row.total()}
     rows["all"] = sum(rows.values(), Counter())
     lines = [
@@ -586,7 +593,9 @@ def publish(result: Mapping[str, Any]) -> None:
     """Writes the table into its page."""
     text = DOCUMENT.read_text()
     head, rest = text.split(BEGIN)
-    shown = f"{result['loads']} kinds of loads; {records.described(dict(result))}.\n\n"
+    part = "" if result["every"] == 1 else f", one case in {result['every']}"
+    machine = records.described(dict(result))
+    shown = f"All k of {result['loads']} kinds of loads{part}; {machine}.\n\n"
     DOCUMENT.write_text(
         head + BEGIN + "\n" + shown + table(result) + "\n" + END + rest.split(END)[1]
     )
@@ -642,7 +651,7 @@ def main(words: Sequence[str] | None = None) -> int:
         bad = [f"{case}: {outcome.text}" for case, outcome in found if outcome.kind == "violation"]
         result = records.record(
             "faults", Path(folder), loads=len(chosen), cases=len(found), seconds=round(seconds),
-            sample=options.sample, rows=summed(found), violations=bad,
+            sample=options.sample, every=options.every, rows=summed(found), violations=bad,
         )  # fmt: skip
     say("\n" + table(result))
     say(f"{len(found)} cases in {seconds:.0f} s, {len(bad)} violations")
