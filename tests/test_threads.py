@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +95,27 @@ def test_each_raises_where_its_thread_runs_out_of_memory() -> None:
     results = files.each(lambda item: item, Items([1, 2]), what=str, stall_seconds=20)
     with pytest.raises(MemoryError, match="between two items"):
         list(results)
+
+
+def test_async_loads_without_a_thread_end_in_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def streamed() -> None:
+        async for _ in gdsload.astream(path):
+            pass
+
+    async def loaded() -> None:
+        await gdsload.afrom_pretrained(path.parent)
+
+    async def main() -> None:
+        with monkeypatch.context() as none:
+            none.setattr(threading.Thread, "start", refuse)
+            for load in (streamed, loaded):
+                with pytest.raises(GdsloadError, match="no thread can be started"):
+                    await load()
+        await streamed()  # also runs what the executor has kept
+
+    asyncio.run(main())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gdsload.errors import GdsloadError
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.model import from_pretrained
 from gdsload.stopping import Stop, check
@@ -19,6 +19,24 @@ if TYPE_CHECKING:
     import torch
 
 _END = ("", None)
+
+
+def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.Future[Any]:
+    """The call in a thread of the loop's executor, with the context variables of the caller.
+
+    Raises GdsloadError where no thread can be started; the call is then never made.
+    """
+    wanted = True
+    context = copy_context()
+
+    def run() -> Any:  # the executor keeps a call that it found no thread for
+        return context.run(call, *args, **named) if wanted else None
+
+    try:
+        return asyncio.get_running_loop().run_in_executor(None, run)
+    except (RuntimeError, MemoryError) as error:
+        wanted = False
+        raise GdsloadError(f"no thread can be started to load in: {error}") from error
 
 
 async def astream(
@@ -33,7 +51,7 @@ async def astream(
     step: asyncio.Future[Any] | None = None
     try:
         while True:
-            step = asyncio.ensure_future(asyncio.to_thread(next, tensors, _END))
+            step = _in_executor(next, tensors, _END)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
                 return
@@ -42,7 +60,13 @@ async def astream(
         # A generator cannot be closed while a thread is in it: a cancelled step is waited for.
         if step is not None and not step.done():
             await asyncio.wait([step])
-        await asyncio.to_thread(tensors.close)  # type: ignore[attr-defined]
+        close: Callable[[], None] = tensors.close  # type: ignore[attr-defined]
+        try:
+            closing = _in_executor(close)
+        except GdsloadError:
+            close()
+        else:
+            await closing
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
@@ -69,9 +93,8 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     imports or transformers reads by itself, when that is done. Cancelled again, it leaves at once.
     """
     stop = Stop()
-    call = partial(copy_context().run, stop.run, _in_turn, source, *args, **kwargs)
     # A future, not a task: whoever cancels all tasks of a loop must not lose the thread.
-    loading = asyncio.get_running_loop().run_in_executor(None, call)
+    loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
     try:
         return await asyncio.shield(loading)
     except asyncio.CancelledError:
