@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -126,8 +126,10 @@ class AutoBackend(Backend):
 
     def follow(self, device: str, stream: int) -> bool:
         """Holds for what this thread prepares from now on, whenever parts of it are posted."""
+        if device != self._device:
+            return False
         self._followed.stream = stream
-        return device == self._device
+        return True
 
     def prepare(
         self, transfers: Sequence[Transfer], files: Sequence[Registration],
@@ -252,11 +254,10 @@ class AutoBackend(Backend):
                 self._failover.requests.remove(request)
 
     def roads(self, request: AutoRequest) -> dict[str, int]:
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for part in request.parts:
-            for road, nbytes in part.roads.items():
-                found[road] = found.get(road, 0) + nbytes
-        return found
+            found.update(part.roads)
+        return dict(found)
 
     def close(self) -> None:
         if self.pid != os.getpid():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -27,13 +28,13 @@ class Part:
     of the transfer that they are, or were cut from."""
 
     def __init__(
-        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any,
-        memory: Sequence[Registration],
-    ) -> None:  # fmt: skip
+        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any, taken: ExitStack
+    ) -> None:
+        """`taken` gives back the request and the registrations that it needs."""
         self.candidate, self.transfers, self.request = candidate, transfers, request
         self.ended, self.failures, self.idle_seconds = False, 0, 0.0
         self.roads: dict[str, int] = {}  # when it has ended
-        self._memory = memory
+        self._taken = taken
         self._places = [transfer.tag for transfer in transfers]
         self._settled = bytearray(len(transfers))
         self._posted_at = self._ended_at = time.monotonic()
@@ -72,12 +73,9 @@ class Part:
 
     def end(self) -> None:
         """Ends it, settled or not: nothing is written to its memory any more."""
-        backend = self.candidate.backend
         self.ended, self._ended_at = True, time.monotonic()
-        backend.release(self.request)
-        self.roads = backend.roads(self.request)
-        for registration in self._memory:
-            backend.deregister(registration)
+        self._taken.close()
+        self.roads = self.candidate.backend.roads(self.request)
 
 
 class Candidate:
@@ -116,22 +114,16 @@ class Candidate:
             why = f"{device} takes no order between its streams"
             raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
         registered: list[Registration] = []
-        request = None
-        try:
+        with ExitStack() as taken:  # given back in reverse order, here if anything fails
             for entry in memory:
                 registered.append(backend.register(entry.what))
+                taken.callback(backend.deregister, registered[-1])
             request = backend.prepare(cuts, known, registered)
+            taken.callback(backend.release, request)
             if self.fixed_seconds < 0:
                 self.fixed_seconds = time.monotonic() - started
-            part = Part(self, cuts, request, registered)
             backend.post(request)
-        except BaseException:
-            if request is not None:
-                backend.release(request)
-            for registration in registered:
-                backend.deregister(registration)
-            raise
-        return part
+            return Part(self, cuts, request, taken.pop_all())
 
     def _file(self, registration: Registration) -> Registration:
         number = registration.handle

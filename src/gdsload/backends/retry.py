@@ -7,6 +7,7 @@ left, and what it has under way goes on by the next one. What has been read is n
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 from gdsload.backends import cufile
@@ -98,7 +99,7 @@ class Failover:
 
     def __init__(self, device: str, candidates: Candidates) -> None:
         self.requests: list[AutoRequest] = []
-        self.rerouted: dict[str, int] = {}
+        self.rerouted: Counter[str] = Counter()
         self._device, self._candidates = device, candidates
 
     @property
@@ -170,8 +171,7 @@ class Failover:
         if not transfers:
             return
         to = self._candidates.after(candidate)
-        way = f"{candidate.name} -> {to.name}"
-        self.rerouted[way] = self.rerouted.get(way, 0) + sum(t.wanted for t in transfers)
+        self.rerouted[f"{candidate.name} -> {to.name}"] += sum(t.wanted for t in transfers)
         self.post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
 
     def _reason_to_leave(self, candidate: Candidate) -> str:
