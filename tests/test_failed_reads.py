@@ -24,7 +24,6 @@ from gdsload._native.memory import Region
 from gdsload.ahead import Ahead
 from gdsload.arena import Spot, hand_over
 from gdsload.backends import Memory, OpenFile, Registration
-from gdsload.backends.lanes import Lane, Share
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import LANDED, LOST
@@ -381,31 +380,6 @@ def test_session_closed_before_its_batch_opens_no_second_backend(
     assert gate.request().released
 
 
-def test_lane_that_cannot_post_gives_back_its_request(
-    path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lane = Lane(refusing, {})
-    transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
-    with open(path, "rb") as file:
-        files = [Registration(OpenFile(str(path), file.fileno(), 8192), 0)]
-        memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
-        for step in ("register", "prepare", "post"):
-            monkeypatch.setattr(refusing, "step", step)
-            with pytest.raises(KeyboardInterrupt):
-                lane.start([Share(0, transfer)], files, memory, "cuda:0")
-            assert (refusing.registered, refusing.prepared) == (1, 0)  # the file stays
-    lane.close()
-    assert refusing.registered == 0
-
-
-def test_lane_that_was_closed_is_described_without_a_second_backend() -> None:
-    lane = Lane(Refusing, {})
-    first = lane.open()
-    lane.close()
-    assert lane.describe() is first
-    assert lane.open() is not first
-
-
 def test_register_that_fails_closes_the_direct_descriptor(
     path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,13 +398,14 @@ def test_register_that_fails_closes_the_direct_descriptor(
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_prefetch_without_a_thread_is_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(threading.Thread, "start", none)
-        gdsload.prefetch(path)
+def test_prefetch_without_a_thread_has_failed_and_its_load_reads(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "start_thread", lambda *_: None)
+    with gdsload.prefetch(path) as prefetch:
+        with pytest.raises(gdsload.GdsloadError, match="no thread"):
+            prefetch.wait()
+        assert gdsload.load_file(path).keys() == safetensors.torch.load_file(path).keys()
     assert early.prefetches() == []
     gdsload.quiesce(0.0)
 

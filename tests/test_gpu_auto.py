@@ -85,28 +85,14 @@ def test_versions_that_changed_are_measured_again(
     assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
 
 
-def test_kept_verdict_that_no_longer_holds_is_dropped_with_its_rates_unmixed(
-    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
-    first = load(checkpoint)
-    rates_are(monkeypatch, gds_mt=1.0, posix=0.2, gds=0.2)
-    again = load(checkpoint)
-    assert again.rates == first.rates, "of one moment"
-    assert "it is slower now" in again.choice
-    assert verdicts.kept() == []
-    assert load(checkpoint).choice == "posix: measured in this load"
-
-
-def test_leg_that_came_through_the_page_cache_is_no_measurement(
+def test_sample_that_came_through_the_page_cache_is_no_measurement(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Direct reads may be refused when they are made."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.3)
-    monkeypatch.setattr(Part, "direct", property(lambda part: part.lane.name != "posix"))
-    report = load(checkpoint)
-    assert report.choice == "gds_mt: measured in this load"
-    assert set(report.rates) == {"gds_mt", "gds"}
+    monkeypatch.setattr(Part, "is_direct", property(lambda part: part.candidate.name != "posix"))
+    assert "posix" not in load(checkpoint).rates
+    assert verdicts.kept() == []
 
 
 def test_a_road_that_was_not_there_before_is_measured(

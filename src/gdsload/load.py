@@ -7,7 +7,6 @@ mappings of warm shards. A `Batch` is some pieces on their way. `load_file`, `st
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.collector import collector_paused
 from gdsload.errors import ReadError, StallError
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.outcome import (
     describe,
     note,
@@ -71,7 +71,7 @@ class Session:
         from it, unless `adopt` is False; what is warm is mapped, unless `maps` is False.
         """
         self._roads = Roads(checkpoint, report, cache)
-        self._opening = threading.Lock()
+        self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
         self.device = device

@@ -9,17 +9,18 @@ from __future__ import annotations
 import operator
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gdsload import vram
+from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import rows_of
 from gdsload.device import require_device
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
+from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.order import in_layers
 from gdsload.plan import wanted_info, wanted_infos
@@ -233,9 +234,9 @@ _CACHE_OF = {"mmap": "mapped", "pread": "buffered"}
 
 
 def _without_safetensors_backend(backend: str, cache: str) -> tuple[str, str]:
-    """Backend and cache where `backend` may be one of safetensors'."""
+    """Backend and cache where `backend` may be one of safetensors'; a plugin of that name wins."""
     wanted = _CACHE_OF.get(backend)
-    if wanted is None:
+    if wanted is None or backend in registry.names():
         return backend, cache
     if cache not in ("auto", wanted):
         raise ValueError(f"backend={backend!r} reads by cache={wanted!r}, not by cache={cache!r}")
@@ -317,7 +318,7 @@ class safe_open:
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock(self)
         self._slices = 0  # that may still be read after the `with` block, as with safetensors
         self._left = False
         self._checkpoint = Checkpoint.open(filename, **where)

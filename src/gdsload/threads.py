@@ -70,9 +70,9 @@ class _Thread(threading.Thread):
     def start(self) -> None:
         try:
             super().start()
-        except BaseException:
+        except (RuntimeError, MemoryError):  # it will never run, and so not remove itself
             if not self._started.is_set():
-                getattr(threading, "_limbo", {}).pop(self, None)  # threads that are about to run
+                getattr(threading, "_limbo", {}).pop(self, None)
             raise
 
 
