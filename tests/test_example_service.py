@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
-pytest.importorskip("gdsload.model")
+pytest.importorskip("gdsload.integrations.transformers.model")
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PATIENCE_SECONDS = 120

@@ -28,10 +28,10 @@ from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import LANDED, LOST
 from gdsload.cuts import whole
-from gdsload.destinations import Destinations, Kind, target_of
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
-from gdsload.feed import Feed
-from gdsload.filling import Filling
+from gdsload.integrations.transformers.parameter_buffers import Destinations, Kind, target_of
+from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Batch, Session
 from gdsload.plan import Transfer, pieces_of
 from gdsload.report import LoadReport

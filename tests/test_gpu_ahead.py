@@ -242,8 +242,8 @@ def test_other_devices_read_for_themselves(
 def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
     """Rows are a view of where they lie; columns are runs, which are copied side by side."""
     from gdsload.cuts import cut
-    from gdsload.devicefeed import DeviceStage
-    from gdsload.feed import Feed
+    from gdsload.integrations.transformers.device_queue import DeviceStage
+    from gdsload.integrations.transformers.readahead_queue import Feed
     from gdsload.report import LoadReport
 
     values = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, 40_000)
@@ -275,8 +275,8 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     doubles: Doubles, tmp_path: Path
 ) -> None:
     from gdsload.cuts import whole
-    from gdsload.devicefeed import DeviceStage
-    from gdsload.feed import Feed
+    from gdsload.integrations.transformers.device_queue import DeviceStage
+    from gdsload.integrations.transformers.readahead_queue import Feed
     from gdsload.report import LoadReport
 
     path = tmp_path / "m.safetensors"

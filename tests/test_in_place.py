@@ -20,11 +20,12 @@ import transformers
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, blocks, labels, residency, ring, roads, shared, tensors, vram
+from gdsload import arena, blocks, residency, ring, roads, shared, tensors, vram
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
+from gdsload.integrations.transformers import load_plan
+from gdsload.integrations.transformers.model_reader import Options, Weights
 from gdsload.plan import Limits, Piece, plan_reads
-from gdsload.weights import Options, Weights
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
 from test_vram import device_tensor, odd_tensors, raw
 
@@ -225,7 +226,7 @@ def test_models(
 ) -> None:
     """What is kept stays where it was read; what is cast or merged is cast and merged by torch. Of
     what stays, no memory is warmed up in torch's allocator."""
-    monkeypatch.setattr(labels, "_places", lambda _: lambda name: "cuda:0")
+    monkeypatch.setattr(load_plan, "_places", lambda _: lambda name: "cuda:0")
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     stock = type(model).from_pretrained(tmp_path, dtype=dtype)
@@ -271,7 +272,7 @@ def test_where_it_is_not_right_it_is_refused(
     ):
         ahead.wait(PATIENCE_SECONDS)
     if transformers.__version__[0] >= "5":
-        monkeypatch.setattr(labels, "_places", lambda _: lambda name: "cuda:0")
+        monkeypatch.setattr(load_plan, "_places", lambda _: lambda name: "cuda:0")
         tinymodels.build("llama").save_pretrained(tmp_path / "model")
         with (
             gdsload.accelerated(options=IN_PLACE),

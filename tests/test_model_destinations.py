@@ -15,9 +15,14 @@ from safetensors.torch import load_file
 import equal
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.destinations import Destinations, Kind, kinds_of, target_of
-from gdsload.feed import FeedClosed
-from gdsload.filling import Filling
+from gdsload.integrations.transformers.parameter_buffers import (
+    Destinations,
+    Kind,
+    kinds_of,
+    target_of,
+)
+from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.readahead_queue import FeedClosed
 from gdsload.load import Session
 from gdsload.report import LoadReport
 from test_memory import resident_pages
@@ -138,9 +143,15 @@ def test_a_filling_brings_each_tensor_to_its_place(
     dtype: torch.dtype,
 ) -> None:
     """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
-    monkeypatch.setattr("gdsload.filling._MOVED_AT_ONCE", elements)
-    monkeypatch.setattr("gdsload.filling._ELEMENTS_ALONE", elements)
-    monkeypatch.setattr("gdsload.filling._ELEMENTS_TOGETHER", elements)
+    monkeypatch.setattr(
+        "gdsload.integrations.transformers.parameter_writer._MOVED_AT_ONCE", elements
+    )
+    monkeypatch.setattr(
+        "gdsload.integrations.transformers.parameter_writer._ELEMENTS_ALONE", elements
+    )
+    monkeypatch.setattr(
+        "gdsload.integrations.transformers.parameter_writer._ELEMENTS_TOGETHER", elements
+    )
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
         Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,

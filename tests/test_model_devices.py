@@ -22,10 +22,11 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, gpu, labels, libraries, loading, ring, vram
+from gdsload import arena, gpu, libraries, ring, vram
 from gdsload.backends import staged
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
-from gdsload.weights import Weights
+from gdsload.integrations.transformers import load_plan, patches
+from gdsload.integrations.transformers.model_reader import Weights
 from gpudoubles import ERRNO, Doubles
 from test_vram import device_tensor
 
@@ -53,7 +54,7 @@ def quiet() -> None:
 
 @pytest.fixture
 def doubles(loading: Doubles) -> Doubles:
-    return loading
+    return patches
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[[Places], None]:
     """Says where parameters live, by their names."""
 
     def say(places: Places) -> None:
-        monkeypatch.setattr(labels, "_places", lambda _: places)
+        monkeypatch.setattr(load_plan, "_places", lambda _: places)
 
     return say
 
@@ -342,7 +343,7 @@ def test_no_memory_is_warmed_up_for_what_is_there(
         asked.append(expanded_device_map)
 
     inner.caching_allocator_warmup = warm_up  # type: ignore[attr-defined]
-    (swap,) = loading.swaps_of_warmup(inner)
+    (swap,) = patches.swaps_of_warmup(inner)
     begin = Weights.begin
 
     def noted(self: Weights) -> None:

@@ -20,11 +20,11 @@ import transformers
 import equal
 import gdsload
 import tinymodels
-from gdsload import seam
-from gdsload.feed import Feed, Stage
-from gdsload.filling import Filling
-from gdsload.slices import LazySlice, PlacedSlice
-from gdsload.weights import Weights
+from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers.lazy_slices import LazySlice, PlacedSlice
+from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.readahead_queue import Feed, Stage
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,10 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
     yield
     gc.collect()
     assert equal.names_replaced() == before
-    assert not seam.swaps.in_place
+    assert not hooks.swaps.in_place
     assert gc.isenabled()
-    assert seam.active() is None
-    assert seam.outer_report.get() is None
+    assert hooks.active() is None
+    assert hooks.outer_report.get() is None
     assert threading.active_count() <= threads
     for path in (mixture, tmp_path):
         assert equal.open_files(path) == []
@@ -153,11 +153,11 @@ def test_entered_and_left_in_any_order(mixture: Path) -> None:
     outer = gdsload.accelerated(cache="buffered")
     with outer:
         with gdsload.accelerated(cache="direct"):
-            assert seam.active().cache == "direct"
-        assert seam.active().cache == "buffered"
+            assert hooks.active().cache == "direct"
+        assert hooks.active().cache == "buffered"
         gdsload.install(cache="auto")
-    assert seam.active().cache == "auto"
-    assert seam.swaps.in_place
+    assert hooks.active().cache == "auto"
+    assert hooks.swaps.in_place
     with gdsload.accelerated(cache="buffered"):
         gdsload.uninstall()
         gdsload.uninstall()

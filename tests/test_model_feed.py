@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.cuts import Cut, cut, whole
-from gdsload.feed import Feed, FeedClosed
+from gdsload.integrations.transformers.readahead_queue import Feed, FeedClosed
 from gdsload.load import Session
 from gdsload.report import LoadReport
 
@@ -107,7 +107,9 @@ def test_closing_wakes_whoever_waits(session: Session, monkeypatch: pytest.Monke
     feed = Feed(session, cuts, window_bytes=1)
     waiting = threading.Event()
     monkeypatch.setattr(Feed, "_is_ready", lambda *_: False)
-    monkeypatch.setattr("gdsload.feed.Stage.look", lambda _: waiting.set())
+    monkeypatch.setattr(
+        "gdsload.integrations.transformers.readahead_queue.Stage.look", lambda _: waiting.set()
+    )
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, cuts[0])
         assert waiting.wait(10)

@@ -11,15 +11,16 @@ import torch
 import transformers
 
 import gdsload
-from gdsload import headstart, residency
+from gdsload import residency
 from gdsload.early import prefetches
-from gdsload.weights import Options
+from gdsload.integrations.transformers import speculative_prefetch
+from gdsload.integrations.transformers.model_reader import Options
 
 
 @pytest.fixture
 def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint that is not in the page cache, and a head start that takes small ones too."""
-    monkeypatch.setattr(headstart, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     for file in copy.glob("*.safetensors"):
         if residency.evict(file):
@@ -29,7 +30,7 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
     """Direct, because the headers of so small a file bring half of it into the page cache."""
-    return headstart._first_names(source, Options(cache=cache), kwargs, {})
+    return speculative_prefetch._first_names(source, Options(cache=cache), kwargs, {})
 
 
 def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
@@ -39,7 +40,7 @@ def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
         sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     assert set(first_names(cold)) == sizes.keys()
     bound = sum(sizes.values()) // 2
-    monkeypatch.setattr(headstart, "HEAD_START_BYTES", bound)
+    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", bound)
     names = first_names(cold)
     assert names[0] == "model.embed_tokens.weight"
     assert 0 < sum(sizes[name] for name in names) <= bound
@@ -48,15 +49,15 @@ def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
 def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
-    monkeypatch.setattr(headstart, "HEAD_START_BYTES", total // 2)
+    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", total // 2)
     started: list[list[str]] = []
-    real = headstart.prefetch
+    real = speculative_prefetch.prefetch
 
     def watched(source: Any, **named: Any) -> Any:
         started.append(named["names"])
         return real(source, **named)
 
-    monkeypatch.setattr(headstart, "prefetch", watched)
+    monkeypatch.setattr(speculative_prefetch, "prefetch", watched)
     with gdsload.accelerated(cache="direct"):
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
@@ -90,7 +91,7 @@ def test_small_models_and_broken_ones_have_none(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert first_names(tmp_path / "nothing") == []
-    monkeypatch.setattr(headstart, "SMALL_BYTES", 1 << 30)
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 1 << 30)
     assert first_names(cold) == []
 
 

@@ -147,7 +147,7 @@ def test_installing_imports_nothing_heavy() -> None:
 
 
 def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdsload.swaps import Patch, Swap, Swaps
+    from gdsload.integrations.transformers.monkeypatch import Patch, Swap, Swaps
 
     (tmp_path / "latecomer.py").write_text("value = 1\nother = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -189,7 +189,7 @@ class _Interrupted:
 
 @pytest.mark.parametrize("after", range(1, 6))
 def test_ctrl_c_while_names_are_replaced_or_put_back(after: int) -> None:
-    from gdsload.swaps import Patch, Swap, Swaps
+    from gdsload.integrations.transformers.monkeypatch import Patch, Swap, Swaps
 
     owner = _Interrupted()
     for name, value in (("first", 1), ("second", 2)):

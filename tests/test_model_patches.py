@@ -17,15 +17,15 @@ import transformers
 import gdsload
 import tinymodels
 from equal import NEW, names_replaced
-from gdsload import seam
-from gdsload.swaps import Misfit, Patch, Swap, Swaps, function_of
+from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers.monkeypatch import Misfit, Patch, Swap, Swaps, function_of
 
 pytestmark = pytest.mark.skipif(not NEW, reason="4.57 has other inner parts")
 
 FUNCTIONS = [
     f"{module}.{patch.function}"
     for module in ("transformers.core_model_loading", "transformers.modeling_utils")
-    for patch in seam.swaps._wanted[module]
+    for patch in hooks.swaps._wanted[module]
     if NEW and not patch.until < (6,) and patch.since < (5,)
 ]
 
@@ -46,15 +46,15 @@ def stock(mixture: Path) -> Any:
 def told_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    monkeypatch.setattr(seam.swaps, "_told", set())
+    monkeypatch.setattr(hooks.swaps, "_told", set())
     before = names_replaced()
     yield
-    assert not seam.swaps.in_place
+    assert not hooks.swaps.in_place
     monkeypatch.undo()
     assert len(names_replaced()) == len(before)
     with gdsload.accelerated():
         pass
-    assert seam.swaps.misfits == {}
+    assert hooks.swaps.misfits == {}
 
 
 def home_of(name: str) -> tuple[Any, str]:
@@ -152,7 +152,9 @@ def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
     assert report.wanted_bytes > 0
     # Without these functions nothing can be said of the load before it begins.
     is_foretold = function not in FORETELLING or how == "other parameters"
-    expected = seam.SEAM if is_foretold and function != "_load_pretrained_model" else seam.SAFE_OPEN
+    expected = (
+        hooks.SEAM if is_foretold and function != "_load_pretrained_model" else hooks.SAFE_OPEN
+    )
     assert report.path == expected
 
 
@@ -170,11 +172,11 @@ def test_nothing_is_reported_of_this_transformers(mixture: Path) -> None:
     gdsload.from_pretrained(mixture)
     report = gdsload.last_report()
     assert not [name for name in report.refusals if name.startswith("transformers.")]
-    assert report.path == seam.SEAM
+    assert report.path == hooks.SEAM
 
 
 def test_slices_begin_reads_to_devices_once_when_first_looked_at() -> None:
-    from gdsload.slices import StateDict
+    from gdsload.integrations.transformers.lazy_slices import StateDict
 
     for look in (lambda d: d.items(), lambda d: d["a"], lambda d: sorted(d.items())):
         begun: list[int] = []

@@ -21,10 +21,10 @@ import equal
 import gdsload
 import tinymodels
 from equal import FIRST, NEW, names_replaced, open_files
-from gdsload import labels, seam
 from gdsload.backends.base import Failure, Progress
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.registry import register_backend
+from gdsload.integrations.transformers import hooks, load_plan
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def nothing_stays() -> Iterator[None]:
     before = names_replaced()
     yield
     assert names_replaced() == before
-    assert not seam.swaps.in_place
+    assert not hooks.swaps.in_place
 
 
 def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
@@ -78,14 +78,14 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip(f"this transformers has no {name}")
     from transformers import core_model_loading as loading
 
-    from gdsload.feed import Feed
+    from gdsload.integrations.transformers.readahead_queue import Feed
 
     # Before 5.4 what a converter merges comes out of a set, in an order of its own each time.
     has_order = "in set(" not in inspect.getsource(loading.WeightTransform.materialize_tensors)
 
     asked: list[str] = []
     foreseen: list[str] = []
-    take, forecast = Feed.take, labels.forecast
+    take, forecast = Feed.take, load_plan.forecast
 
     def noted_take(self: Feed, cut: Any) -> Any:
         asked.append(cut.key)
@@ -97,7 +97,7 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(Feed, "take", noted_take)
-    monkeypatch.setattr("gdsload.weights.forecast", noted_forecast)
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", noted_forecast)
     with equal.by_transformers_alone():
         model = tinymodels.build(name)
         model.save_pretrained(tmp_path)
@@ -122,7 +122,7 @@ def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:
 def test_the_way_is_in_the_report_and_in_the_log(
     qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seam, "_said", set())
+    monkeypatch.setattr(hooks, "_said", set())
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
             gdsload.from_pretrained(qwen)
@@ -139,8 +139,8 @@ def test_the_second_way_where_inner_parts_are_strange(
     def broken(*_: Any) -> Any:
         raise AttributeError("'LoadStateDictConfig' object has no attribute 'weight_mapping'")
 
-    monkeypatch.setattr(seam, "_said", set())
-    monkeypatch.setattr("gdsload.weights.forecast", broken)
+    monkeypatch.setattr(hooks, "_said", set())
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", broken)
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
@@ -193,9 +193,9 @@ def test_the_third_way(tmp_path: Path) -> None:
 
 
 def test_zero3_is_left_alone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "ZeRO-3" in seam.refusal(None, ["a.safetensors"], True)
-    assert seam.refusal(None, ["a.safetensors"], False) == ""
-    assert "no checkpoint files" in seam.refusal(None, [], False)
+    assert "ZeRO-3" in hooks.refusal(None, ["a.safetensors"], True)
+    assert hooks.refusal(None, ["a.safetensors"], False) == ""
+    assert "no checkpoint files" in hooks.refusal(None, [], False)
 
 
 def test_no_backend(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_an_error_in_the_middle(which: str, request: pytest.FixtureRequest) -> N
 
 
 def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdsload.feed import Stage
+    from gdsload.integrations.transformers.readahead_queue import Stage
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -270,7 +270,7 @@ def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tinymodels.build("qwen3").save_pretrained(tmp_path)
-    from gdsload.feed import Feed
+    from gdsload.integrations.transformers.readahead_queue import Feed
 
     take = Feed.take
 
@@ -326,7 +326,7 @@ def test_two_loads_and_a_stock_one_beside_them(
                                 cache="buffered", window_bytes=8192, ahead_bytes=16384
                             )
                         )
-                    elif seam.active() is not None:
+                    elif hooks.active() is not None:
                         wrong.append("a stock load was taken over")
                     with building:
                         model = transformers.AutoModelForCausalLM.from_pretrained(path)

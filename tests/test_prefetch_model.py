@@ -14,11 +14,11 @@ from gated import gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.cuts import whole
 from gdsload.early import prefetches
-from gdsload.feed import Feed
+from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Session
 from gdsload.report import LoadReport
 
-pytest.importorskip("gdsload.model")
+pytest.importorskip("gdsload.integrations.transformers.model")
 PATIENCE_SECONDS = 240
 
 

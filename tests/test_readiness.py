@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import gdsload
 import tinymodels
 from gated import Gate, gated
-from gdsload.readiness import AS_THEY_CAME
+from gdsload.integrations.transformers.module_callbacks import AS_THEY_CAME
 
 NEW = transformers.__version__[0] > "4"
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 tells of all modules at the end")

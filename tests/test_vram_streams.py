@@ -23,9 +23,9 @@ from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.cuts import whole
-from gdsload.devicefeed import DeviceStage
 from gdsload.errors import PlacementError
-from gdsload.feed import Feed
+from gdsload.integrations.transformers.device_queue import DeviceStage
+from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Session
 from gdsload.report import LoadReport
 from gpudoubles import CODE, Doubles

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
         ShortRead,
         StallError,
     )
-    from gdsload.model import accelerated, from_pretrained, install, uninstall
+    from gdsload.integrations.transformers.model import (
+        accelerated,
+        from_pretrained,
+        install,
+        uninstall,
+    )
     from gdsload.plan import plan
     from gdsload.quiet import quiesce, resume
     from gdsload.report import LoadReport, last_report
@@ -49,11 +54,11 @@ _HOMES = {
     "StallError": "errors",
     "TensorInfo": "checkpoint",
     "__version__": "version",
-    "accelerated": "model",
+    "accelerated": "integrations.transformers.model",
     "afrom_pretrained": "asynchronous",
     "astream": "asynchronous",
-    "from_pretrained": "model",
-    "install": "model",
+    "from_pretrained": "integrations.transformers.model",
+    "install": "integrations.transformers.model",
     "last_report": "report",
     "load_file": "tensors",
     "plan": "plan",
@@ -62,7 +67,7 @@ _HOMES = {
     "resume": "quiet",
     "safe_open": "tensors",
     "stream": "tensors",
-    "uninstall": "model",
+    "uninstall": "integrations.transformers.model",
 }
 
 __all__ = [

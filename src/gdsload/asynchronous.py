@@ -10,8 +10,8 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import GdsloadError
+from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.lifecycle import fork_safe_lock
-from gdsload.model import from_pretrained
 from gdsload.stopping import Stop, check
 from gdsload.tensors import stream
 

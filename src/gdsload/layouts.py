@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from .errors import CheckpointError
+from gdsload.errors import CheckpointError
 
 Shape = tuple[int, ...]
 BF16_BYTES = 2

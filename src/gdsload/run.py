@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-from gdsload.model import install
+from gdsload.integrations.transformers.model import install
 from gdsload.warmup import from_words
 
 USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"

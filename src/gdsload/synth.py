@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from .errors import CheckpointError
-from .layouts import BF16_BYTES, MODELS, Tensor, configured, shapes, shards, total_bytes
+from gdsload.errors import CheckpointError
+from gdsload.layouts import BF16_BYTES, MODELS, Tensor, configured, shapes, shards, total_bytes
 
 __all__ = ["MODELS", "holds", "shapes", "shards", "total_bytes", "write"]
 

@@ -121,7 +121,9 @@ def _climb(module: Module, above: tuple[Module, ...], known: dict[int, list[Modu
         _climb(child, (module, *above), known)
 
 
-_current: ContextVar[Readiness | None] = ContextVar("gdsload.readiness", default=None)
+_current: ContextVar[Readiness | None] = ContextVar(
+    "gdsload.integrations.transformers.module_callbacks", default=None
+)
 
 
 @contextmanager

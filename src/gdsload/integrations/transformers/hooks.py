@@ -22,16 +22,28 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gdsload import readiness
 from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable, safetensors_errors
+from gdsload.integrations.transformers import module_callbacks
+from gdsload.integrations.transformers.lazy_slices import OpenedFile
+from gdsload.integrations.transformers.model_reader import Options, Weights
+from gdsload.integrations.transformers.monkeypatch import (
+    Misfit,
+    Patch,
+    Swap,
+    Swaps,
+    function_of,
+    held,
+)
+from gdsload.integrations.transformers.patches import (
+    PATCHES_OF_LOADING,
+    SET_PARAM,
+    running,
+    swaps_of_warmup,
+)
+from gdsload.integrations.transformers.ties import COMPARE, swaps_of_ties
 from gdsload.lifecycle import fork_safe_lock
-from gdsload.loading import PATCHES_OF_LOADING, SET_PARAM, running, swaps_of_warmup
 from gdsload.report import LoadReport
-from gdsload.slices import OpenedFile
-from gdsload.swaps import Misfit, Patch, Swap, Swaps, function_of, held
-from gdsload.ties import COMPARE, swaps_of_ties
-from gdsload.weights import Options, Weights
 
 log = logging.getLogger("gdsload")
 
@@ -146,7 +158,7 @@ def _load(
             with _opening(options, report):
                 return stock()
         note(report, SEAM)
-        watcher = readiness.current()
+        watcher = module_callbacks.current()
         if watcher is not None and f"{_LOADING}.{SET_PARAM}" not in swaps.misfits:
             watcher.begin(model, config)
         with held(running, weights), report.phase("transformers"), collector_paused():

@@ -18,14 +18,25 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.claims import waiting_on
 from gdsload.collector import collector_paused
 from gdsload.cuts import Cut, runs_of, whole
-from gdsload.destinations import Destinations
-from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, Feed, Stage
-from gdsload.filling import Filling
-from gdsload.labels import SKIP, Forecast, forecast
+from gdsload.integrations.transformers.lazy_slices import (
+    LazySlice,
+    MappedSlice,
+    OpenedFile,
+    PlacedSlice,
+    StateDict,
+)
+from gdsload.integrations.transformers.load_plan import SKIP, Forecast, forecast
+from gdsload.integrations.transformers.monkeypatch import Misfit
+from gdsload.integrations.transformers.parameter_buffers import Destinations
+from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.readahead_queue import (
+    AHEAD_BYTES,
+    WINDOW_BYTES,
+    Feed,
+    Stage,
+)
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
-from gdsload.slices import LazySlice, MappedSlice, OpenedFile, PlacedSlice, StateDict
-from gdsload.swaps import Misfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +132,7 @@ class Weights:
 
     def _device_feed_of(self, device: str, found: Forecast) -> Feed:
         """A feed that has its backend, and begins when transformers has warmed up the allocator."""
-        from gdsload.devicefeed import DeviceStage
+        from gdsload.integrations.transformers.device_queue import DeviceStage
 
         cuts, options = found.cuts_of(device), self.options
         session = self._stack.enter_context(

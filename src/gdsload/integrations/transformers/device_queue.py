@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gdsload.arena import Spot
 from gdsload.backends import Memory
 from gdsload.cuts import Cut, runs_of
-from gdsload.feed import WINDOW_BYTES, Stage
+from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, Stage
 from gdsload.load import Batch, Session
 from gdsload.plan import Piece, ReadPlan
 from gdsload.vram import Shelf, arranged, read_to_blocks

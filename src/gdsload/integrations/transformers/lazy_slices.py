@@ -11,8 +11,8 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import cut, whole
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
-from gdsload.feed import Feed
-from gdsload.filling import Filling
+from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.readahead_queue import Feed
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.swaps import Swap, function_of
+from gdsload.integrations.transformers.monkeypatch import Swap, function_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from gdsload import seam, stopping
+from gdsload import stopping
 from gdsload.errors import CheckpointError
-from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.headstart import head_start
+from gdsload.integrations.transformers import hooks
+from gdsload.integrations.transformers.model_reader import Options
+from gdsload.integrations.transformers.module_callbacks import Readiness, watching
+from gdsload.integrations.transformers.monkeypatch import held
+from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
+from gdsload.integrations.transformers.speculative_prefetch import head_start
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS
-from gdsload.readiness import Readiness, watching
 from gdsload.report import LoadReport
-from gdsload.swaps import held
-from gdsload.weights import Options
 
 # What a config is found by; the rest of from_pretrained's keywords is for the model.
 _CONFIG_WORDS = (
@@ -56,7 +57,7 @@ def from_pretrained(
     Raises what transformers raises; CheckpointError, ReadError, PlacementError and FileChanged for
     the weights, BackendUnavailable for a `backend` that was asked for by name. No model escapes.
     """
-    inherited = seam.active() or Options()
+    inherited = hooks.active() or Options()
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
@@ -71,10 +72,10 @@ def from_pretrained(
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)
             stopping.check()
-        with held(seam.outer_report, report), report.phase("from_pretrained"):
+        with held(hooks.outer_report, report), report.phase("from_pretrained"):
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.path:
-            seam.note(report, seam.STOCK, "transformers did not come to where weights are loaded")
+            hooks.note(report, hooks.STOCK, "transformers did not come to where weights are loaded")
         if watcher is not None:
             watcher.finish(model)
         return model
@@ -155,19 +156,19 @@ def install(
     wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
     with _lock:
         try:
-            seam.swaps.enter("install")
-            seam.installed.options = wanted
+            hooks.swaps.enter("install")
+            hooks.installed.options = wanted
         except BaseException:
-            seam.installed.options = None
-            seam.swaps.leave("install")
+            hooks.installed.options = None
+            hooks.swaps.leave("install")
             raise
 
 
 def uninstall() -> None:
     """Undoes `install`; without one it does nothing."""
     with _lock:
-        seam.installed.options = None
-        seam.swaps.leave("install")
+        hooks.installed.options = None
+        hooks.swaps.leave("install")
 
 
 def _options(
@@ -187,8 +188,8 @@ def _options(
 def _entered(options: Options) -> Iterator[None]:
     user = object()
     try:
-        seam.swaps.enter(user)
-        with held(seam.chosen, options):
+        hooks.swaps.enter(user)
+        with held(hooks.chosen, options):
             yield
     finally:
-        seam.swaps.leave(user)
+        hooks.swaps.leave(user)

@@ -24,10 +24,15 @@ from gdsload.arena import Arena, Spot, hand_over
 from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import rows_of, runs_of, whole
-from gdsload.destinations import Destinations
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
-from gdsload.feed import AHEAD_BYTES, WINDOW_BYTES, FeedClosed, Taken
+from gdsload.integrations.transformers.parameter_buffers import Destinations
+from gdsload.integrations.transformers.readahead_queue import (
+    AHEAD_BYTES,
+    WINDOW_BYTES,
+    FeedClosed,
+    Taken,
+)
 from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan

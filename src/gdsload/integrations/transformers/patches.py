@@ -30,12 +30,15 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from gdsload import readiness, stopping
-from gdsload.swaps import Misfit, Patch, Swap, function_of, takes
-from gdsload.weights import Weights
+from gdsload import stopping
+from gdsload.integrations.transformers import module_callbacks
+from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.integrations.transformers.monkeypatch import Misfit, Patch, Swap, function_of, takes
 
 # The load whose inner parts run in this context.
-running: ContextVar[Weights | None] = ContextVar("gdsload.weights", default=None)
+running: ContextVar[Weights | None] = ContextVar(
+    "gdsload.integrations.transformers.model_reader", default=None
+)
 
 # How transformers uses the copies of converters, in the text of its function. Where it does so in
 # another way, all of them are made.
@@ -126,7 +129,7 @@ def _swap_of_setting(module: ModuleType) -> Iterator[Swap]:
         result = set_param(model, target_name, *rest, **named)
         if running.get() is not None:
             stopping.check()
-            if (watcher := readiness.current()) is not None:
+            if (watcher := module_callbacks.current()) is not None:
                 watcher.arrived(model, target_name)
         return result
 

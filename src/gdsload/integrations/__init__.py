@@ -1,0 +1,1 @@
+"""Entry points of other libraries that gdsload replaces or extends."""

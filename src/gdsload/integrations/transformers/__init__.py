@@ -1,0 +1,1 @@
+"""transformers: `from_pretrained` whose weights are read by gdsload."""
