@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from gdsload import gpu, libraries
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.staged import StagedRoad
 from gdsload.plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.ring import DRAM, release_rings, ring_for
+from gdsload.system import gpu, shared_libraries
 
 from . import records, tables, values
 from .places import ROOT
@@ -149,7 +149,7 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         instant = built(Path(folder), ROOT / "benchmarks/instant.c")
         instant.instant_sleeps.restype = instant.instant_bare.restype = ctypes.c_int64
         path = f"{folder}/libcuda_double.so"
-        with mock.patch.object(libraries, "candidates", lambda soname: [path]):
+        with mock.patch.object(shared_libraries, "candidates", lambda soname: [path]):
             gpu.device(0)
         cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0, 0)
         cuda.cuda_double_weightless(1)

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 import gdsload
-from gdsload import gpu, ring, synth
+from gdsload import ring, synth
 from gdsload.backends import cufile, registry
 from gdsload.backends.engines import ENGINES
 from gdsload.errors import GdsloadError
+from gdsload.system import gpu
 
 # What a figure needs to be of use: smaller loads are all overhead.
 CHECKPOINTS = ("tiny", "tiny-moe")

@@ -23,8 +23,9 @@ import pytest
 import torch
 import torch.utils.dlpack
 
-from gdsload import arena, gpu, libraries, ring
+from gdsload import arena, ring
 from gdsload.backends import cufile, staged
+from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
@@ -208,9 +209,9 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.set(**machine)
     before = doubles.cuda_log
     forget(patch)
-    found = {libraries.CUDA: "cuda_double", libraries.CUFILE: "cufile_double"}
+    found = {shared_libraries.CUDA: "cuda_double", shared_libraries.CUFILE: "cufile_double"}
     patch.setattr(arena, "tensor_of", tensor_of)
-    patch.setattr(libraries, "candidates", lambda soname: [str(built(found[soname]))])
+    patch.setattr(shared_libraries, "candidates", lambda soname: [str(built(found[soname]))])
     for name in ("proc/driver/nvidia-fs/version", "dev/nvidia-fs0", "proc/modules"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

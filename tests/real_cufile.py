@@ -16,15 +16,18 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import libraries, ring, tensors, vram
+from gdsload import ring, tensors, vram
 from gdsload.backends import cufile
+from gdsload.system import shared_libraries
 from test_vram import device_tensor, raw
 
 
 def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        libraries, "candidates", lambda name: [name if name == libraries.CUDA else library]
+        shared_libraries,
+        "candidates",
+        lambda name: [name if name == shared_libraries.CUDA else library],
     )
     patch.setattr(vram, "empty", device_tensor)
     patch.setattr(tensors, "require_device", str)

@@ -18,9 +18,9 @@ import transformers
 import gdsload
 import tinymodels
 from gated import gated
-from gdsload import stopping
 from gdsload.early import prefetches
 from gdsload.integrations.transformers import hooks
+from gdsload.system import cancellation
 
 NEW = transformers.__version__[0] > "4"
 FIRST = "seam" if NEW else "safe_open"
@@ -192,17 +192,17 @@ def test_an_error_comes_out_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_stop_asked_before_or_meanwhile_gives_no_result() -> None:
-    stop = stopping.Stop()
+    stop = cancellation.Stop()
     ended = threading.Event()
 
     def load() -> str:
-        with stopping.ended_by(ended.set):
+        with cancellation.ended_by(ended.set):
             stop.ask()
             assert ended.wait(30)
         return "a model"
 
-    with pytest.raises(stopping.LoadStopped):
+    with pytest.raises(cancellation.LoadStopped):
         stop.run(load)
-    with pytest.raises(stopping.LoadStopped):
+    with pytest.raises(cancellation.LoadStopped):
         stop.run(str)
-    stopping.check()  # and nobody else is stopped
+    cancellation.check()  # and nobody else is stopped

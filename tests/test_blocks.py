@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import gpudoubles
-from gdsload import blocks, gpu
+from gdsload import blocks
 from gdsload._native import threads
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.plan import Piece
+from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 
 

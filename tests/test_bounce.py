@@ -17,7 +17,7 @@ from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
 from gdsload.backends import bounced, engines
 from gdsload.backends.posix import PosixBackend
-from gdsload.mounts import mount_of
+from gdsload.system.mountinfo import mount_of
 
 # What is measured at a time: _native/bounce.pyx.
 STRETCH_BYTES = 64 << 20

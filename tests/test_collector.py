@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import gdsload
-from gdsload.collector import MANY, collector_paused
+from gdsload.system.gc_control import MANY, collector_paused
 
 TENSORS = 20_000
 

@@ -20,10 +20,11 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import blocks, claims, gpu, load, ring
+from gdsload import blocks, claims, load, ring
 from gdsload.backends import contest, staged
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
+from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
 from test_vram import odd_tensors, raw
 

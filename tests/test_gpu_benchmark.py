@@ -14,7 +14,7 @@ from gdsload.backends.contest import Benchmark, cheapest
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.mounts import mount_of
+from gdsload.system.mountinfo import mount_of
 from gpuauto import load, rates_are
 from gpudoubles import Doubles
 

@@ -16,8 +16,9 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import gpu, opening, tensors, vram
+from gdsload import opening, tensors, vram
 from gdsload._native.block import Block
+from gdsload.system import gpu
 from gpudoubles import NEGATIVE, Doubles
 from test_vram import device_tensor
 

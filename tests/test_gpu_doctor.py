@@ -11,10 +11,11 @@ import pytest
 
 import gpudoubles
 from command import run
-from gdsload import doctor, libraries, verdicts
+from gdsload import doctor, verdicts
 from gdsload.backends import contest, truth
 from gdsload.doctor import vram
 from gdsload.doctor.finding import Finding
+from gdsload.system import shared_libraries
 from gdsload.verdicts import Verdict
 from gpudoubles import Doubles
 
@@ -63,7 +64,7 @@ def test_a_device_that_shares_the_hosts_memory(doubles: Doubles) -> None:
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpudoubles.forget(monkeypatch)
-    monkeypatch.setattr(libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
+    monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
     names = {each.name: each for each in vram.roads()}
     assert list(names) == ["native path", "CUDA"]
     assert names["CUDA"].verdict == "no"

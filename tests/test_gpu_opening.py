@@ -10,7 +10,6 @@ import pytest
 import gdsload
 import gpudoubles
 from contract import SIZE
-from gdsload import gpu
 from gdsload.backends import (
     OpenFile,
     cufile,
@@ -21,6 +20,7 @@ from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
+from gdsload.system import gpu
 from gpudoubles import CLOSES_INPUT, CODE, Doubles
 from gpuloads import SMALL, Load
 

@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import gpu, opening, ring
+from gdsload import opening, ring
 from gdsload._native.cuda import Device
 from gdsload.errors import BackendUnavailable, GdsloadError
+from gdsload.system import gpu
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
 from test_vram import raw

@@ -9,10 +9,11 @@ import pytest
 
 import gdsload
 import gpudoubles
-from gdsload import quiet, ring
+from gdsload import ring
 from gdsload.backends import VRAM, Memory, Registration, cufile
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.errors import GdsloadError, PlacementError
+from gdsload.system import quiesce
 from gpudoubles import Doubles
 from test_vram import ROADS
 
@@ -57,11 +58,11 @@ def test_users_rest_before_what_they_use() -> None:
         rest = wake = lambda self: None
 
     deep, load, middle, other = Thing(), Thing(), Thing(), Thing()
-    quiet.hold(deep, quiet.DRIVER)
-    quiet.hold(load)
-    quiet.hold(middle, quiet.RING)
-    quiet.hold(other)
-    mine = [each for each in quiet.holders() if isinstance(each, Thing)]
+    quiesce.hold(deep, quiesce.DRIVER)
+    quiesce.hold(load)
+    quiesce.hold(middle, quiesce.RING)
+    quiesce.hold(other)
+    mine = [each for each in quiesce.holders() if isinstance(each, Thing)]
     assert mine == [load, other, middle, deep]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import gpu, ring, verdicts, vram
+from gdsload import ring, verdicts, vram
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, retry, staged
 from gdsload.backends.auto import AutoBackend
 from gdsload.backends.base import Failure
@@ -24,6 +24,7 @@ from gdsload.backends.staged import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gdsload.plan import Transfer
+from gdsload.system import gpu
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
 from gpuloads import PATIENCE_SECONDS, Load

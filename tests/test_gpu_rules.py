@@ -12,10 +12,11 @@ import pytest
 
 import gpudoubles
 from contract import bytes_of
-from gdsload import gpu, ring
+from gdsload import ring
 from gdsload._native.block import Block
 from gdsload.backends import Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
+from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import KINDS, SMALL, Load, settle
 

@@ -13,7 +13,7 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import gpu, ring
+from gdsload import ring
 from gdsload.backends import (
     VRAM,
     Backend,
@@ -24,6 +24,7 @@ from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.plan import Transfer
+from gdsload.system import gpu
 from gpudoubles import HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 from test_gpu_contract import DeviceMemory

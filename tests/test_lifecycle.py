@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import gpudoubles
-from gdsload import lifecycle
 from gdsload._native.cufile import CuFile
+from gdsload.system import lifecycle
 
 PACKAGE = Path(lifecycle.__file__).parent
 LIMIT_SECONDS = 60.0

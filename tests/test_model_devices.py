@@ -22,11 +22,12 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, gpu, libraries, ring, vram
+from gdsload import arena, ring, vram
 from gdsload.backends import staged
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.system import gpu, shared_libraries
 from gpudoubles import ERRNO, Doubles
 from test_vram import device_tensor
 
@@ -408,7 +409,7 @@ def test_where_there_is_no_cuda_torch_moves_what_was_read(
 ) -> None:
     """No driver: read to the host as before, and labelled as what is to be moved."""
     gpudoubles.forget(monkeypatch)
-    monkeypatch.setattr(libraries, "candidates", lambda soname: [])
+    monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [])
     live(lambda _: "cuda:0")
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     ours = gdsload.from_pretrained(qwen)

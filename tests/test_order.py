@@ -12,10 +12,10 @@ import torch
 
 import gdsload
 from gated import gated
-from gdsload import quiet
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointNotFound
 from gdsload.order import in_layers
+from gdsload.system import quiesce
 
 
 def ordered(*names: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_leaving_the_loop_ends_the_reads(tiny_checkpoint: Path) -> None:
                 break
 
     asyncio.run(some())
-    assert [holder.busy() for holder in quiet.holders() if holder.busy()] == []
+    assert [holder.busy() for holder in quiesce.holders() if holder.busy()] == []
 
 
 def test_cancelling_waits_for_nobody_for_ever(tiny_checkpoint: Path) -> None:
@@ -94,7 +94,7 @@ def test_cancelling_waits_for_nobody_for_ever(tiny_checkpoint: Path) -> None:
             await opener
 
     asyncio.run(cancelled())
-    assert [holder.busy() for holder in quiet.holders() if holder.busy()] == []
+    assert [holder.busy() for holder in quiesce.holders() if holder.busy()] == []
 
 
 def test_errors_come_out_of_it(tmp_path: Path) -> None:

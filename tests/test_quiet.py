@@ -14,10 +14,11 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import early, quiet
+from gdsload import early
 from gdsload.backends.engines import ENGINES, try_engine
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
+from gdsload.system import quiesce
 
 PATIENCE_SECONDS = 120.0
 NAME = "model.norm.weight"
@@ -156,8 +157,8 @@ def test_a_relative_path_still_leads_back(
 def test_whoever_is_gone_is_forgotten(checkpoint: Path) -> None:
     gdsload.Checkpoint.open(checkpoint)
     with gdsload.Checkpoint.open(checkpoint) as opened:
-        assert opened in quiet.holders()
-    assert opened not in quiet.holders()
+        assert opened in quiesce.holders()
+    assert opened not in quiesce.holders()
 
 
 def test_a_closed_prefetch_is_no_hindrance(checkpoint: Path, gate: Gate) -> None:

@@ -14,7 +14,7 @@ import torch
 import gdsload
 from gdsload import files
 from gdsload.errors import GdsloadError
-from gdsload.threads import start_thread
+from gdsload.system.threads import start_thread
 
 REFUSALS = (RuntimeError("can't start new thread"), MemoryError())
 

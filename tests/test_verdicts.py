@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gdsload import mounts, verdicts
+from gdsload import verdicts
+from gdsload.system import mountinfo
 from gdsload.verdicts import Verdict
 
 VERSIONS = {"gdsload": "1", "cuFile": "1170"}
@@ -196,6 +197,6 @@ def test_the_mount_of_a_path(tmp_path: Path) -> None:
         "1 0 8:1 / / rw - ext4 /dev/sda1 rw\nnonsense\n"
         f"2 1 9:0 / {tmp_path.resolve()} rw shared:1 - xfs /dev/md0 rw\n"
     )
-    found = mounts.mount_of(tmp_path / "x", str(tmp_path))
+    found = mountinfo.mount_of(tmp_path / "x", str(tmp_path))
     assert found is not None and found.key == "xfs /dev/md0 9:0"
-    assert mounts.mount_of(tmp_path, str(tmp_path / "nowhere")) is None
+    assert mountinfo.mount_of(tmp_path, str(tmp_path / "nowhere")) is None

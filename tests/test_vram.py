@@ -15,10 +15,11 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import gpu, ring, tensors, vram
+from gdsload import ring, tensors, vram
 from gdsload.backends import auto
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.load import Session
+from gdsload.system import gpu
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
 

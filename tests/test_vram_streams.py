@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import gpu, ring, tensors, vram
+from gdsload import ring, tensors, vram
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staged
 from gdsload.backends.gds import GdsBackend
@@ -28,6 +28,7 @@ from gdsload.integrations.transformers.device_queue import DeviceStage
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Session
 from gdsload.report import LoadReport
+from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import PATIENCE_SECONDS
 from test_vram import ROADS, device_tensor, raw

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         uninstall,
     )
     from gdsload.plan import plan
-    from gdsload.quiet import quiesce, resume
     from gdsload.report import LoadReport, last_report
+    from gdsload.system.quiesce import quiesce, resume
     from gdsload.tensors import load_file, safe_open, stream
     from gdsload.version import __version__
 
@@ -63,8 +63,8 @@ _HOMES = {
     "load_file": "tensors",
     "plan": "plan",
     "prefetch": "early",
-    "quiesce": "quiet",
-    "resume": "quiet",
+    "quiesce": "system.quiesce",
+    "resume": "system.quiesce",
     "safe_open": "tensors",
     "stream": "tensors",
     "uninstall": "integrations.transformers.model",

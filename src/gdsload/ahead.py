@@ -16,9 +16,9 @@ from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
+from gdsload.system.lifecycle import fork_safe_lock
 
 # One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
 WARM_REQUEST_BYTES = 4 << 20

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.collector import collector_paused
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError, PlacementError
 from gdsload.plan import ReadPlan
+from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
     import torch

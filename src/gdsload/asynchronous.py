@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
-from gdsload.lifecycle import fork_safe_lock
-from gdsload.stopping import Stop, check
+from gdsload.system.cancellation import Stop, check
+from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.tensors import stream
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gdsload import gpu
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload.arena import Spot
-from gdsload.collector import collector_paused
 from gdsload.errors import PlacementError
 from gdsload.plan import PLACE, Piece
+from gdsload.system import gpu
+from gdsload.system.gc_control import collector_paused
 
 # What torch's own memory is aligned to at least, and kernels count on.
 ALIGN_BYTES = 256

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from gdsload import quiet
-from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError, shown
 from gdsload.files import each, read_exactly
 from gdsload.header import (
@@ -28,6 +26,8 @@ from gdsload.header import (
 )
 from gdsload.shard import Identity, Shard
 from gdsload.source import PathLike, Place, Source, locate, open_place, text_of
+from gdsload.system import quiesce
+from gdsload.system.gc_control import collector_paused
 
 __all__ = ["Checkpoint", "Identity", "Shard", "TensorInfo"]
 
@@ -54,7 +54,7 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata)
         self.total_bytes = sum(info.nbytes for info in self.tensors.values())
-        quiet.hold(self)
+        quiesce.hold(self)
 
     @classmethod
     def open(
@@ -196,7 +196,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Closes all files. May be called again."""
-        quiet.let_go(self)
+        quiesce.let_go(self)
         for shard in self.shards:
             shard.close()
 

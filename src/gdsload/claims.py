@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.collector import imports_done
-from gdsload.lifecycle import fork_safe_lock, in_child
 from gdsload.plan import Piece
+from gdsload.system.gc_control import imports_done
+from gdsload.system.lifecycle import fork_safe_lock, in_child
 
 # What has become of bytes that somebody reads ahead.
 COMING, LANDED, LOST = "coming", "landed", "lost"

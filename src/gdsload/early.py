@@ -18,12 +18,10 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from gdsload import claims, hostpool, quiet, residency, underway
+from gdsload import claims, hostpool, residency, underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
-from gdsload.collector import ease_imports, imports_done
 from gdsload.errors import GdsloadError, StallError
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS, Session
 from gdsload.plan import Piece, pieces_of
 from gdsload.progress import (
@@ -37,7 +35,10 @@ from gdsload.progress import (
     Progress,
 )
 from gdsload.report import LoadReport
-from gdsload.threads import start_thread
+from gdsload.system import quiesce
+from gdsload.system.gc_control import ease_imports, imports_done
+from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,7 @@ class Prefetch:
     def _begin(self) -> None:
         try:
             claims.offer(self._landing)
-            quiet.hold(self)
+            quiesce.hold(self)
             underway.begin(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
@@ -103,7 +104,7 @@ class Prefetch:
             self._stop(CLOSED)
             if self._thread is None:
                 self._ended.set()
-                quiet.let_go(self)
+                quiesce.let_go(self)
             raise
 
     def _run(self) -> None:

@@ -26,7 +26,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.threads import start_thread
+from gdsload.system.threads import start_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

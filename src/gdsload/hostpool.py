@@ -17,15 +17,16 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gdsload import arena, gpu, quiet, residency
+from gdsload import arena, residency
 from gdsload._native.cuda import CudaFailure, Device
 from gdsload._native.memory import Region
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import GdsloadError, PlacementError
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Piece, ReadPlan
 from gdsload.segments import Intake, Run, Segment, whole_units
+from gdsload.system import gpu, quiesce
+from gdsload.system.lifecycle import fork_safe_lock
 
 # A segment whose content made room is used again for one that is smaller by a fifth at most.
 _WASTE = 1.25
@@ -75,7 +76,7 @@ class HostPool:
         self._segments: list[Segment] = []  # the least recently used first
         self._stored: dict[Identity, list[_Stored]] = {}
         arena.use_pool(self)
-        quiet.hold(self)
+        quiesce.hold(self)
 
     @property
     def held_bytes(self) -> int:
@@ -285,7 +286,7 @@ class HostPool:
     def close(self) -> None:
         """Gives all of it back; what tensors live in, when they die. May be called again."""
         arena.drop_pool(self)
-        quiet.let_go(self)
+        quiesce.let_go(self)
         self.rest()
 
     def busy(self) -> str:

@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gdsload import hostpool, quiet
+from gdsload import hostpool
 from gdsload._native.memory import Region
 from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
-from gdsload.collector import collector_paused
 from gdsload.errors import ReadError, StallError
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.outcome import (
     describe,
     note,
@@ -35,6 +33,9 @@ from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
 from gdsload.segments import Intake, Segment
+from gdsload.system import quiesce
+from gdsload.system.gc_control import collector_paused
+from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ class Session:
         self._givers: list[Landing] = []
         # Batches whose reads may still be under way. One that is collected is no longer counted.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
-        quiet.hold(self)
+        quiesce.hold(self)
         if backend != "auto" or self.options:
             try:
                 self.open()  # a backend asked for by name must work, also when all is warm
@@ -240,7 +241,7 @@ class Session:
         for giver in self._givers:
             giver.leave(shard.identity for shard in self.checkpoint.shards)
         self._givers.clear()
-        quiet.let_go(self)
+        quiesce.let_go(self)
         self.rest()
 
     def __enter__(self) -> Session:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gdsload import gpu
 from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
-from gdsload.threads import start_thread
+from gdsload.system import gpu
+from gdsload.system.threads import start_thread
 from gdsload.vram import reached
 
 # Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.

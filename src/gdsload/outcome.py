@@ -106,8 +106,8 @@ def open_backend(
     Raises BackendUnavailable with all reasons where there is none.
     """
     if device.partition(":")[0] == "cuda":
-        from gdsload import gpu
         from gdsload.backends.auto import AutoBackend  # not before a device is asked for
+        from gdsload.system import gpu
 
         if options.get("in_place"):
             # Only one backend can, and what was asked for must work.

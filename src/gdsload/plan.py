@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from gdsload._native import system
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.collector import collector_paused
 from gdsload.errors import CheckpointError, shown
+from gdsload.system.gc_control import collector_paused
 
 # Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
 # 5 to 30 us, which is what one more request costs (benchmarks/gap.py).

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from gdsload.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock
 
 
 class Span(NamedTuple):

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from gdsload import gpu, lifecycle, quiet
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
 from gdsload.arena import available_bytes
 from gdsload.errors import PlacementError
+from gdsload.system import gpu, lifecycle, quiesce
 
 DRAM, VRAM = "dram", "vram"
 # What all rings of one device take at most, unless somebody says otherwise.
@@ -269,8 +269,8 @@ def _fitting(
     ring = StagingRing(kind, ordinal, slot_bytes, count, register)
     with _lock:
         if not _rings:
-            quiet.let_go(_still)
-            quiet.hold(_still, quiet.RING)
+            quiesce.let_go(_still)
+            quiesce.hold(_still, quiesce.RING)
         _rings[kind, ordinal] = ring
     return ring
 

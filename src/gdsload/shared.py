@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gdsload import gpu
 from gdsload.arena import Spot, current_pool, require_room
 from gdsload.backends.base import DRAM, Memory, OpenFile, Registration
 from gdsload.blocks import ALIGN_BYTES, allocated
-from gdsload.collector import collector_paused
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
+from gdsload.system import gpu
+from gdsload.system.gc_control import collector_paused
 
 
 class Layout(NamedTuple):

@@ -18,13 +18,13 @@ from gdsload import vram
 from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.cuts import rows_of
-from gdsload.device import require_device
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.order import in_layers
 from gdsload.plan import wanted_info, wanted_infos
 from gdsload.report import LoadReport
+from gdsload.system.device_name import require_device
+from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from typing import Protocol
 
-from gdsload import lifecycle
+from gdsload.system import lifecycle
 
 REMEMBERED = 32  # those that `warmup.status` can still tell of when they have ended
 

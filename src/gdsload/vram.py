@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gdsload import blocks, gpu, shared
+from gdsload import blocks, shared
 from gdsload._native.block import Block
 from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
-from gdsload.collector import collector_paused
 from gdsload.cuts import Cut, runs_of, whole
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
 from gdsload.plan import Piece, ReadPlan
+from gdsload.system import gpu
+from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from gdsload import hostpool
 from gdsload.early import TIERS, Prefetch, prefetch, started
 from gdsload.hostpool import HostPool
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.progress import CANCELLED, CLOSED
+from gdsload.system.lifecycle import fork_safe_lock
 
 __all__ = [
     "Hook",

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from gdsload import gpu, ring
+from gdsload import ring
 from gdsload.backends import cufile, registry
 from gdsload.backends.base import (
     DRAM,
@@ -35,8 +35,9 @@ from gdsload.backends.contest import Benchmark
 from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
 from gdsload.backends.retry import AutoRequest, Failover, path_of
 from gdsload.errors import BackendUnavailable
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.plan import Limits, Transfer
+from gdsload.system import gpu
+from gdsload.system.lifecycle import fork_safe_lock
 
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30

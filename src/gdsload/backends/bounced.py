@@ -15,8 +15,8 @@ from typing import Any
 from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
 from gdsload.backends.base import OpenFile, Registration
-from gdsload.mounts import mount_of
 from gdsload.plan import Transfer
+from gdsload.system.mountinfo import mount_of
 from gdsload.version import __version__
 
 CHOICES = ("auto", "always", "never")

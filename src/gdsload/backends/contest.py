@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from gdsload import gpu, verdicts
+from gdsload import verdicts
 from gdsload.backends import cufile
 from gdsload.errors import BackendUnavailable
-from gdsload.mounts import mount_of
+from gdsload.system import gpu
+from gdsload.system.mountinfo import mount_of
 from gdsload.version import __version__
 
 # Long enough that ramping up and draining are little of it, short enough that three of them fit

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from gdsload import gpu, libraries, lifecycle, quiet
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
 from gdsload.backends import cufilejson
 from gdsload.backends.base import Support
 from gdsload.errors import BackendUnavailable, GdsloadError
+from gdsload.system import gpu, lifecycle, quiesce, shared_libraries
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
 ROOT = "/"  # where the machine's files are looked for
@@ -235,7 +235,7 @@ def library() -> CuFile:
 def _find() -> CuFile:
     if not _library:
         reasons = []
-        for path in libraries.candidates(libraries.CUFILE):
+        for path in shared_libraries.candidates(shared_libraries.CUFILE):
             try:
                 _library.append(CuFile(path))
                 break
@@ -354,7 +354,7 @@ def opened(device: str, allow_compat: bool) -> Driver:
             if _latched:
                 raise BackendUnavailable(_latched[0], {"cufile": _latched[0]})
             _driver.append(_open(_find(), device, allow_compat))
-            quiet.hold(_driver[0], quiet.DRIVER)
+            quiesce.hold(_driver[0], quiesce.DRIVER)
         found = _driver[0]
     answer = _fits(found.mode, allow_compat)
     if not answer.usable:

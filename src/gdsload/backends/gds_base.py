@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from gdsload import gpu
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFileFailure, Files
 from gdsload.backends import cufile
@@ -30,6 +29,7 @@ from gdsload.backends.staged import StagedRequest, StagedRoad
 from gdsload.errors import BackendUnavailable, CuFileError
 from gdsload.plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.ring import RING_BYTES, StagingRing, ring_for
+from gdsload.system import gpu
 
 # An event that has not come for so long never will.
 EVENT_SECONDS = 30.0

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gdsload import gpu
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import DRAM, ring_for
+from gdsload.system import gpu
 
 # Engines that know a file by its descriptor alone, so that they can be used again for others.
 _LASTING = frozenset({"uring", "linuxaio", "threads"})

@@ -53,7 +53,7 @@ class StagedRoad:
         """`engine` is the capsule of what reads into the slots; `register` hands it the ring;
         `explain` says in words what its codes mean. Roads of the same `kind` stand for each other;
         one of None is not used again. Raises OSError where it does not open."""
-        from gdsload import gpu
+        from gdsload.system import gpu
 
         self.name, self.ring, self.explain = name, ring, explain
         self.files, self.kind = files, kind

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gdsload import gpu
 from gdsload.backends import cufile, cufilejson
 from gdsload.errors import BackendUnavailable
 from gdsload.ring import rings
+from gdsload.system import gpu
 
 YES, PARTLY, NO = "yes", "partly", "no"
 

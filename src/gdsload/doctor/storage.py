@@ -10,7 +10,7 @@ from gdsload._native import system
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError
 from gdsload.files import open_regular
-from gdsload.mounts import mount_of
+from gdsload.system.mountinfo import mount_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "virtiofs")
 

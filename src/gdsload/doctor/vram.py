@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import time
 
-from gdsload import gpu, verdicts
+from gdsload import verdicts
 from gdsload.backends import bounced, contest, truth
 from gdsload.doctor.finding import PARTLY, YES, Finding
 from gdsload.errors import BackendUnavailable
+from gdsload.system import gpu
 
 
 def roads() -> list[Finding]:

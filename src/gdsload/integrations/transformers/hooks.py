@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gdsload.collector import collector_paused
 from gdsload.errors import BackendUnavailable, safetensors_errors
 from gdsload.integrations.transformers import module_callbacks
 from gdsload.integrations.transformers.lazy_slices import OpenedFile
@@ -42,8 +41,9 @@ from gdsload.integrations.transformers.patches import (
     swaps_of_warmup,
 )
 from gdsload.integrations.transformers.ties import COMPARE, swaps_of_ties
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.report import LoadReport
+from gdsload.system.gc_control import collector_paused
+from gdsload.system.lifecycle import fork_safe_lock
 
 log = logging.getLogger("gdsload")
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, cut, whole
-from gdsload.device import device_name
 from gdsload.dtypes import known_dtype
 from gdsload.integrations.transformers.parameter_buffers import Kind, Target, kinds_of, target_of
+from gdsload.system.device_name import device_name
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
 

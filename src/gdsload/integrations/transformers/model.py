@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from gdsload import stopping
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
@@ -21,9 +20,10 @@ from gdsload.integrations.transformers.module_callbacks import Readiness, watchi
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.integrations.transformers.speculative_prefetch import head_start
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import CACHES, STALL_SECONDS
 from gdsload.report import LoadReport
+from gdsload.system import cancellation
+from gdsload.system.lifecycle import fork_safe_lock
 
 # What a config is found by; the rest of from_pretrained's keywords is for the model.
 _CONFIG_WORDS = (
@@ -71,7 +71,7 @@ def from_pretrained(
         if cls is None:
             with report.phase("architecture"):
                 cls = architecture(source, **kwargs)
-            stopping.check()
+            cancellation.check()
         with held(hooks.outer_report, report), report.phase("from_pretrained"):
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.path:

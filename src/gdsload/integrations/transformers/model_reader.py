@@ -12,11 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from gdsload import stopping, vram
+from gdsload import vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import waiting_on
-from gdsload.collector import collector_paused
 from gdsload.cuts import Cut, runs_of, whole
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
@@ -37,6 +36,8 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.load import STALL_SECONDS, Session
 from gdsload.report import LoadReport
+from gdsload.system import cancellation
+from gdsload.system.gc_control import collector_paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Weights:
 
     def _start(self, giver: Feed | Filling) -> None:
         """Puts its first reads on their way; Ctrl-C ends them."""
-        self._stack.enter_context(stopping.ended_by(giver.close))
+        self._stack.enter_context(cancellation.ended_by(giver.close))
         giver.start()
 
     def begin(self) -> None:

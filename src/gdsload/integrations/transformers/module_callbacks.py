@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
-from gdsload import stopping
 from gdsload.report import LoadReport
+from gdsload.system import cancellation
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -110,7 +110,7 @@ class Readiness:
         for child in module.children():
             self._tell(child)
         self._told[id(module)] = module
-        stopping.check()
+        cancellation.check()
         self._context.run(self._callback, self._names[id(module)], module)
 
 

@@ -23,7 +23,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from gdsload.lifecycle import fork_safe_lock
+from gdsload.system.lifecycle import fork_safe_lock
 
 T = TypeVar("T")
 log = logging.getLogger("gdsload")

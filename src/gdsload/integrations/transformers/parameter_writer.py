@@ -33,9 +33,9 @@ from gdsload.integrations.transformers.readahead_queue import (
     FeedClosed,
     Taken,
 )
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan
+from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch

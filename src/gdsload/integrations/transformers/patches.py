@@ -30,10 +30,10 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from gdsload import stopping
 from gdsload.integrations.transformers import module_callbacks
 from gdsload.integrations.transformers.model_reader import Weights
 from gdsload.integrations.transformers.monkeypatch import Misfit, Patch, Swap, function_of, takes
+from gdsload.system import cancellation
 
 # The load whose inner parts run in this context.
 running: ContextVar[Weights | None] = ContextVar(
@@ -128,7 +128,7 @@ def _swap_of_setting(module: ModuleType) -> Iterator[Swap]:
     def param_set(model: Any, target_name: str, *rest: Any, **named: Any) -> Any:
         result = set_param(model, target_name, *rest, **named)
         if running.get() is not None:
-            stopping.check()
+            cancellation.check()
             if (watcher := module_callbacks.current()) is not None:
                 watcher.arrived(model, target_name)
         return result

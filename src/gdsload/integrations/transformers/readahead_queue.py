@@ -21,9 +21,9 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.cuts import Cut, runs_of
 from gdsload.errors import CheckpointError, GdsloadError
-from gdsload.lifecycle import fork_safe_lock
 from gdsload.load import Batch, Session
 from gdsload.plan import ReadPlan
+from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ import os
 import sys
 from typing import NamedTuple
 
-from gdsload import libraries, lifecycle
 from gdsload._native import block
 from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.system import lifecycle, shared_libraries
 
 # CUdevice_attribute.
 _INTEGRATED, _CONCURRENT_MANAGED, _HOST_PAGE_TABLES, _RDMA = 18, 89, 100, 116
@@ -78,7 +78,7 @@ def _own(found: Cuda) -> Cuda:
 
 def _open() -> Cuda:
     reasons = []
-    for path in libraries.candidates(libraries.CUDA):
+    for path in shared_libraries.candidates(shared_libraries.CUDA):
         try:
             return Cuda(path)
         except (OSError, CudaFailure) as error:

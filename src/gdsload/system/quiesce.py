@@ -12,8 +12,8 @@ import time
 import weakref
 from typing import NamedTuple, Protocol
 
-from gdsload import lifecycle
 from gdsload.errors import GdsloadError
+from gdsload.system import lifecycle
 
 _LOOK_SECONDS = 0.005
 

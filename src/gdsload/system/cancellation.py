@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from gdsload.errors import GdsloadError
-from gdsload.lifecycle import fork_safe_lock
-from gdsload.threads import start_thread
+from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.threads import start_thread
 
 Result = TypeVar("Result")
 
