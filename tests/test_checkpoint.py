@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from gdsload import files
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, file_io
 from gdsload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -217,7 +216,7 @@ def test_the_last_of_many_is_broken(tmp_path: Path) -> None:
 
 
 def test_threads_end_with_a_broken_header_while_the_error_is_kept(tmp_path: Path) -> None:
-    names = [f"{number:04d}.safetensors" for number in range(files._AHEAD + 2 * files._THREADS)]
+    names = [f"{number:04d}.safetensors" for number in range(file_io._AHEAD + 2 * file_io._THREADS)]
     for name in names:
         write(tmp_path / name, name)
     (tmp_path / names[0]).write_bytes((2).to_bytes(8, "little") + b"{]")
@@ -299,7 +298,7 @@ def test_each_file_is_opened_once(two: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_all_are_opened_before_any_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (two / "model.safetensors.index.json").unlink()
-    real_read = files.os.pread
+    real_read = file_io.os.pread
 
     lock, left = threading.Lock(), ["1111", "2222"]
 
@@ -312,7 +311,7 @@ def test_all_are_opened_before_any_is_read(two: Path, monkeypatch: pytest.Monkey
                 os.replace(two / "new", path)
         return real_read(fd, *args)
 
-    monkeypatch.setattr(files.os, "pread", replace_then_read)
+    monkeypatch.setattr(file_io.os, "pread", replace_then_read)
     with Checkpoint.open(two) as checkpoint:
         monkeypatch.undo()
         assert list(checkpoint.tensors) == ["a", "b", "c"]
@@ -376,14 +375,14 @@ def test_changed(two: Path, change: Callable[[Path], None], fragment: str) -> No
 
 
 def test_a_file_that_ends_before_its_size(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "pread", lambda *_: b"")
+    monkeypatch.setattr(file_io.os, "pread", lambda *_: b"")
     with pytest.raises(CheckpointError, match="the file ended at byte 0"):
         Checkpoint.open(two / "1111.safetensors")
 
 
 def test_short_reads_are_continued(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_read = os.pread
-    monkeypatch.setattr(files.os, "pread", lambda fd, size, at: real_read(fd, min(size, 7), at))
+    monkeypatch.setattr(file_io.os, "pread", lambda fd, size, at: real_read(fd, min(size, 7), at))
     with Checkpoint.open(two) as checkpoint:
         assert list(checkpoint.tensors) == ["a", "b", "c"]
 
@@ -392,7 +391,7 @@ def test_a_read_that_fails(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(files.os, "pread", fail)
+    monkeypatch.setattr(file_io.os, "pread", fail)
     with pytest.raises(ReadError, match=r"1111\.safetensors: .*Input/output error") as caught:
         Checkpoint.open(two / "1111.safetensors")
     assert (caught.value.errno, caught.value.offset, caught.value.got) == (errno.EIO, 0, 0)
@@ -449,7 +448,7 @@ def test_reopen_direct_refused(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_keeps_order_and_raises_the_first_error() -> None:
-    assert list(files.each(lambda n: n * n, range(200), what=str)) == [n * n for n in range(200)]
+    assert list(file_io.each(lambda n: n * n, range(200), what=str)) == [n * n for n in range(200)]
     kept: list[int] = []
 
     def work(number: int) -> int:
@@ -460,7 +459,7 @@ def test_each_keeps_order_and_raises_the_first_error() -> None:
 
     taken, thrown = [], []
     with pytest.raises(CheckpointError, match="item 50"):
-        for result in files.each(work, range(200), what=str, discard=thrown.append):
+        for result in file_io.each(work, range(200), what=str, discard=thrown.append):
             taken.append(result)
     assert taken == list(range(50))
     assert sorted(taken + thrown) == sorted(kept)
@@ -469,7 +468,9 @@ def test_each_keeps_order_and_raises_the_first_error() -> None:
 def test_each_discards_what_nobody_takes() -> None:
     done: list[int] = []
     thrown: list[int] = []
-    results = files.each(lambda n: done.append(n) or n, range(100), what=str, discard=thrown.append)
+    results = file_io.each(
+        lambda n: done.append(n) or n, range(100), what=str, discard=thrown.append
+    )
     assert next(results) == 0
     results.close()
     assert sorted(thrown) == sorted(done)[1:]
@@ -490,7 +491,7 @@ def test_storage_that_hangs_is_named() -> None:
         gone.set()
 
     with pytest.raises(StallError, match=r"a\.bin: the storage has not answered for 0\.05 s"):
-        list(files.each(hang, ["a.bin"], what=str, discard=discard, stall_seconds=0.05))
+        list(file_io.each(hang, ["a.bin"], what=str, discard=discard, stall_seconds=0.05))
     release.set()
     assert gone.wait(10)
     assert thrown == ["a.bin"]
@@ -514,7 +515,7 @@ def test_ctrl_c_does_not_wait_for_storage() -> None:
     pressing = threading.Thread(target=interrupt)
     pressing.start()
     with pytest.raises(KeyboardInterrupt):
-        list(files.each(hang, ["a.bin"], what=str))
+        list(file_io.each(hang, ["a.bin"], what=str))
     release.set()
     pressing.join(10)
     for thread in threading.enumerate():

@@ -10,9 +10,9 @@ import pytest
 import safetensors
 
 import gdsload
+from gdsload.checkpoint.header import Header, header_length, parse_header, read_weight_map
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError
-from gdsload.header import Header, header_length, parse_header, read_weight_map
 
 U8 = '"dtype":"U8","shape":[4],"data_offsets":[0,4]'
 ONE = "{" + U8 + "}"

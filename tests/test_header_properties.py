@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from gdsload.checkpoint.header import LENGTH_BYTES, Header, header_length, parse_header
+from gdsload.checkpoint.strict_json import Lie, check_value, strict_json
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError
-from gdsload.header import LENGTH_BYTES, Header, header_length, parse_header
-from gdsload.strictjson import Lie, check_value, strict_json
 
 QUICK = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gdsload.checkpoint.locate import hub_cache, locate, name_fault, open_place
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
     CheckpointNotFound,
     CheckpointUnreadable,
 )
-from gdsload.source import hub_cache, locate, name_fault, open_place
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

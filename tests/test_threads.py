@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import files
+from gdsload.checkpoint import file_io
 from gdsload.errors import GdsloadError
 from gdsload.system.threads import start_thread
 
@@ -67,7 +67,7 @@ def test_each_without_threads_works_in_the_caller() -> None:
         callers.append(threading.current_thread())
         return item * 2
 
-    assert list(files.each(work, range(40), what=str)) == [item * 2 for item in range(40)]
+    assert list(file_io.each(work, range(40), what=str)) == [item * 2 for item in range(40)]
     assert set(callers) == {threading.current_thread()}
 
 
@@ -92,7 +92,7 @@ def test_each_raises_where_its_thread_runs_out_of_memory() -> None:
                 raise MemoryError("between two items")
             yield self[1]
 
-    results = files.each(lambda item: item, Items([1, 2]), what=str, stall_seconds=20)
+    results = file_io.each(lambda item: item, Items([1, 2]), what=str, stall_seconds=20)
     with pytest.raises(MemoryError, match="between two items"):
         list(results)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MODULES = ("warmup",)
 _HOMES = {
     "BackendUnavailable": "errors",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "checkpoint.checkpoint",
     "CheckpointError": "errors",
     "CuFileError": "errors",
     "FileChanged": "errors",
@@ -52,7 +52,7 @@ _HOMES = {
     "ReadError": "errors",
     "ShortRead": "errors",
     "StallError": "errors",
-    "TensorInfo": "checkpoint",
+    "TensorInfo": "checkpoint.checkpoint",
     "__version__": "version",
     "accelerated": "integrations.transformers.model",
     "afrom_pretrained": "asynchronous",

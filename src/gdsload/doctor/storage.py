@@ -7,9 +7,9 @@ import os
 import stat
 
 from gdsload._native import system
+from gdsload.checkpoint.file_io import open_regular
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError
-from gdsload.files import open_regular
 from gdsload.system.mountinfo import mount_of
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "virtiofs")

@@ -13,13 +13,13 @@ from typing import Any
 
 from gdsload import residency
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.locate import locate
 from gdsload.dtypes import DTYPES
 from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.order import in_layers
 from gdsload.report import LoadReport
-from gdsload.source import locate
 
 # 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong.
 HEAD_START_BYTES = 512 << 20

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from gdsload.errors import CheckpointError, shown
-from gdsload.files import each, read_exactly
-from gdsload.header import (
+from gdsload.checkpoint.file_io import each, read_exactly
+from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
     Header,
@@ -24,8 +23,9 @@ from gdsload.header import (
     header_length,
     parse_header,
 )
-from gdsload.shard import Identity, Shard
-from gdsload.source import PathLike, Place, Source, locate, open_place, text_of
+from gdsload.checkpoint.locate import PathLike, Place, Source, locate, open_place, text_of
+from gdsload.checkpoint.shard import Identity, Shard
+from gdsload.errors import CheckpointError, shown
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 

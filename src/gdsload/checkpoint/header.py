@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from gdsload.checkpoint.strict_json import Lie, check_value, strict_json, twice_in
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, shown
-from gdsload.strictjson import Lie, check_value, strict_json, twice_in
 
 HEADER_LIMIT_BYTES = 100_000_000  # what safetensors accepts
 LENGTH_BYTES = 8

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gdsload.checkpoint.file_io import open_regular
 from gdsload.errors import CheckpointError, FileChanged
-from gdsload.files import open_regular
 
 # A direct read aligned to this is accepted by every file system we know, whatever a page is.
 _DIRECT_ALIGN_BYTES = 4096

@@ -12,9 +12,9 @@ import re
 import sys
 from typing import NamedTuple
 
+from gdsload.checkpoint.file_io import open_regular, raise_if_forbidden, read_exactly, refused
+from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
-from gdsload.files import open_regular, raise_if_forbidden, read_exactly, refused
-from gdsload.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 
 PathLike = str | os.PathLike[str]
 
