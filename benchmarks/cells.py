@@ -21,7 +21,7 @@ import numpy
 from gdsload._native.memory import Region
 from gdsload.backends import DRAM, VRAM, Backend, Memory, OpenFile, find
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 
 from .loaded import CPU
 from .records import Refused

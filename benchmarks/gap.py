@@ -20,7 +20,7 @@ from typing import Any
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.load import Batch, Session
-from gdsload.plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
+from gdsload.planning.read_plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
 from gdsload.report import LoadReport
 
 from . import machine, tables

@@ -44,21 +44,21 @@ def step_open(source: Path) -> Callable[[], object]:
 
 def _opened(source: Path) -> tuple[Any, list[Any], list[int]]:
     from gdsload.checkpoint import Checkpoint
-    from gdsload.plan import pieces_of
+    from gdsload.planning.read_plan import pieces_of
 
     checkpoint = Checkpoint.open(source)
     return checkpoint, pieces_of(checkpoint), [shard.size for shard in checkpoint.shards]
 
 
 def step_plan(source: Path) -> Callable[[], object]:
-    from gdsload.plan import Limits, plan_reads
+    from gdsload.planning.read_plan import Limits, plan_reads
 
     _, pieces, sizes = _opened(source)
     return lambda: plan_reads(pieces, sizes, Limits())
 
 
 def step_windows(source: Path) -> Callable[[], object]:
-    from gdsload.plan import Limits, plan_reads
+    from gdsload.planning.read_plan import Limits, plan_reads
 
     _, pieces, sizes = _opened(source)
     return lambda: plan_reads(pieces, sizes, Limits(), window_bytes=1 << 20)
@@ -66,7 +66,7 @@ def step_windows(source: Path) -> Callable[[], object]:
 
 def step_scatter(source: Path) -> Callable[[], object]:
     from gdsload.arena import Arena
-    from gdsload.plan import Limits, plan_reads
+    from gdsload.planning.read_plan import Limits, plan_reads
 
     _, pieces, sizes = _opened(source)
     plan = plan_reads(pieces, sizes, Limits())
@@ -76,7 +76,7 @@ def step_scatter(source: Path) -> Callable[[], object]:
 def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.checkpoint import Checkpoint
     from gdsload.load import Session
-    from gdsload.plan import pieces_of
+    from gdsload.planning.read_plan import pieces_of
     from gdsload.report import LoadReport
 
     def read() -> None:

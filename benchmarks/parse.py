@@ -22,7 +22,7 @@ from typing import Any
 
 from gdsload.arena import Arena, hand_over, map_shard
 from gdsload.checkpoint import Checkpoint
-from gdsload.plan import Limits, pieces_of, plan_reads
+from gdsload.planning.read_plan import Limits, pieces_of, plan_reads
 
 from . import records, tables, values
 from .layout import several

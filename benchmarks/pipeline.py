@@ -34,7 +34,7 @@ from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.staged import StagedRoad
-from gdsload.plan import Limits, Piece, ReadPlan, plan_reads
+from gdsload.planning.read_plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.ring import DRAM, release_rings, ring_for
 from gdsload.system import gpu, shared_libraries
 

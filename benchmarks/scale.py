@@ -25,7 +25,7 @@ from typing import Any
 
 from gdsload import last_report, load_file
 from gdsload.checkpoint import Checkpoint
-from gdsload.plan import Limits, pieces_of, plan_reads
+from gdsload.planning.read_plan import Limits, pieces_of, plan_reads
 
 from . import large, records, tables, values
 from .large import Shape

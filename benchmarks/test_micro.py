@@ -15,7 +15,7 @@ from gdsload import load_file
 from gdsload.arena import Arena, hand_over
 from gdsload.backends.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
-from gdsload.plan import Limits, extents_of, pieces_of, plan_reads
+from gdsload.planning.read_plan import Limits, extents_of, pieces_of, plan_reads
 
 from .parse import TENSOR_BYTES, write
 

@@ -18,7 +18,7 @@ import pytest
 from gdsload._native.memory import Region
 from gdsload.backends import DRAM, Backend, Memory, OpenFile, Registration, Support
 from gdsload.backends.base import Failure
-from gdsload.plan import Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 
 BLOCK = 4096
 BLOCKS = 40

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from gdsload.backends import Backend, Memory, OpenFile, Progress, Registration, Support
 from gdsload.backends.base import Failure
 from gdsload.backends.registry import _registered, register_backend
-from gdsload.plan import Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 
 PATIENCE_SECONDS = 120.0
 

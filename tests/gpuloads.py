@@ -12,7 +12,7 @@ from gdsload.backends.base import Failure
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from test_gpu_contract import DeviceMemory
 
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 16 << 10}

@@ -17,7 +17,7 @@ from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.plan import Piece
+from gdsload.planning.read_plan import Piece
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 

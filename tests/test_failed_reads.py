@@ -27,13 +27,13 @@ from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import LANDED, LOST
-from gdsload.cuts import whole
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
 from gdsload.integrations.transformers.parameter_buffers import Destinations, Kind, target_of
 from gdsload.integrations.transformers.parameter_writer import Filling
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Batch, Session
-from gdsload.plan import Transfer, pieces_of
+from gdsload.planning.read_plan import Transfer, pieces_of
+from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
 
 POOL_BYTES = 64 << 20

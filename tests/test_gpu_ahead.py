@@ -242,9 +242,9 @@ def test_other_devices_read_for_themselves(
 
 def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
     """Rows are a view of where they lie; columns are runs, which are copied side by side."""
-    from gdsload.cuts import cut
     from gdsload.integrations.transformers.device_queue import DeviceStage
     from gdsload.integrations.transformers.readahead_queue import Feed
+    from gdsload.planning.tensor_slices import cut
     from gdsload.report import LoadReport
 
     values = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, 40_000)
@@ -275,9 +275,9 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
 def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     doubles: Doubles, tmp_path: Path
 ) -> None:
-    from gdsload.cuts import whole
     from gdsload.integrations.transformers.device_queue import DeviceStage
     from gdsload.integrations.transformers.readahead_queue import Feed
+    from gdsload.planning.tensor_slices import whole
     from gdsload.report import LoadReport
 
     path = tmp_path / "m.safetensors"

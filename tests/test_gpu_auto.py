@@ -20,7 +20,7 @@ from gdsload.backends.auto import AutoBackend
 from gdsload.backends.lanes import Part
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, STRANGE, Doubles
 from test_gpu_contract import DeviceMemory, suite

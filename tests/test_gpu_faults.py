@@ -28,7 +28,7 @@ from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gpudoubles import (
     CODE,
     ERRNO,

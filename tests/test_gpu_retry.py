@@ -23,7 +23,7 @@ from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles

@@ -23,7 +23,7 @@ from gdsload.backends import (
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpudoubles import HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load

@@ -25,7 +25,7 @@ from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
 from gdsload.integrations.transformers.model_reader import Options, Weights
-from gdsload.plan import Limits, Piece, plan_reads
+from gdsload.planning.read_plan import Limits, Piece, plan_reads
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
 from test_vram import device_tensor, odd_tensors, raw
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import MAX_RUNS, Cut, cut, whole
-from gdsload.plan import GAP_BYTES
+from gdsload.planning.read_plan import GAP_BYTES
+from gdsload.planning.tensor_slices import MAX_RUNS, Cut, cut, whole
 
 
 def info_of(tensor: torch.Tensor) -> TensorInfo:

@@ -14,7 +14,7 @@ import gdsload
 from gated import gated
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointNotFound
-from gdsload.order import in_layers
+from gdsload.planning.layer_order import in_layers
 from gdsload.system import quiesce
 
 

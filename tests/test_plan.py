@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gdsload
-from gdsload.plan import (
+from gdsload.planning.read_plan import (
     GAP_BYTES,
     TARGET_GAP_BYTES,
     Home,

@@ -21,7 +21,7 @@ from gdsload._native.memory import Lease
 from gdsload.arena import current_pool
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.plan import pieces_of
+from gdsload.planning.read_plan import pieces_of
 
 UNIT = 2 << 20
 READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds the files

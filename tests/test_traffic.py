@@ -22,7 +22,7 @@ from gdsload._native.request import Request
 from gdsload.backends.base import DRAM, Memory, OpenFile
 from gdsload.backends.posix import POPULATE_THREADS, REQUEST_BYTES, PosixBackend
 from gdsload.early import prefetches
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 
 PATIENCE_SECONDS = 120.0
 COUNT = 8

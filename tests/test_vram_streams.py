@@ -22,11 +22,11 @@ from gdsload.backends import staged
 from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.cuts import whole
 from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.device_queue import DeviceStage
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Session
+from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         install,
         uninstall,
     )
-    from gdsload.plan import plan
+    from gdsload.planning.read_plan import plan
     from gdsload.report import LoadReport, last_report
     from gdsload.system.quiesce import quiesce, resume
     from gdsload.tensors import load_file, safe_open, stream
@@ -61,7 +61,7 @@ _HOMES = {
     "install": "integrations.transformers.model",
     "last_report": "report",
     "load_file": "tensors",
-    "plan": "plan",
+    "plan": "planning.read_plan",
     "prefetch": "early",
     "quiesce": "system.quiesce",
     "resume": "system.quiesce",

@@ -17,7 +17,7 @@ from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
 from gdsload.load import Batch, Session
-from gdsload.plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
+from gdsload.planning.read_plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
 from gdsload.system.lifecycle import fork_safe_lock
 
 # One read of a warm-up, and the memory that all of them share: what lands there is of no interest.

@@ -16,7 +16,7 @@ from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError, PlacementError
-from gdsload.plan import ReadPlan
+from gdsload.planning.read_plan import ReadPlan
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:

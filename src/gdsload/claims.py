@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.plan import Piece
+from gdsload.planning.read_plan import Piece
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 

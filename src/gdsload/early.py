@@ -23,7 +23,7 @@ from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import GdsloadError, StallError
 from gdsload.load import CACHES, STALL_SECONDS, Session
-from gdsload.plan import Piece, pieces_of
+from gdsload.planning.read_plan import Piece, pieces_of
 from gdsload.progress import (
     CANCELLED,
     CLOSED,

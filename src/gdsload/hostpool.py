@@ -23,7 +23,7 @@ from gdsload._native.memory import Region
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import GdsloadError, PlacementError
-from gdsload.plan import Piece, ReadPlan
+from gdsload.planning.read_plan import Piece, ReadPlan
 from gdsload.segments import Intake, Run, Segment, whole_units
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock

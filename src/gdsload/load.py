@@ -29,7 +29,7 @@ from gdsload.outcome import (
     silence_error,
     stall_error,
 )
-from gdsload.plan import Piece, ReadPlan, Transfer, plan_reads
+from gdsload.planning.read_plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
 from gdsload.segments import Intake, Segment

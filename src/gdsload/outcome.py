@@ -15,7 +15,7 @@ from gdsload.backends import Backend, choose
 from gdsload.backends.base import Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
-from gdsload.plan import Piece, ReadPlan, Transfer
+from gdsload.planning.read_plan import Piece, ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
 _HINT = "stall_seconds sets the limit"

@@ -19,7 +19,7 @@ from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
-from gdsload.plan import DEFAULT_BLOCK_BYTES, Piece, extents_of
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, extents_of
 from gdsload.report import LoadReport
 
 CACHES = ("auto", "direct", "buffered", "mapped")

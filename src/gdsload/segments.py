@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gdsload._native.memory import Lease, Region
 from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.plan import ReadPlan
+from gdsload.planning.read_plan import ReadPlan
 
 # Parts of a segment start on borders of this, which is what is made ready at a time.
 UNIT_BYTES = 2 << 20

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from gdsload.arena import Spot, current_pool, require_room
 from gdsload.backends.base import DRAM, Memory, OpenFile, Registration
 from gdsload.blocks import ALIGN_BYTES, allocated
-from gdsload.plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from gdsload import vram
 from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.cuts import rows_of
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
-from gdsload.order import in_layers
-from gdsload.plan import wanted_info, wanted_infos
+from gdsload.planning.layer_order import in_layers
+from gdsload.planning.read_plan import wanted_info, wanted_infos
+from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.lifecycle import fork_safe_lock

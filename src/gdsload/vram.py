@@ -20,11 +20,11 @@ from gdsload._native.block import Block
 from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import Cut, runs_of, whole
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
-from gdsload.plan import Piece, ReadPlan
+from gdsload.planning.read_plan import Piece, ReadPlan
+from gdsload.planning.tensor_slices import Cut, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 

@@ -35,7 +35,7 @@ from gdsload.backends.contest import Benchmark
 from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
 from gdsload.backends.retry import AutoRequest, Failover, path_of
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 

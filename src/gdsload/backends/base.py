@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 # (major, minor). A plugin fits if its major is the same and its minor not newer.
 API_VERSION = (1, 0)

@@ -15,7 +15,7 @@ from typing import Any
 from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
 from gdsload.backends.base import OpenFile, Registration
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gdsload.system.mountinfo import mount_of
 from gdsload.version import __version__
 

@@ -17,7 +17,7 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import Support
-from gdsload.plan import DEFAULT_BLOCK_BYTES
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 
 # The order in which `auto` tries them (benchmarks/engines.py).
 ENGINES = ("uring", "linuxaio", "threads", "aio")

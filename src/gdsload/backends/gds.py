@@ -13,7 +13,7 @@ from gdsload._native import cufilebatch
 from gdsload.backends.base import Option
 from gdsload.backends.gds_base import EVENT_SECONDS, CuFileBackend
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import Limits
+from gdsload.planning.read_plan import Limits
 
 # In compatibility mode cuFile hangs inside a submission with more than its pool of 64 in flight.
 MOST_IN_FLIGHT = 64

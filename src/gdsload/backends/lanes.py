@@ -16,7 +16,7 @@ from typing import Any
 from gdsload.backends import registry
 from gdsload.backends.base import NO_FILE, Backend, Progress, Registration
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import DEFAULT_BLOCK_BYTES, Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 
 LAST = "posix"  # it needs nothing but CUDA
 ORDER = ("gds_mt", LAST, "gds")  # of preference, where they are equally fast

@@ -31,7 +31,7 @@ from gdsload.backends.base import (
 from gdsload.backends.engines import ENGINES, try_engine, unopened
 from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
-from gdsload.plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20

@@ -14,7 +14,7 @@ from gdsload.backends import cufile
 from gdsload.backends.base import Failure, OpenFile, Progress, Registration
 from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 
 # A candidate on which this many transfers failed is left.
 MOST_FAILURES = 3

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from gdsload.arena import Spot
 from gdsload.backends import Memory
-from gdsload.cuts import Cut, runs_of
 from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, Stage
 from gdsload.load import Batch, Session
-from gdsload.plan import Piece, ReadPlan
+from gdsload.planning.read_plan import Piece, ReadPlan
+from gdsload.planning.tensor_slices import Cut, runs_of
 from gdsload.vram import Shelf, arranged, read_to_blocks
 
 if TYPE_CHECKING:

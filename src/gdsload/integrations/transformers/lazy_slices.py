@@ -8,11 +8,11 @@ from collections.abc import Callable, ItemsView, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.cuts import cut, whole
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers.parameter_writer import Filling
 from gdsload.integrations.transformers.readahead_queue import Feed
+from gdsload.planning.tensor_slices import cut, whole
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import Cut, cut, whole
 from gdsload.dtypes import known_dtype
 from gdsload.integrations.transformers.parameter_buffers import Kind, Target, kinds_of, target_of
+from gdsload.planning.tensor_slices import Cut, cut, whole
 from gdsload.system.device_name import device_name
 
 SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"

@@ -16,7 +16,6 @@ from gdsload import vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
 from gdsload.claims import waiting_on
-from gdsload.cuts import Cut, runs_of, whole
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
@@ -35,6 +34,7 @@ from gdsload.integrations.transformers.readahead_queue import (
     Stage,
 )
 from gdsload.load import STALL_SECONDS, Session
+from gdsload.planning.tensor_slices import Cut, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused

@@ -23,7 +23,6 @@ from gdsload._native.memory import Pool
 from gdsload.arena import Arena, Spot, hand_over
 from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
-from gdsload.cuts import rows_of, runs_of, whole
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.parameter_buffers import Destinations
@@ -34,7 +33,8 @@ from gdsload.integrations.transformers.readahead_queue import (
     Taken,
 )
 from gdsload.load import Batch, Session
-from gdsload.plan import ReadPlan
+from gdsload.planning.read_plan import ReadPlan
+from gdsload.planning.tensor_slices import rows_of, runs_of, whole
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from gdsload.dtypes import DTYPES
 from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
-from gdsload.order import in_layers
+from gdsload.planning.layer_order import in_layers
 from gdsload.report import LoadReport
 
 # 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong.

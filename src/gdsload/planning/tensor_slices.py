@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES
-from gdsload.plan import GAP_BYTES, Piece
+from gdsload.planning.read_plan import GAP_BYTES, Piece
 from gdsload.system.gc_control import collector_paused
 
 # A tensor that falls into more runs than this is read by whole rows: the requests would cost more
