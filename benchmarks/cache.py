@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from gdsload import residency
+from gdsload.memory import page_cache
 
 from . import machine
 from .records import Refused
@@ -36,7 +36,7 @@ def require_told(files: Iterable[Path]) -> None:
     """Raises Refused for a file whose part in the page cache this process is not told."""
     for file in files:
         try:
-            residency.resident_bytes(file)
+            page_cache.resident_bytes(file)
         except OSError as error:
             why = error.strerror
             if error.errno == errno.EPERM:
@@ -60,11 +60,11 @@ def evict(files: Iterable[Path]) -> int:
     many bytes of them are still there."""
     left = 0
     for file in files:
-        left += residency.evict(file)
+        left += page_cache.evict(file)
         below = machine.backing_file(file)
         if below is not None:
             with suppress(OSError):  # somebody else's: what it holds is no promise of ours
-                residency.evict(below)
+                page_cache.evict(below)
     return left
 
 

@@ -65,7 +65,7 @@ def step_windows(source: Path) -> Callable[[], object]:
 
 
 def step_scatter(source: Path) -> Callable[[], object]:
-    from gdsload.arena import Arena
+    from gdsload.memory.host_buffers import Arena
     from gdsload.planning.read_plan import Limits, plan_reads
 
     _, pieces, sizes = _opened(source)

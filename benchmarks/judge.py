@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gdsload import residency
+from gdsload.memory import page_cache
 
 from . import cache, fio, machine, places
 from .arms import KINDS, Arm, versions
@@ -65,7 +65,7 @@ class Conditions:
         if self.warm:
             self.fill()
             return "files read"
-        if residency.drop_caches():
+        if page_cache.drop_caches():
             return "drop_caches"
         cache.evict(self.files)
         return "evicted"
@@ -89,7 +89,7 @@ class Conditions:
         return resident
 
     def resident_bytes(self) -> int:
-        return sum(residency.resident_bytes(file) for file in self.files)
+        return sum(page_cache.resident_bytes(file) for file in self.files)
 
 
 @dataclass

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdsload.arena import Arena, hand_over, map_shard
 from gdsload.checkpoint import Checkpoint
+from gdsload.memory.host_buffers import Arena, hand_over, map_shard
 from gdsload.planning.read_plan import Limits, pieces_of, plan_reads
 
 from . import records, tables, values
@@ -91,7 +91,7 @@ def once(source: Path) -> dict[str, Cost]:
         del spots
 
         def mapped() -> Any:
-            from gdsload.arena import Spot
+            from gdsload.memory.host_buffers import Spot
 
             regions = [map_shard(checkpoint, number) for number in range(len(sizes))]
             return {info.name: Spot(regions[info.shard], info.offset) for info in infos}

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import gdsload
-from gdsload import residency, synth, warmup
+from gdsload import synth, warmup
+from gdsload.memory import page_cache
 
 from . import machine, records, tables, values
 from .layout import several, size
@@ -68,7 +69,7 @@ def look(pool: warmup.HostPool) -> dict[str, int]:
 def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
     """One model in and out."""
     for file in source.glob("*.safetensors"):
-        residency.evict(file)
+        page_cache.evict(file)
     start = time.monotonic()
     with gdsload.prefetch(source) as ahead:
         tensors = gdsload.load_file(source)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdsload import residency
+from gdsload.memory import page_cache
 
 from . import cache, records, tables, values
 from .layout import several, size
@@ -125,7 +125,7 @@ def run(arm: str, source: Path) -> dict[str, Any]:
     if left:
         raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
     time.sleep(SETTLE_SECONDS)
-    resident = sum(residency.resident_bytes(file) for file in files)
+    resident = sum(page_cache.resident_bytes(file) for file in files)
     if resident:
         raise Refused(f"{source}: somebody read {resident:,} bytes of it before {arm} started")
     facts = child(arm, source)

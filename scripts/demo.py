@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gdsload
-from gdsload import residency, synth
+from gdsload import synth
 from gdsload.errors import GdsloadError
+from gdsload.memory import page_cache
 
 MODEL = "qwen3-0.6b"
 DIRECTORY = Path(__file__).resolve().parents[1] / "build" / "demo" / MODEL
@@ -83,12 +84,12 @@ def touch(tensors: Iterable[object]) -> None:
 
 
 def resident() -> int:
-    return sum(residency.resident_bytes(file) for file in files())
+    return sum(page_cache.resident_bytes(file) for file in files())
 
 
 def make_cold() -> None:
     for file in files():
-        residency.evict(file)
+        page_cache.evict(file)
     # Where pages are left, another process holds them; root may ask for more than politely.
     if resident() and os.access(DROP_CACHES, os.W_OK):
         os.sync()

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 import gdsload
-from gdsload import ring, synth
+from gdsload import synth
 from gdsload.backends import cufile, registry
 from gdsload.backends.engines import ENGINES
 from gdsload.errors import GdsloadError
+from gdsload.memory import staging_ring
 from gdsload.system import gpu
 
 # What a figure needs to be of use: smaller loads are all overhead.
@@ -93,10 +94,10 @@ def check(
         if wrong := differs(got, wanted):
             row["verdict"] = f"WRONG: {wrong}"
 
-    ring.release_rings()
+    staging_ring.release_rings()
     try:
         load("settling")
-        ring.release_rings()
+        staging_ring.release_rings()
         before = held(device)
         load("first")
         load("again")
@@ -118,10 +119,10 @@ def check_ahead(source: Path, device: str) -> dict[str, Any]:
             row["first"] = ahead.report.to_dict()
             return gdsload.load_file(source, device)
 
-    ring.release_rings()
+    staging_ring.release_rings()
     try:
         adopted()
-        ring.release_rings()
+        staging_ring.release_rings()
         before = held(device)
         got = adopted()
         report = gdsload.last_report()
@@ -159,7 +160,7 @@ def tried(
 
 def given_back(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
     """The row, with what is left of the device's memory when the rings are gone."""
-    ring.release_rings()
+    staging_ring.release_rings()
     row["left_bytes"] = held(device) - before
     if row["left_bytes"] > 0 and row["verdict"] == "exact":
         row["verdict"] = f"LEFT: {row['left_bytes']:,} bytes of the device"

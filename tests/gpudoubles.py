@@ -23,8 +23,8 @@ import pytest
 import torch
 import torch.utils.dlpack
 
-from gdsload import arena, ring
 from gdsload.backends import cufile, staged
+from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
@@ -192,7 +192,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     """What the process knows of its GPUs, of cuFile and of rings, as if it had just started."""
     for module, names in (
         (gpu, ("_cuda", "_devices")),
-        (ring, ("_rings", "_given_up")),
+        (staging_ring, ("_rings", "_given_up")),
         (cufile, ("_library", "_driver", "_latched")),
     ):
         for name in names:
@@ -210,7 +210,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     before = doubles.cuda_log
     forget(patch)
     found = {shared_libraries.CUDA: "cuda_double", shared_libraries.CUFILE: "cufile_double"}
-    patch.setattr(arena, "tensor_of", tensor_of)
+    patch.setattr(host_buffers, "tensor_of", tensor_of)
     patch.setattr(shared_libraries, "candidates", lambda soname: [str(built(found[soname]))])
     for name in ("proc/driver/nvidia-fs/version", "dev/nvidia-fs0", "proc/modules"):
         path = root / name
@@ -225,7 +225,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.let_go()
     doubles.hold_copies(False)
     doubles.end_work()
-    ring.release_rings()
+    staging_ring.release_rings()
     staged._kept.clear()  # copies that a busy machine was late with have ended now
     assert doubles.complaints() == ""
     deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import ring, tensors, vram
+from gdsload import tensors, vram
 from gdsload.backends import cufile
+from gdsload.memory import staging_ring
 from gdsload.system import shared_libraries
 from test_vram import device_tensor, raw
 
@@ -50,7 +51,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
             assert sum(report.roads.values()) == report.read_bytes
             del got
     facts["limits"] = cufile._driver[0].limits
-    facts["freed"] = ring.release_rings()
+    facts["freed"] = staging_ring.release_rings()
     return facts
 
 

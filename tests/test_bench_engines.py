@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from command import run
-from gdsload import residency
 from gdsload.cli import measuring
+from gdsload.memory import page_cache
 
 choice, cold, engines, judge, render, tune = (
     measuring.program(name) for name in ("choice", "cold", "engines", "judge", "render", "tune")
@@ -22,7 +22,7 @@ choice, cold, engines, judge, render, tune = (
 
 @pytest.fixture(autouse=True)
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 @pytest.fixture

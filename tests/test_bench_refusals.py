@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from command import run
-from gdsload import residency, synth
+from gdsload import synth
 from gdsload.cli import measuring
+from gdsload.memory import page_cache
 
 arms, fio, instructions, judge, places = (
     measuring.program(name) for name in ("arms", "fio", "instructions", "judge", "places")
@@ -27,7 +28,7 @@ records, truth = (measuring.program(name) for name in ("records", "truth"))
 
 @pytest.fixture(autouse=True)
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 @pytest.mark.parametrize("command", ["cold", "io", "start"])
@@ -38,7 +39,7 @@ def test_somebody_elses_file_is_refused_by_name(
         raise PermissionError(errno.EPERM, "the kernel tells it only to its owner")
 
     synth.write("tiny", tmp_path / "tiny")
-    monkeypatch.setattr(residency, "resident_bytes", untold)
+    monkeypatch.setattr(page_cache, "resident_bytes", untold)
     answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
     assert "model-00001-of-00002.safetensors: what the page cache holds" in answer.stderr

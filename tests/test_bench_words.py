@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from command import run
-from gdsload import residency
 from gdsload.cli import measuring
+from gdsload.memory import page_cache
 
 cache, choice, judge, layout, machine, records, tables, truth, worker = (
     measuring.program(name)
@@ -29,7 +29,7 @@ cache, choice, judge, layout, machine, records, tables, truth, worker = (
 
 @pytest.fixture(autouse=True)
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 def cold(source: Path, *words: object) -> Any:

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 from command import run
-from gdsload import residency
 from gdsload.cli import measuring
 from gdsload.errors import GdsloadError
+from gdsload.memory import page_cache
 
 cells, compare, costs, instructions, judge, large, pictures = (
     measuring.program(name)
@@ -32,7 +32,7 @@ KINDS = measuring.program("arms").KINDS
 @pytest.fixture(autouse=True)
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page cache belongs to everybody on this machine: here it is never dropped."""
-    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import gpudoubles
-from gdsload import blocks
 from gdsload._native import threads
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
+from gdsload.memory import device_buffers
 from gdsload.planning.read_plan import Piece
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
@@ -30,21 +30,21 @@ def pieces(*sizes: int) -> list[Piece]:
 def test_a_block_for_what_fits() -> None:
     """In file order, each on a border, what is empty left out."""
     wanted = pieces(256, 10, 0, 300, 512)
-    assert blocks.grouped(wanted[::-1]) == [
+    assert device_buffers.grouped(wanted[::-1]) == [
         (256 + 256 + 512 + 512, [("t0", 0), ("t1", 256), ("t3", 512), ("t4", 1024)])
     ]
-    assert blocks.grouped([]) == blocks.grouped(pieces(0)) == []
+    assert device_buffers.grouped([]) == device_buffers.grouped(pieces(0)) == []
 
 
 def test_a_few_blocks_for_what_is_large() -> None:
     many = pieces(*[1 << 20] * 20_000)
-    groups = blocks.grouped(many)
-    assert blocks.MOST_BLOCKS <= len(groups) <= blocks.MOST_BLOCKS + 1
+    groups = device_buffers.grouped(many)
+    assert device_buffers.MOST_BLOCKS <= len(groups) <= device_buffers.MOST_BLOCKS + 1
     assert [name for _, members in groups for name, _ in members] == [p.name for p in many]
     assert sum(length for length, _ in groups) == sum(piece.nbytes for piece in many)
-    small = blocks.grouped(pieces(*[1 << 20] * 600))
-    assert len(small) == 3 and max(length for length, _ in small) <= blocks.LEAST_BYTES
-    large = blocks.grouped(pieces(1 << 20, 1 << 30, 1 << 20, 1 << 20))
+    small = device_buffers.grouped(pieces(*[1 << 20] * 600))
+    assert len(small) == 3 and max(length for length, _ in small) <= device_buffers.LEAST_BYTES
+    large = device_buffers.grouped(pieces(1 << 20, 1 << 30, 1 << 20, 1 << 20))
     assert [length for length, _ in large] == [1 << 20, 1 << 30, 2 << 20], "no tensor is parted"
 
 

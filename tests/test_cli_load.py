@@ -14,17 +14,18 @@ import torch
 from safetensors.torch import save_file
 
 from command import EMBEDDING, answer, run
-from gdsload import residency, tensors
+from gdsload import tensors
 from gdsload.cli.loading import checksum, load
 from gdsload.doctor.storage import filesystem
 from gdsload.load import CACHES
+from gdsload.memory import page_cache
 from storage import kept_warm
 
 
 @pytest.fixture
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page cache belongs to everybody on this machine: here it is never dropped."""
-    monkeypatch.setattr(residency, "drop_caches", lambda: False)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 # --- load ---------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def test_cold_reads_from_the_disk(tmp_path: Path) -> None:
 def test_cold_is_an_error_where_pages_stay(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residency, "evict", lambda path: 8192)
+    monkeypatch.setattr(page_cache, "evict", lambda path: 8192)
     monkeypatch.setattr(tensors, "load_file", lambda *_, **__: pytest.fail("it loaded"))
     result = run("load", tiny_checkpoint, "--cold")
     assert result.exit_code == 1
@@ -181,7 +182,7 @@ def test_cold_drops_the_page_cache_first(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    monkeypatch.setattr(residency, "drop_caches", lambda: steps.append("drop"))
-    monkeypatch.setattr(residency, "evict", lambda path: steps.append(Path(path).name) or 0)
+    monkeypatch.setattr(page_cache, "drop_caches", lambda: steps.append("drop"))
+    monkeypatch.setattr(page_cache, "evict", lambda path: steps.append(Path(path).name) or 0)
     assert run("load", tiny_checkpoint, "--cold").exit_code == 0
     assert steps == ["drop", *sorted(p.name for p in tiny_checkpoint.glob("*.safetensors"))]

@@ -22,7 +22,6 @@ from gated import Gate, GatedBackend, GatedRequest, gated
 from gdsload import early, warmup
 from gdsload._native.memory import Region
 from gdsload.ahead import Ahead
-from gdsload.arena import Spot, hand_over
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -32,6 +31,7 @@ from gdsload.integrations.transformers.parameter_buffers import Destinations, Ki
 from gdsload.integrations.transformers.parameter_writer import Filling
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Batch, Session
+from gdsload.memory.host_buffers import Spot, hand_over
 from gdsload.planning.read_plan import Transfer, pieces_of
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport

@@ -20,10 +20,11 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import blocks, claims, load, ring
+from gdsload import claims, load
 from gdsload.backends import contest, staged
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
+from gdsload.memory import device_buffers, staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
 from test_vram import odd_tensors, raw
@@ -45,7 +46,7 @@ def doubles(measuring: Doubles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dou
     # A ring whose slots are still on their way home when it is forgotten stays pinned.
     measuring.hold_copies(False)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while ring.release_rings() or ring.rings():
+    while staging_ring.release_rings() or staging_ring.rings():
         assert time.monotonic() < deadline, "somebody has a slot"
 
 
@@ -96,7 +97,7 @@ def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
 
 def require_memory(doubles: Doubles, before: dict[str, int]) -> None:
     """What a device has lent is back, the rings left aside; nobody waits for the collector."""
-    ring.release_rings()
+    staging_ring.release_rings()
     after = doubles.cuda_log
     assert [after[what] for what in MEMORY] == [before[what] for what in MEMORY]
 
@@ -115,7 +116,7 @@ def test_what_landed_is_adopted(
         assert progress.landed_bytes == progress.wanted_bytes == sum(
             tensor.nbytes for tensor in expected.values()
         )  # fmt: skip
-        ring.release_rings()
+        staging_ring.release_rings()
         landed = doubles.cuda_log
         assert landed["ranges"] == before["ranges"] + 1, "one block holds all of it"
         got = face(source)
@@ -127,9 +128,9 @@ def test_what_landed_is_adopted(
         assert prefetches() == []
     log = doubles.cuda_log
     assert (log["allocations"], log["copies"]) == (landed["allocations"], landed["copies"])
-    assert ring.rings() == [], "nothing was read: nothing was pinned"
+    assert staging_ring.rings() == [], "nothing was read: nothing was pinned"
     assert_same(got, expected)
-    assert all(t.data_ptr() % blocks.ALIGN_BYTES == 0 for t in got.values())
+    assert all(t.data_ptr() % device_buffers.ALIGN_BYTES == 0 for t in got.values())
     assert all(on_device(doubles, t) for t in got.values())
     one = got.popitem()[1]
     del got
@@ -330,7 +331,7 @@ def test_it_is_closed_while_copies_are_on_their_way(
         ahead.wait(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while doubles.cuda_log["used"] > before["used"]:
-        ring.release_rings()
+        staging_ring.release_rings()
         gc.collect()
         assert time.monotonic() < deadline
 
@@ -383,7 +384,7 @@ def test_a_device_that_is_too_full(doubles: Doubles, source: Path, expected: Loa
             ahead.wait(PATIENCE_SECONDS)
         total = sum(tensor.nbytes for tensor in expected.values())
         assert total - 4096 <= (caught.value.missing_bytes or 0) < total + (1 << 16)
-        assert (doubles.cuda_log["copies"], ring.rings()) == (before["copies"], [])
+        assert (doubles.cuda_log["copies"], staging_ring.rings()) == (before["copies"], [])
         doubles.set()
         assert_same(by_load_file(source), expected)
         assert gdsload.last_report().read_bytes > 0
@@ -394,7 +395,7 @@ def test_a_device_that_says_no_half_way(
 ) -> None:
     """What it had given before goes back, though the error is kept."""
     gc.collect()
-    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(device_buffers, "LEAST_BYTES", 1 << 10)
     before = doubles.cuda_log
     doubles.fault("cuMemAlloc_v2", CODE, 2, skip=2)
     ahead = ahead_of(source)
@@ -410,13 +411,13 @@ def test_a_few_blocks_for_any_number_of_tensors(
 ) -> None:
     """Each goes back with its last tensor, whatever the others do."""
     gc.collect()
-    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(device_buffers, "LEAST_BYTES", 1 << 10)
     before = doubles.cuda_log
     with ahead_of(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
-        ring.release_rings()
+        staging_ring.release_rings()
         made = doubles.cuda_log["allocations"] - before["allocations"]
-        assert 4 < made <= blocks.MOST_BLOCKS + 2 < len(expected)
+        assert 4 < made <= device_buffers.MOST_BLOCKS + 2 < len(expected)
         got = by_load_file(source)
     assert_same(got, expected)
     used = [doubles.cuda_log["used"]]
@@ -467,7 +468,7 @@ def test_a_still_process_keeps_what_landed(
         assert ahead.wait(PATIENCE_SECONDS)
         gdsload.quiesce(1.0)
         still = doubles.cuda_log
-        assert ring.rings() == [] and still["used"] > before["used"]
+        assert staging_ring.rings() == [] and still["used"] > before["used"]
         for what in ("pins", "streams", "events"):
             assert still[what] == before[what]
         assert_same(by_load_file(source), expected)
@@ -484,7 +485,7 @@ def test_what_the_next_load_may_have(doubles: Doubles, source: Path, expected: L
         with ahead_of(source, keep=keep) as ahead:
             assert ahead.wait(PATIENCE_SECONDS)
             gdsload.load_file(source, "cuda:0", names=names)
-            ring.release_rings()
+            staging_ring.release_rings()
             assert (doubles.cuda_log["used"] > before["used"]) == keep
             rest = list(expected)[4:]
             got = gdsload.load_file(source, "cuda:0", names=rest, options=SMALL)
@@ -499,12 +500,12 @@ def test_two_prefetches_of_the_same_read_it_once(doubles: Doubles, source: Path)
     before = doubles.cuda_log
     with ahead_of(source) as first:
         assert first.wait(PATIENCE_SECONDS)
-        ring.release_rings()
+        staging_ring.release_rings()
         used = doubles.cuda_log["used"]
         with ahead_of(source) as again:
             assert again.wait(PATIENCE_SECONDS)
             assert again.progress().wanted_bytes == 0
-            ring.release_rings()
+            staging_ring.release_rings()
             assert doubles.cuda_log["used"] == used
     require_memory(doubles, before)
 
@@ -518,7 +519,7 @@ def test_odd_tensors(doubles: Doubles, tmp_path: Path) -> None:
         got = by_load_file(path)
         assert gdsload.last_report().read_bytes == 0
     assert_same(got, saved)
-    assert all(tensor.data_ptr() % blocks.ALIGN_BYTES == 0 for tensor in got.values())
+    assert all(tensor.data_ptr() % device_buffers.ALIGN_BYTES == 0 for tensor in got.values())
 
 
 WITHOUT_TORCH = """

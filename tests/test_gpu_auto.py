@@ -14,12 +14,13 @@ import pytest
 import gdsload
 import gpudoubles
 from contract import BLOCK, BackendContract
-from gdsload import ring, verdicts, vram
+from gdsload import verdicts, vram
 from gdsload.backends import VRAM, Memory, OpenFile, contest, retry
 from gdsload.backends.auto import AutoBackend
 from gdsload.backends.lanes import Part
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
 from gpudoubles import CODE, STRANGE, Doubles
@@ -233,7 +234,7 @@ def test_quiesce_leaves_nothing_of_it(doubles: Doubles, checkpoint: Path) -> Non
     for _ in range(2):
         load(checkpoint)
         gdsload.quiesce(1.0)
-        assert ring.rings() == []
+        assert staging_ring.rings() == []
         log = doubles.cufile_log
         assert not any(log[name] for name in ("open", "files", "buffers", "batches"))
         after = doubles.cuda_log

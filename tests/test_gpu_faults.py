@@ -15,7 +15,6 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import ring
 from gdsload.backends import (
     VRAM,
     Backend,
@@ -28,6 +27,7 @@ from gdsload.backends.gds import GdsBackend
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError
+from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpudoubles import (
     CODE,
@@ -135,7 +135,7 @@ def test_an_event_that_never_comes(doubles: Doubles, file: OpenFile) -> None:
         load = Load(backend, file)
         assert load.finish() == {}
         assert load.bytes() == bytes_of(0)
-        (only,) = ring.rings()
+        (only,) = staging_ring.rings()
         assert only.native.lost == 1
         backend.release(load.request)
     doubles.cufile.cufile_double_set(1170, 1, None)  # what it still had is forgotten
@@ -295,7 +295,7 @@ def test_a_call_that_hangs_holds_nobody(
     assert pump.close(0.0) is True  # it was detached: there is nothing left to wait for
     while doubles.cufile.double_hung():
         assert time.monotonic() < deadline
-    (only,) = ring.rings()
+    (only,) = staging_ring.rings()
     while not only.close():
         assert time.monotonic() < deadline, "its slots did not come back"
     assert load.bytes() == b"\x5a" * SIZE

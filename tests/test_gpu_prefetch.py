@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import opening, ring
+from gdsload import opening
 from gdsload._native.cuda import Device
 from gdsload.errors import BackendUnavailable, GdsloadError
+from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
@@ -37,12 +38,12 @@ def test_the_first_load_finds_its_road(
     with gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", **how) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         assert ahead.report.refusals.get("cuda:0") is None
-    (made,) = ring.rings()
-    assert (made.kind, made.nbytes) == (ring.DRAM, SMALL["ring_bytes"])
+    (made,) = staging_ring.rings()
+    assert (made.kind, made.nbytes) == (staging_ring.DRAM, SMALL["ring_bytes"])
     ready = doubles.cuda_log
     assert ready["pins"] == before["pins"] + 1 and ready["streams"] > before["streams"]
     got = gdsload.load_file(tiny_checkpoint, "cuda:0", **how)
-    assert ring.rings() == [made]
+    assert staging_ring.rings() == [made]
     loaded = doubles.cuda_log
     assert [loaded[what] for what in KEPT] == [ready[what] for what in KEPT], "it opened another"
     expected: dict[str, torch.Tensor] = {}
@@ -61,7 +62,7 @@ def test_what_waits_in_host_memory_needs_no_ring(doubles: Doubles, tiny_checkpoi
     ):
         assert ahead.wait(PATIENCE_SECONDS)
     assert list(gpu._devices) == [1]
-    assert ring.rings() == []
+    assert staging_ring.rings() == []
 
 
 def test_nobody_waits_for_it_but_who_asks(

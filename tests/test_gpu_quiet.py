@@ -9,10 +9,10 @@ import pytest
 
 import gdsload
 import gpudoubles
-from gdsload import ring
 from gdsload.backends import VRAM, Memory, Registration, cufile
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.errors import GdsloadError, PlacementError
+from gdsload.memory import staging_ring
 from gdsload.system import quiesce
 from gpudoubles import Doubles
 from test_vram import ROADS
@@ -37,13 +37,13 @@ def test_nothing_is_left_and_the_next_load_opens_it_again(
     before = doubles.cuda_log
     for round_ in range(2):
         got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
-        assert ring.rings()
+        assert staging_ring.rings()
         if backend != "posix":
             assert held(doubles)["open"] == 1
             assert doubles.cufile_log["opens"] == round_ + 1
         del got
         gdsload.quiesce(1.0)
-        assert ring.rings() == []
+        assert staging_ring.rings() == []
         assert held(doubles) == NOTHING
         after = doubles.cuda_log
         for what in ("ranges", "pins", "streams", "events", "used"):
@@ -95,12 +95,12 @@ def test_a_ring_that_is_read_through_stays(doubles: Doubles) -> None:
     """Also while none of its slots is lent: its reader would wait for slots for ever."""
     with GdsMtBackend(ring_bytes=1 << 20, request_bytes=64 << 10) as first:
         first.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
-        (only,) = ring.rings()
-        assert ring.release_rings() == 0
+        (only,) = staging_ring.rings()
+        assert staging_ring.release_rings() == 0
         with (
             GdsMtBackend(ring_bytes=1 << 20, request_bytes=128 << 10) as second,
             pytest.raises(PlacementError, match="is in use"),
         ):
             second.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
-        assert ring.rings() == [only]
-    assert ring.release_rings() == 1 << 20
+        assert staging_ring.rings() == [only]
+    assert staging_ring.release_rings() == 1 << 20

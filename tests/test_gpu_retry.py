@@ -14,7 +14,7 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import ring, verdicts, vram
+from gdsload import verdicts, vram
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, retry, staged
 from gdsload.backends.auto import AutoBackend
 from gdsload.backends.base import Failure
@@ -23,6 +23,7 @@ from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
+from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpuauto import MIB, SMALL, load, rates_are
@@ -121,7 +122,7 @@ def test_a_ring_with_no_slot_left_is_left_at_once(
     report = load(checkpoint, request_bytes=256 << 10)
     assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
     # What had waited at that ring for another load went with it: the fixture counts what is left.
-    assert [each.native.lost for each in ring._given_up] == [4]
+    assert [each.native.lost for each in staging_ring._given_up] == [4]
 
 
 def test_batches_fall_back_on_single_reads(
@@ -352,7 +353,7 @@ def test_a_device_that_is_too_full_is_known_before_a_byte_is_read(
     with pytest.raises(PlacementError) as caught:
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.missing_bytes
-    assert doubles.cufile_log["reads"] == reads and ring.rings() == []
+    assert doubles.cufile_log["reads"] == reads and staging_ring.rings() == []
 
 
 def test_request_keeps_the_stream_it_was_prepared_under(

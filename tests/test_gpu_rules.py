@@ -12,10 +12,10 @@ import pytest
 
 import gpudoubles
 from contract import bytes_of
-from gdsload import ring
 from gdsload._native.block import Block
 from gdsload.backends import Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
+from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import KINDS, SMALL, Load, settle
@@ -37,7 +37,7 @@ def test_where_ours_cannot_be_pinned_the_ring_is_the_drivers(
         assert "cannot be pinned" in backend.refusals["posix/ring"]
         settle(backend, load)
     assert doubles.cuda_log["pins"] == before + 1
-    assert ring.release_rings() == 1 << 20
+    assert staging_ring.release_rings() == 1 << 20
     assert doubles.cuda_log["pins"] == before
 
 
@@ -53,7 +53,7 @@ def test_a_load_breaks_no_graph_that_somebody_captures(
         assert load.finish() == {}
         assert load.bytes() == bytes_of(0)
         settle(backend, load)
-    ring.release_rings()
+    staging_ring.release_rings()
     assert doubles.complaints() == ""
     doubles.capture_graphs(False)
 
@@ -79,7 +79,7 @@ options = {"ring_bytes": 16 << 20}
 with gdsload.prefetch(sys.argv[1], "cuda:0", backend="posix", options=options) as ahead:
     assert ahead.wait(120)
     assert ahead.report.refusals.get("cuda:0") is None
-assert gdsload.ring.rings()
+assert gdsload.memory.staging_ring.rings()
 """
 
 

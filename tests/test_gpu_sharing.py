@@ -13,7 +13,6 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import ring
 from gdsload.backends import (
     VRAM,
     Backend,
@@ -23,6 +22,7 @@ from gdsload.backends import (
 from gdsload.backends.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpudoubles import HANG, Doubles
@@ -50,7 +50,7 @@ def test_a_second_load_registers_nothing(
     for what in ("buffers", "batches"):
         assert doubles.cufile_log[what] == registered[what]
     assert doubles.cufile_log["files"] == 0
-    assert ring.release_rings() == 1 << 20
+    assert staging_ring.release_rings() == 1 << 20
     after = doubles.cuda_log
     for what in (*kept, "used"):
         assert after[what] == before[what]
@@ -59,10 +59,10 @@ def test_a_second_load_registers_nothing(
 
 def test_a_ring_stays_while_a_road_through_it_is_opened(doubles: Doubles) -> None:
     """Another thread may give back what nobody reads through, at any time."""
-    with ring.ring_for(ring.DRAM, 0, 64 << 10, 1 << 20) as made:
-        assert ring.release_rings() == 0
-        assert ring.rings() == [made]
-    assert ring.release_rings() == 1 << 20
+    with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20) as made:
+        assert staging_ring.release_rings() == 0
+        assert staging_ring.rings() == [made]
+    assert staging_ring.release_rings() == 1 << 20
 
 
 def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
@@ -72,7 +72,7 @@ def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
             assert load.finish() == {}
             assert load.bytes() == bytes_of(0)
             backend.release(load.request)
-        assert sorted(each.ordinal for each in ring.rings()) == [0, 1]
+        assert sorted(each.ordinal for each in staging_ring.rings()) == [0, 1]
 
 
 def test_two_backends_share_a_ring_and_its_bound(doubles: Doubles, file: OpenFile) -> None:
@@ -84,7 +84,7 @@ def test_two_backends_share_a_ring_and_its_bound(doubles: Doubles, file: OpenFil
             assert load.bytes() == bytes_of(0)
         for load in loads:
             load.backend.release(load.request)
-        assert len(ring.rings()) == 1
+        assert len(staging_ring.rings()) == 1
 
 
 def test_pieces_land_where_they_belong(doubles: Doubles, file: OpenFile) -> None:
@@ -188,7 +188,7 @@ def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
     with PosixBackend(engine=engine, **SMALL) as backend:
         load = Load(backend, file)
         assert load.finish() == {}
-        (only,) = ring.rings()
+        (only,) = staging_ring.rings()
         assert any(ctypes.string_at(only.native.address, only.nbytes))
         child = os.fork()
         if child == 0:
@@ -212,7 +212,7 @@ def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
 
 def test_pinning_that_hangs_holds_up_no_other_device(doubles: Doubles) -> None:
     def pin() -> None:
-        with ring.ring_for(ring.DRAM, 0, 64 << 10, 1 << 20):
+        with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20):
             pass
 
     doubles.fault("cuMemHostRegister_v2", HANG)
@@ -222,11 +222,11 @@ def test_pinning_that_hangs_holds_up_no_other_device(doubles: Doubles) -> None:
     while not doubles.hung:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    with ring.ring_for(ring.DRAM, 1, 64 << 10, 1 << 20) as other:
+    with staging_ring.ring_for(staging_ring.DRAM, 1, 64 << 10, 1 << 20) as other:
         assert doubles.hung == 1
-        assert ring.rings() == [other]
-    assert ring.release_rings(ring.DRAM, 1) == 1 << 20
+        assert staging_ring.rings() == [other]
+    assert staging_ring.release_rings(staging_ring.DRAM, 1) == 1 << 20
     assert doubles.hung == 1
     doubles.let_go()
     pinning.join()
-    assert ring.release_rings() == 1 << 20
+    assert staging_ring.release_rings() == 1 << 20

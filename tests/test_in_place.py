@@ -20,11 +20,20 @@ import transformers
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, blocks, residency, ring, roads, shared, tensors, vram
+from gdsload import roads, tensors, vram
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
 from gdsload.integrations.transformers.model_reader import Options, Weights
+from gdsload.memory import (
+    device_buffers,
+    host_buffers,
+    page_cache,
+    staging_ring,
+)
+from gdsload.memory import (
+    managed as managed_module,
+)
 from gdsload.planning.read_plan import Limits, Piece, plan_reads
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
 from test_vram import device_tensor, odd_tensors, raw
@@ -46,7 +55,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
         yield doubles
         gc.collect()
         after = doubles.cuda_log
-        assert ring.rings() == []
+        assert staging_ring.rings() == []
         for what in ("pins", "streams", "events", "copies", "used"):
             assert (what, after[what]) == (what, before[what])
 
@@ -70,7 +79,7 @@ def assert_there(doubles: Doubles, got: dict[str, torch.Tensor], source: Path) -
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
         assert torch.equal(raw(got[name]), raw(tensor)), name
         assert managed(doubles, got[name]), name
-        assert got[name].data_ptr() % blocks.ALIGN_BYTES == 0, name
+        assert got[name].data_ptr() % device_buffers.ALIGN_BYTES == 0, name
 
 
 def begins_at(path: Path, place: int) -> None:
@@ -78,7 +87,7 @@ def begins_at(path: Path, place: int) -> None:
     text = path.read_bytes()
     (length,) = struct.unpack("<Q", text[:8])
     header, data = text[8 : 8 + length].rstrip(), text[8 + length :]
-    header += b" " * ((place - 8 - len(header)) % blocks.ALIGN_BYTES)
+    header += b" " * ((place - 8 - len(header)) % device_buffers.ALIGN_BYTES)
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
@@ -111,7 +120,7 @@ def test_whole_checkpoints(
 def test_what_direct_reads_reach_takes_them(cache: str, doubles: Doubles, checkpoint: Path) -> None:
     for shard in checkpoint.glob("*.safetensors"):
         begins_at(shard, 0)
-        residency.evict(shard)
+        page_cache.evict(shard)
     got = gdsload.load_file(checkpoint, "cuda:0", options=IN_PLACE, cache=cache)
     assert_there(doubles, got, checkpoint)
     if cache == "direct":
@@ -147,17 +156,17 @@ def test_a_disk_that_takes_any_address(doubles: Doubles) -> None:
     plan = plan_reads(pieces, [1 << 20], Limits())
     file = Registration(OpenFile("", -1, 1 << 20, -1, 512, 4))
     for reroute in (True, False):
-        laid = shared.lay_out("cuda:0", plan, pieces, [file], reroute=reroute)
+        laid = managed_module.lay_out("cuda:0", plan, pieces, [file], reroute=reroute)
         assert laid.plan is plan and laid.rerouted_bytes == 0
         (memory,) = laid.memory
         assert (memory.kind, memory.device, memory.address % 512) == (DRAM, "cuda:0", 248)
         off = {name: (spot.region.address + spot.offset) % 256 for name, spot in laid.spots.items()}
         assert off == {"a": 0, "b": 0, "c": 4}
     refused = Registration(OpenFile("", -1, 1 << 20, -1, 512, 512))
-    laid = shared.lay_out("cuda:0", plan, pieces, [refused], reroute=True)
+    laid = managed_module.lay_out("cuda:0", plan, pieces, [refused], reroute=True)
     assert {transfer.road for transfer in laid.plan.transfers} == {"buffered"}
     assert laid.rerouted_bytes == plan.read_bytes
-    laid = shared.lay_out("cuda:0", plan, pieces, [refused], reroute=False)
+    laid = managed_module.lay_out("cuda:0", plan, pieces, [refused], reroute=False)
     assert laid.plan is plan and laid.memory[0].address % 4096 == 0
 
 
@@ -172,7 +181,7 @@ def test_odd_tensors(doubles: Doubles, tmp_path: Path, monkeypatch: pytest.Monke
     for name, tensor in saved.items():
         assert got[name].shape == tensor.shape and got[name].dtype == tensor.dtype
         assert torch.equal(raw(got[name]), raw(tensor))
-        assert got[name].data_ptr() % blocks.ALIGN_BYTES == 0 or not tensor.nbytes
+        assert got[name].data_ptr() % device_buffers.ALIGN_BYTES == 0 or not tensor.nbytes
         copied += 0 if managed(doubles, got[name]) else tensor.nbytes
     assert managed(doubles, got["e"]) and copied > 0
     assert ways()["copied on cuda:0"] == copied
@@ -206,7 +215,7 @@ def test_what_a_prefetch_brings_is_adopted(doubles: Doubles, tiny_checkpoint: Pa
 def test_each_window_goes_back_by_itself(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 16)
+    monkeypatch.setattr(device_buffers, "LEAST_BYTES", 1 << 16)
     before = doubles.cuda_log
     got = gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE)
     assert_there(doubles, got, tiny_checkpoint)
@@ -298,12 +307,12 @@ def test_a_pool_makes_room(
     with gdsload.warmup.HostPool(1 << 30, pinned=False):
         assert gdsload.prefetch(tiny_checkpoint, tier="pool", cache="buffered").wait()
         asked: list[int] = []
-        keeper = arena.current_pool()
+        keeper = host_buffers.current_pool()
         monkeypatch.setattr(keeper, "make_room", asked.append)
         some = list(stored(tiny_checkpoint))[:1]
         gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE, names=some)
         assert ways().keys() == {"pool", "copied on cuda:0"} and not asked
-        monkeypatch.setattr("gdsload.hostpool.find", lambda *_, **__: {})
+        monkeypatch.setattr("gdsload.memory.host_pool.find", lambda *_, **__: {})
         got = gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE)
         assert asked == [gdsload.last_report().read_bytes]
         assert_there(doubles, got, tiny_checkpoint)
@@ -324,10 +333,10 @@ def test_memory_that_cannot_be_had(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubles.fault("cuMemAllocManaged", CODE, 2, skip=1)
-    monkeypatch.setattr(blocks, "LEAST_BYTES", 1 << 16)
+    monkeypatch.setattr(device_buffers, "LEAST_BYTES", 1 << 16)
     with pytest.raises(PlacementError, match="cuMemAllocManaged: CUDA_ERROR_OUT_OF_MEMORY"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE)
-    monkeypatch.setattr("gdsload.arena.available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr("gdsload.memory.host_buffers.available_bytes", lambda: 1 << 10)
     with pytest.raises(PlacementError, match="bytes are missing"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE)
 
@@ -337,13 +346,13 @@ def test_a_file_that_was_cut(
 ) -> None:
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
-    real = shared.lay_out
+    real = managed_module.lay_out
 
-    def cut(*args: Any, **named: Any) -> shared.Layout:
+    def cut(*args: Any, **named: Any) -> managed_module.Layout:
         os.truncate(path, 300_000)
         return real(*args, **named)
 
-    monkeypatch.setattr(shared, "lay_out", cut)
+    monkeypatch.setattr(managed_module, "lay_out", cut)
     with pytest.raises(ShortRead, match="the file ended at byte") as caught:
         gdsload.load_file(path, "cuda:0", options=IN_PLACE)
     del caught

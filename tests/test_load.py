@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gdsload
-from gdsload import arena, residency, vram
+from gdsload import vram
 from gdsload._native.memory import Region
 from gdsload.backends import engines
 from gdsload.dtypes import DTYPES
+from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
 from storage import kept_warm
 
@@ -329,13 +330,13 @@ def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
         gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.roads == {"mapped": report.wanted_bytes}
-    if residency.evict(path):
+    if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
     got = gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.roads[f"posix/{report.engine}/direct"] >= report.wanted_bytes
     # What is there came with the header, by the kernel's read-ahead.
-    assert residency.resident_bytes(path) < report.wanted_bytes // 2, "it went past the page cache"
+    assert page_cache.resident_bytes(path) < report.wanted_bytes // 2, "it went past the page cache"
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
@@ -395,7 +396,7 @@ def test_stream_holds_two_windows_and_the_last_tensor(
     tensors = {f"t{i}": torch.full((1 << 20,), i, dtype=torch.int8) for i in range(number)}
     safetensors.torch.save_file(tensors, path)
     regions = Regions()
-    monkeypatch.setattr(arena, "Region", regions)
+    monkeypatch.setattr(host_buffers, "Region", regions)
     most = total = 0
     for _, tensor in gdsload.stream(path, cache=cache, window_bytes=window):
         total += tensor.nbytes

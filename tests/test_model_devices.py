@@ -22,11 +22,12 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import arena, ring, vram
+from gdsload import vram
 from gdsload.backends import staged
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 from gpudoubles import ERRNO, Doubles
 from test_vram import device_tensor
@@ -180,7 +181,7 @@ def test_several_devices_side_by_side(
     assert tinymodels.differences(stock, ours) == []
     for name, parameter in ours.named_parameters():
         assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
-    assert sorted(made.ordinal for made in ring.rings()) == [0, 1]
+    assert sorted(made.ordinal for made in staging_ring.rings()) == [0, 1]
     assert sum(report.roads.values()) > 0
 
 
@@ -197,7 +198,7 @@ def test_nothing_is_registered_twice(
     """Whichever way a load takes: the ring, the road and what they registered are there."""
     live(spread)
     opened: list[str] = []
-    for kind in (ring.StagingRing, staged.StagedRoad):
+    for kind in (staging_ring.StagingRing, staged.StagedRoad):
         make = kind.__init__
 
         def noted(self: Any, *args: Any, make: Any = make, **named: Any) -> None:
@@ -229,8 +230,8 @@ def test_host_memory_is_the_ring(
         raise AssertionError("host memory was taken")
 
     live(lambda _: "cuda:0")
-    monkeypatch.setattr(arena.Arena, "__init__", never)
-    monkeypatch.setattr(arena, "map_shard", never)
+    monkeypatch.setattr(host_buffers.Arena, "__init__", never)
+    monkeypatch.setattr(host_buffers, "map_shard", never)
     how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
     loaded(qwen, backend)
     loaded(qwen, backend, dtype="float16")
@@ -240,7 +241,7 @@ def test_host_memory_is_the_ring(
     with gdsload.safe_open(qwen, device="cuda:0", **how) as opened:
         opened.get_tensors()
         _ = opened.get_slice("model.embed_tokens.weight")[3:5]
-    assert [made.nbytes for made in ring.rings()] == [1 << 20]
+    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
 
 
 def test_a_device_that_is_too_full(
@@ -260,11 +261,11 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
     doubles.fault("cuFileRead", ERRNO, 5, skip=2, times=-1)
     with pytest.raises(ReadError, match=r"model-0000\d"):
         loaded(qwen, "gds_mt")
-    assert [made._parked for made in ring.rings()] == [[]]
+    assert [made._parked for made in staging_ring.rings()] == [[]]
     assert loaded(qwen, "posix") is not None
-    assert len(ring.rings()) == 2
+    assert len(staging_ring.rings()) == 2
     gc.collect()
-    ring.release_rings()
+    staging_ring.release_rings()
     assert doubles.cuda_log["used"] == before
 
 
@@ -304,7 +305,7 @@ def test_what_was_prefetched_is_not_read_again(
     assert len(there) >= report.labels["keep"]
     del ours, there
     gc.collect()
-    ring.release_rings()
+    staging_ring.release_rings()
     assert doubles.cuda_log["used"] == before["used"]
     loaded(qwen, "posix")
     assert gdsload.last_report().read_bytes > 0

@@ -11,10 +11,10 @@ import torch
 import transformers
 
 import gdsload
-from gdsload import residency
 from gdsload.early import prefetches
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
+from gdsload.memory import page_cache
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     for file in copy.glob("*.safetensors"):
-        if residency.evict(file):
+        if page_cache.evict(file):
             pytest.skip(f"{file}: its pages cannot be evicted (a file system in memory)")
     return copy
 

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file as reference_load_file
 
 import gdsload
-from gdsload import arena, synth, warmup
+from gdsload import synth, warmup
 from gdsload._native.memory import Lease
-from gdsload.arena import current_pool
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
+from gdsload.memory import host_buffers
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import pieces_of
 
 UNIT = 2 << 20
@@ -105,7 +106,7 @@ def test_pool_that_cannot_be_mapped_leaves_the_load_without_it(
 ) -> None:
     with warmup.HostPool(64 << 20, pinned=False) as pool:
         with monkeypatch.context() as short:
-            short.setattr("gdsload.segments.Lease", Unmapped)
+            short.setattr("gdsload.memory.pool_segments.Lease", Unmapped)
             require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
         assert from_pool() == 0 and pool.held_bytes == 0
         assert any("is not mapped" in note for note in pool.notes)
@@ -289,7 +290,7 @@ class Pins:
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     found = Pins()
-    monkeypatch.setattr("gdsload.hostpool.gpu.any_open", lambda: found)
+    monkeypatch.setattr("gdsload.memory.host_pool.gpu.any_open", lambda: found)
     return found
 
 
@@ -311,7 +312,7 @@ def test_pinned_memory_must_be_had_where_it_was_asked_for(
     def none(ordinal: int) -> Any:
         raise BackendUnavailable("there is no CUDA here", {})
 
-    monkeypatch.setattr("gdsload.hostpool.gpu.device", none)
+    monkeypatch.setattr("gdsload.memory.host_pool.gpu.device", none)
     with pytest.raises(BackendUnavailable):
         warmup.HostPool(UNIT, pinned=True)
 
@@ -321,8 +322,8 @@ def test_pool_without_an_open_device_opens_none(
 ) -> None:
     """A context takes memory of a device, and the process could not fork any more."""
     opened: list[int] = []
-    monkeypatch.setattr("gdsload.hostpool.gpu.device", opened.append)
-    monkeypatch.setattr("gdsload.hostpool.gpu._devices", {})
+    monkeypatch.setattr("gdsload.memory.host_pool.gpu.device", opened.append)
+    monkeypatch.setattr("gdsload.memory.host_pool.gpu._devices", {})
     with warmup.HostPool(64 * UNIT) as pool:
         by_load_file(tiny_checkpoint)
         assert pool.held_bytes > 0 and pool.pinned_bytes == 0
@@ -402,7 +403,7 @@ def test_idle_memory_goes_when_the_machine_runs_short(
         by_load_file(tiny_checkpoint)
         gc.collect()
         assert pool.idle_bytes > 0
-        monkeypatch.setattr(arena, "available_bytes", lambda: 0)
+        monkeypatch.setattr(host_buffers, "available_bytes", lambda: 0)
         with pytest.raises(PlacementError):
             by_load_file(other)
         assert pool.held_bytes == 0
@@ -451,4 +452,4 @@ def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Pat
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\nshmem 300000\n")
     words = ("memory.max", "memory.current", "file", "shmem")
-    assert arena._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000
+    assert host_buffers._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000

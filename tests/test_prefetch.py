@@ -19,10 +19,11 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import claims, early, residency
+from gdsload import claims, early
 from gdsload.ahead import Ahead
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
+from gdsload.memory import page_cache
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -310,14 +311,14 @@ def test_bad_arguments_are_refused_at_once(arguments: dict[str, object]) -> None
 
 def test_page_cache_is_filled_and_counted(checkpoint: Path) -> None:
     files = sorted(checkpoint.glob("*.safetensors"))
-    if any(residency.evict(file) for file in files):
+    if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")
     with gdsload.prefetch(checkpoint, tier="pagecache") as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         progress = ahead.progress()
         assert progress.resident_bytes == progress.landed_bytes == progress.wanted_bytes > 0
         assert claims.offered() == []
-    assert sum(residency.resident_bytes(file) for file in files) >= progress.wanted_bytes
+    assert sum(page_cache.resident_bytes(file) for file in files) >= progress.wanted_bytes
     gdsload.load_file(checkpoint)
     assert set(gdsload.last_report().roads) == {"mapped"}
 
@@ -331,7 +332,7 @@ def test_page_cache_is_not_filled_past_the_limit(checkpoint: Path) -> None:
 def test_what_is_on_its_way_into_the_page_cache_is_mapped_when_it_is_there(
     checkpoint: Path, gate: Gate, claimed: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residency, "wholly_resident", lambda *place: False)
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *place: False)
     loaded: list[dict[str, torch.Tensor]] = []
     with gdsload.prefetch(checkpoint, tier="pagecache", backend="gated"):
         gate.open(count=1)

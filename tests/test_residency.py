@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gdsload import residency
 from gdsload._native import system
+from gdsload.memory import page_cache
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -40,7 +40,7 @@ def fd(
         except OSError as error:
             os.close(opened)
             pytest.skip(f"cachestat: {error.strerror}")
-    if residency.evict(path):
+    if page_cache.evict(path):
         os.close(opened)
         pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
     yield opened
@@ -48,28 +48,28 @@ def fd(
 
 
 def test_cold_warm_and_between(fd: int) -> None:
-    assert residency.resident_bytes(fd) == 0
+    assert page_cache.resident_bytes(fd) == 0
     os.pread(fd, 1, 10 * PAGE)
-    assert residency.wholly_resident(fd, 10 * PAGE, PAGE)
-    assert residency.wholly_resident(fd, 10 * PAGE + 17, 1)
-    assert not residency.wholly_resident(fd, 10 * PAGE + 17, 40 * PAGE)
-    assert 0 < residency.resident_bytes(fd) < PAGES * PAGE
+    assert page_cache.wholly_resident(fd, 10 * PAGE, PAGE)
+    assert page_cache.wholly_resident(fd, 10 * PAGE + 17, 1)
+    assert not page_cache.wholly_resident(fd, 10 * PAGE + 17, 40 * PAGE)
+    assert 0 < page_cache.resident_bytes(fd) < PAGES * PAGE
     os.pread(fd, 1 << 20, 0)
-    assert residency.resident_bytes(fd) == PAGES * PAGE + 100, "the last page counts as its bytes"
-    assert residency.wholly_resident(fd, 0, PAGES * PAGE)
-    assert residency.wholly_resident(fd, PAGES * PAGE + 99, 1)
+    assert page_cache.resident_bytes(fd) == PAGES * PAGE + 100, "the last page counts as its bytes"
+    assert page_cache.wholly_resident(fd, 0, PAGES * PAGE)
+    assert page_cache.wholly_resident(fd, PAGES * PAGE + 99, 1)
 
 
 def test_ranges(fd: int) -> None:
     os.pread(fd, 1 << 20, 0)
-    assert residency.resident_bytes(fd, 5 * PAGE, 3 * PAGE) == 3 * PAGE
-    assert residency.resident_bytes(fd, PAGES * PAGE + 100) == 0, "nothing behind the end"
+    assert page_cache.resident_bytes(fd, 5 * PAGE, 3 * PAGE) == 3 * PAGE
+    assert page_cache.resident_bytes(fd, PAGES * PAGE + 100) == 0, "nothing behind the end"
 
 
 def test_evicting(fd: int, tmp_path: Path) -> None:
     os.pread(fd, 1 << 20, 0)
-    assert residency.evict(tmp_path / "file") == 0
-    assert residency.resident_bytes(tmp_path / "file") == 0
+    assert page_cache.evict(tmp_path / "file") == 0
+    assert page_cache.resident_bytes(tmp_path / "file") == 0
 
 
 def test_a_filesystem_that_cannot_be_asked(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,41 +78,41 @@ def test_a_filesystem_that_cannot_be_asked(fd: int, monkeypatch: pytest.MonkeyPa
 
     os.pread(fd, 1 << 20, 0)
     monkeypatch.setattr(system, "cachestat", refused)
-    assert not residency.wholly_resident(fd, 0, PAGE), "not known to be warm"
+    assert not page_cache.wholly_resident(fd, 0, PAGE), "not known to be warm"
     with pytest.raises(OSError, match="error"):
-        residency.resident_bytes(fd)
+        page_cache.resident_bytes(fd)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        residency.resident_bytes(tmp_path / "none")
+        page_cache.resident_bytes(tmp_path / "none")
     with pytest.raises(FileNotFoundError):
-        residency.evict(tmp_path / "none")
+        page_cache.evict(tmp_path / "none")
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert residency.resident_bytes(tmp_path / "empty") == 0
-    assert residency.evict(tmp_path / "empty") == 0
+    assert page_cache.resident_bytes(tmp_path / "empty") == 0
+    assert page_cache.evict(tmp_path / "empty") == 0
 
 
 def test_nearly_warm_is_warm(fd: int) -> None:
     whole = PAGES * PAGE
-    assert not residency.mostly_resident(fd, 0, whole)
+    assert not page_cache.mostly_resident(fd, 0, whole)
     os.pread(fd, whole - PAGE, 0)
-    assert residency.mostly_resident(fd, 0, whole), "63 of 64 pages"
+    assert page_cache.mostly_resident(fd, 0, whole), "63 of 64 pages"
     os.posix_fadvise(fd, 0, 32 * PAGE, os.POSIX_FADV_DONTNEED)
-    assert not residency.mostly_resident(fd, 0, whole)
+    assert not page_cache.mostly_resident(fd, 0, whole)
 
 
 def test_a_large_range_is_sampled(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "SAMPLES", 4)
-    monkeypatch.setattr(residency, "SAMPLE_BYTES", PAGE)
+    monkeypatch.setattr(page_cache, "SAMPLES", 4)
+    monkeypatch.setattr(page_cache, "SAMPLE_BYTES", PAGE)
     samples = [int((PAGES - 1) * PAGE / 3 * number) for number in range(4)]
     for offset in samples:
-        assert not residency.mostly_resident(fd, 0, PAGES * PAGE)
+        assert not page_cache.mostly_resident(fd, 0, PAGES * PAGE)
         os.pread(fd, PAGE, offset)
-    assert residency.mostly_resident(fd, 0, PAGES * PAGE)
+    assert page_cache.mostly_resident(fd, 0, PAGES * PAGE)
 
 
 @pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["told so", "an old kernel"])
@@ -133,11 +133,11 @@ def foreign(
 
 def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
     with pytest.raises(PermissionError, match="only to its owner"):
-        residency.resident_bytes(foreign)
-    assert not residency.wholly_resident(foreign, 0, PAGE)
-    assert not residency.partly_resident(foreign)
-    assert not residency.mostly_resident(foreign, 0, PAGES * PAGE)
-    assert residency.seen_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
+        page_cache.resident_bytes(foreign)
+    assert not page_cache.wholly_resident(foreign, 0, PAGE)
+    assert not page_cache.partly_resident(foreign)
+    assert not page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
+    assert page_cache.seen_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 
 
 def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int) -> None:
@@ -146,9 +146,9 @@ def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int
         os.preadv(foreign, [bytearray(1)], 0, os.RWF_NOWAIT)
     except OSError as error:
         pytest.skip(f"this filesystem does not read without waiting: {error.strerror}")
-    assert residency.mostly_resident(foreign, 0, PAGES * PAGE)
-    assert residency.mostly_resident(foreign, 10 * PAGE + 17, 1)
-    assert residency.seen_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
+    assert page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
+    assert page_cache.mostly_resident(foreign, 10 * PAGE + 17, 1)
+    assert page_cache.seen_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
 
 
 AS_ANOTHER = """

@@ -15,10 +15,11 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import ring, tensors, vram
+from gdsload import tensors, vram
 from gdsload.backends import auto
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.load import Session
+from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
@@ -91,7 +92,7 @@ def test_whole_checkpoints(
         assert all(road.startswith(backend) for road, size in report.roads.items() if size)
         assert sum(report.roads.values()) == report.read_bytes
         del got
-    assert ring.release_rings() == 1 << 20
+    assert staging_ring.release_rings() == 1 << 20
     assert doubles.cuda_log["used"] == before
 
 
@@ -133,7 +134,7 @@ def test_cufile_fails(
     assert getattr(caught.value, "code", value) == value
     assert caught.value.path.endswith(".safetensors")
     del caught
-    ring.release_rings()
+    staging_ring.release_rings()
     assert doubles.cuda_log["used"] == before
 
 

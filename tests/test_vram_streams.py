@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import ring, tensors, vram
+from gdsload import tensors, vram
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staged
 from gdsload.backends.gds import GdsBackend
@@ -26,6 +26,7 @@ from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.device_queue import DeviceStage
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.load import Session
+from gdsload.memory import staging_ring
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
 from gdsload.system import gpu
@@ -79,7 +80,7 @@ def test_a_stream(
     assert set(names) == expected.keys()
     report = gdsload.last_report()
     assert all(road.startswith(backend) for road, size in report.roads.items() if size)
-    assert [made.nbytes for made in ring.rings()] == [1 << 20]
+    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
 
 
 def test_a_stream_that_its_caller_had_enough_of(doubles: Doubles, tiny_checkpoint: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_stream_that_its_caller_had_enough_of(doubles: Doubles, tiny_checkpoin
         )
         next(stream)
         stream.close()
-    ring.release_rings()
+    staging_ring.release_rings()
     assert doubles.cuda_log["used"] == before
 
 

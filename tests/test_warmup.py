@@ -16,8 +16,9 @@ import pytest
 import gdsload
 from command import answer, process, run
 from gated import Gate, gated
-from gdsload import early, residency, underway, warmup
+from gdsload import early, underway, warmup
 from gdsload.errors import CheckpointNotFound
+from gdsload.memory import page_cache
 
 PATIENCE_SECONDS = 120.0
 
@@ -182,12 +183,12 @@ def test_a_script_starts_with_its_weights_on_their_way(
 
 def test_the_command_fills_the_page_cache(checkpoint: Path) -> None:
     files = sorted(checkpoint.glob("*.safetensors"))
-    if any(residency.evict(file) for file in files):
+    if any(page_cache.evict(file) for file in files):
         pytest.skip("this filesystem keeps its pages")
     facts = answer("warmup", checkpoint, "--tier", "pagecache", "--wait")
     assert facts["state"] == "landed"
     assert facts["resident_bytes"] == facts["wanted_bytes"] > 0
-    assert sum(residency.resident_bytes(file) for file in files) >= facts["wanted_bytes"]
+    assert sum(page_cache.resident_bytes(file) for file in files) >= facts["wanted_bytes"]
     assert "in the page cache" in run("warmup", checkpoint, "--wait").output
 
 
@@ -206,7 +207,7 @@ def test_the_command_fails_where_there_is_nothing(tmp_path: Path) -> None:
 def test_the_command_says_so_where_pages_do_not_stay(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residency, "resident_bytes", lambda *place: 0)
+    monkeypatch.setattr(page_cache, "resident_bytes", lambda *place: 0)
     assert run("warmup", checkpoint, "--wait").exit_code == 3
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from gdsload import residency
 from gdsload._native.memory import Region
-from gdsload.arena import Arena, Spot, available_bytes
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
 from gdsload.load import Batch, Session
+from gdsload.memory import page_cache
+from gdsload.memory.host_buffers import Arena, Spot, available_bytes
 from gdsload.planning.read_plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -170,7 +170,7 @@ def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:
         fd = session.checkpoint.shards[extent.shard].fd
         for offset in range(extent.offset, extent.end, WARM_REQUEST_BYTES):
             length = min(WARM_REQUEST_BYTES, extent.end - offset)
-            if residency.wholly_resident(fd, offset, length):
+            if page_cache.wholly_resident(fd, offset, length):
                 continue
             tag = len(transfers)
             place = tag % slots * WARM_REQUEST_BYTES

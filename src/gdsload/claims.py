@@ -16,8 +16,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
+from gdsload.memory.host_buffers import Spot
 from gdsload.planning.read_plan import Piece
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child

@@ -18,11 +18,12 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from gdsload import claims, hostpool, residency, underway
+from gdsload import claims, underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import GdsloadError, StallError
 from gdsload.load import CACHES, STALL_SECONDS, Session
+from gdsload.memory import host_pool, page_cache
 from gdsload.planning.read_plan import Piece, pieces_of
 from gdsload.progress import (
     CANCELLED,
@@ -117,7 +118,7 @@ class Prefetch:
                 if self.tier == "pagecache":
                     pieces = fitting(pieces, self._limit_bytes)
                 if self.tier == "pool":
-                    hostpool.require(pieces)
+                    host_pool.require(pieces)
                 place, maps, size = "cpu", self.tier != "pool", sum(p.nbytes for p in pieces)
                 if opening is not None and self.tier == "memory":
                     place = opening.landing(session["backend"])
@@ -213,7 +214,7 @@ class Prefetch:
     def _measure(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
         if self.tier == "pagecache":
             self._resident_bytes = sum(
-                residency.seen_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
+                page_cache.seen_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
                 for p in pieces
                 if p.nbytes
             )
@@ -383,7 +384,7 @@ def prefetch(
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
-    if tier == "pool" and hostpool.current() is None:
+    if tier == "pool" and host_pool.current() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     if cache not in CACHES:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")

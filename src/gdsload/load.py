@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gdsload import hostpool
 from gdsload._native.memory import Region
-from gdsload.arena import Arena, Spot, hand_over, map_shard
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.errors import ReadError, StallError
+from gdsload.memory import host_pool
+from gdsload.memory.host_buffers import Arena, Spot, hand_over, map_shard
+from gdsload.memory.pool_segments import Intake, Segment
 from gdsload.outcome import (
     describe,
     note,
@@ -32,7 +33,6 @@ from gdsload.outcome import (
 from gdsload.planning.read_plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.roads import CACHES, Roads
-from gdsload.segments import Intake, Segment
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
@@ -163,7 +163,7 @@ class Session:
             return {}
         # Whoever copies from there to a device can take the pinned memory itself.
         pinned = self.device != "cpu"
-        spots = hostpool.find(self.checkpoint, pieces, self._pooled, pinned=pinned)
+        spots = host_pool.find(self.checkpoint, pieces, self._pooled, pinned=pinned)
         nbytes = sum(piece.nbytes for piece in pieces if piece.name in spots)
         if nbytes:
             self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
@@ -318,7 +318,7 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        self._intake = hostpool.keep(self.plan) if self.memory_of is Arena else None
+        self._intake = host_pool.keep(self.plan) if self.memory_of is Arena else None
         arena = self._intake or self.memory_of(self.plan)
         self.spots.update(arena.spots(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
@@ -446,5 +446,5 @@ class Batch:
             intake, self._intake = self._intake, None
             if intake is not None:
                 checkpoint = session.checkpoint
-                whole = released and self.complete and hostpool.unchanged(checkpoint)
+                whole = released and self.complete and host_pool.unchanged(checkpoint)
                 intake.end(checkpoint if whole else None)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from gdsload import residency
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
+from gdsload.memory import page_cache
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, extents_of
 from gdsload.report import LoadReport
 
@@ -50,7 +50,7 @@ class Roads:
             return self.cache == "mapped"
         fd = self._checkpoint.shards[shard].fd
         return all(
-            residency.mostly_resident(fd, extent.offset, extent.length)
+            page_cache.mostly_resident(fd, extent.offset, extent.length)
             for extent in extents_of(pieces)
         )
 
@@ -67,11 +67,11 @@ class Roads:
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self._checkpoint.shards[shard]
         if shard not in self._warm:
-            self._warm[shard] = residency.partly_resident(opened.fd)
+            self._warm[shard] = page_cache.partly_resident(opened.fd)
         if not self._warm[shard]:
             return "direct"
         length = min(length, opened.size - offset)
-        return "buffered" if residency.wholly_resident(opened.fd, offset, length) else "direct"
+        return "buffered" if page_cache.wholly_resident(opened.fd, offset, length) else "direct"
 
     def register(self, backend: Backend, shard: int) -> None:
         """Makes a shard known to the backend, once."""

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gdsload import blocks, shared
 from gdsload._native.block import Block
-from gdsload.arena import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.load import Batch, Session
+from gdsload.memory import device_buffers, managed
+from gdsload.memory.host_buffers import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import Piece, ReadPlan
 from gdsload.planning.tensor_slices import Cut, runs_of, whole
 from gdsload.system import gpu
@@ -75,7 +75,7 @@ def arranged(
     if not in_place(session):
         return *session.arrange(pieces, window_bytes=window_bytes), None
     # Each window is a block: it goes back with its last tensor, and so not all of them in one.
-    plan, spots = session.arrange(pieces, window_bytes=window_bytes or blocks.LEAST_BYTES)
+    plan, spots = session.arrange(pieces, window_bytes=window_bytes or device_buffers.LEAST_BYTES)
     if not plan.transfers:
         return plan, spots, None
     plan, there, memory = in_blocks(session, plan, pieces)
@@ -151,14 +151,14 @@ def in_blocks(
     if in_place(session):
         read = [piece for piece in pieces if piece.name in plan.homes]
         reroute = session.cache != "direct"
-        laid = shared.lay_out(device, plan, read, session.files, reroute=reroute)
+        laid = managed.lay_out(device, plan, read, session.files, reroute=reroute)
         if laid.rerouted_bytes:
             session.report.refusals["direct I/O in place"] = (
-                f"some tensors do not lie on {blocks.ALIGN_BYTES} bytes in their files, and direct"
+                f"some tensors do not lie on {device_buffers.ALIGN_BYTES} bytes in their files, and direct"
                 " reads do not reach where they do: read through the page cache"
             )
         return laid.plan, laid.spots, laid.memory
-    spots = blocks.take(gpu.ordinal_of(device), pieces)
+    spots = device_buffers.take(gpu.ordinal_of(device), pieces)
     runs = [
         (piece.name, piece.nbytes, spot.region.address + spot.offset)
         for piece in pieces
@@ -240,7 +240,7 @@ class Shelf:
         report.refusals.setdefault(
             "in place",
             f"tensor {largest.parts[0].name!r}, and perhaps others, cannot stay where it was"
-            f" read: it is put together of several parts, does not lie on {blocks.ALIGN_BYTES}"
+            f" read: it is put together of several parts, does not lie on {device_buffers.ALIGN_BYTES}"
             " bytes, or is in the host's own memory",
         )
 
@@ -306,7 +306,7 @@ def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
     return (
         spot is not None
         and isinstance(spot.region, Block)
-        and (spot.region.address + spot.offset) % blocks.ALIGN_BYTES == 0
+        and (spot.region.address + spot.offset) % device_buffers.ALIGN_BYTES == 0
     )
 
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdsload import hostpool
 from gdsload.early import TIERS, Prefetch, prefetch, started
-from gdsload.hostpool import HostPool
+from gdsload.memory import host_pool
+from gdsload.memory.host_pool import HostPool
 from gdsload.progress import CANCELLED, CLOSED
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -55,7 +55,7 @@ class Status(NamedTuple):
 def status() -> list[Status]:
     """The last prefetches of this process, oldest first, also those that have ended; then what the
     open pool holds, the least recently used first."""
-    pool = hostpool.current()
+    pool = host_pool.current()
     return [
         Status(one.source, one.report.device, one.tier, *one.progress(), one.report.failure)
         for one in started()

@@ -1,5 +1,5 @@
 """Slots: memory that was registered once, lent to reads piece by piece. Whose memory it is, and what
-it is registered with, is the business of whoever makes the ring (gdsload.ring).
+it is registered with, is the business of whoever makes the ring (gdsload.memory.staging_ring).
 """
 
 cimport cython
@@ -62,7 +62,7 @@ cdef class Ring:
 
     def handle(self):
         """Its C struct, as a capsule for stages; valid while this object lives."""
-        return PyCapsule_New(self.ring, b"gdsload.ring", NULL)
+        return PyCapsule_New(self.ring, b"gdsload.memory.staging_ring", NULL)
 
     @property
     def address(self):

@@ -68,7 +68,7 @@ cdef class Stage:
         if made == NULL:
             raise MemoryError("no memory for a stage")
         made.references = 1
-        slots = <CRing *>PyCapsule_GetPointer(ring.handle(), b"gdsload.ring")
+        slots = <CRing *>PyCapsule_GetPointer(ring.handle(), b"gdsload.memory.staging_ring")
         made.ring = slots
         gds_add(&slots.references, 1)
         pthread_mutex_init(&made.lock, NULL)

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from gdsload import ring
 from gdsload.backends import cufile, registry
 from gdsload.backends.base import (
     DRAM,
@@ -35,6 +34,7 @@ from gdsload.backends.contest import Benchmark
 from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
 from gdsload.backends.retry import AutoRequest, Failover, path_of
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
@@ -174,7 +174,7 @@ class AutoBackend(Backend):
         self._candidates.probe()
         names = [candidate.name for candidate in self._candidates if not candidate.left]
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
-        rings = {each.kind for each in ring.rings() if each.ordinal == ordinal}
+        rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
         return Benchmark(names, path, self._device, nbytes, ready)
 
@@ -211,7 +211,7 @@ class AutoBackend(Backend):
             if candidate.is_open and candidate.name not in needed:
                 candidate.close()
                 if benchmark.choice == LAST:
-                    ring.release_rings(VRAM, gpu.ordinal_of(self._device))
+                    staging_ring.release_rings(VRAM, gpu.ordinal_of(self._device))
 
     def check(self, request: AutoRequest) -> Progress:
         """Raises what the last candidate raised, where it could not be opened."""

@@ -27,8 +27,8 @@ from gdsload.backends.base import (
 )
 from gdsload.backends.staged import StagedRequest, StagedRoad
 from gdsload.errors import BackendUnavailable, CuFileError
+from gdsload.memory.staging_ring import RING_BYTES, StagingRing, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
-from gdsload.ring import RING_BYTES, StagingRing, ring_for
 from gdsload.system import gpu
 
 # An event that has not come for so long never will.

@@ -15,7 +15,6 @@ from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.arena import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.backends import bounced, engines
 from gdsload.backends.base import (
     DRAM,
@@ -31,12 +30,13 @@ from gdsload.backends.base import (
 from gdsload.backends.engines import ENGINES, try_engine, unopened
 from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
+from gdsload.memory.host_buffers import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# What passes through DRAM on its way to a device, at most (gdsload.ring). A road has 2 * DEPTH
+# What passes through DRAM on its way to a device, at most (gdsload.memory.staging_ring). A road has 2 * DEPTH
 # requests under way, and pinning is what the first load of a process waits for: two roads' worth.
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The kernel takes no larger buffer, and takes them when the ring is made.
@@ -146,7 +146,7 @@ class PosixBackend(Backend):
         found = Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
         if not self.settings["in_place"] or device == "cpu":
             return found
-        from gdsload.blocks import ALIGN_BYTES
+        from gdsload.memory.device_buffers import ALIGN_BYTES
 
         return replace(found, border=ALIGN_BYTES)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from gdsload.backends.staged import StagedRoad
 from gdsload.errors import BackendUnavailable
-from gdsload.ring import DRAM, ring_for
+from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu
 
 # Engines that know a file by its descriptor alone, so that they can be used again for others.

@@ -25,8 +25,8 @@ from gdsload.backends.base import (
 )
 from gdsload.backends.pumped import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
+from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
-from gdsload.ring import StagingRing
 
 # How long a release waits for what is under way. Reads need not be waited for, they go no further
 # than their slots; copies that were started end by themselves, in microseconds.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gdsload.backends import cufile, cufilejson
 from gdsload.errors import BackendUnavailable
-from gdsload.ring import rings
+from gdsload.memory.staging_ring import rings
 from gdsload.system import gpu
 
 YES, PARTLY, NO = "yes", "partly", "no"

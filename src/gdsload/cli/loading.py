@@ -148,12 +148,12 @@ def require_device(device: str) -> None:
 
 def make_cold(paths: Sequence[str]) -> None:
     """Leaves nothing of the files in the page cache, or raises GdsloadError naming the first."""
-    from gdsload import residency
+    from gdsload.memory import page_cache
 
-    residency.drop_caches()  # where it may not, the files are evicted one by one
+    page_cache.drop_caches()  # where it may not, the files are evicted one by one
     for path in paths:
         try:
-            left = residency.evict(path)
+            left = page_cache.evict(path)
         except OSError as error:
             raise GdsloadError(f"{plain(path)}: {error.strerror}") from error
         if left:

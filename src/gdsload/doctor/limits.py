@@ -10,9 +10,9 @@ import resource
 import sys
 
 from gdsload._native import system
-from gdsload.arena import available_bytes
 from gdsload.backends.posix import DEPTH, REQUEST_BYTES
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.memory.host_buffers import available_bytes
 
 _CAP_IPC_LOCK = 14
 

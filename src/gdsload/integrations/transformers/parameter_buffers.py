@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
-from gdsload.arena import (
+from gdsload.errors import PlacementError
+from gdsload.memory.host_buffers import (
     POPULATE_THREADS,
     POPULATED_AHEAD_BYTES,
     Spot,
     bytes_at,
     require_room,
 )
-from gdsload.errors import PlacementError
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload import hostpool
 from gdsload._native.memory import Pool
-from gdsload.arena import Arena, Spot, hand_over
 from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
@@ -33,6 +31,8 @@ from gdsload.integrations.transformers.readahead_queue import (
     Taken,
 )
 from gdsload.load import Batch, Session
+from gdsload.memory import host_pool
+from gdsload.memory.host_buffers import Arena, Spot, hand_over
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import rows_of, runs_of, whole
 from gdsload.system.lifecycle import fork_safe_lock
@@ -68,7 +68,7 @@ class _Batch(Batch):
         super().__init__(session, plan, spots)
 
     def _take_memory(self) -> list[Memory]:
-        if hostpool.current() is not None:  # it keeps what was read
+        if host_pool.current() is not None:  # it keeps what was read
             return super()._take_memory()
         arena = Arena(self.plan, self._pool)
         self.spots.update(arena.spots(self.plan))

@@ -16,11 +16,11 @@ import time
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdsload.arena import Spot, hand_over, map_shard
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.load import Batch, Session
+from gdsload.memory.host_buffers import Spot, hand_over, map_shard
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import Cut, runs_of
 from gdsload.system.lifecycle import fork_safe_lock

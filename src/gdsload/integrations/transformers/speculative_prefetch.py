@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gdsload import residency
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.locate import locate
 from gdsload.dtypes import DTYPES
 from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
+from gdsload.memory import page_cache
 from gdsload.planning.layer_order import in_layers
 from gdsload.report import LoadReport
 
@@ -121,6 +121,6 @@ def _is_warm(file: str) -> bool:
     """Whether a file is in the page cache: it will be mapped, or copied from there."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        return residency.mostly_resident(fd, 0, os.fstat(fd).st_size)
+        return page_cache.mostly_resident(fd, 0, os.fstat(fd).st_size)
     finally:
         os.close(fd)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
-from gdsload.arena import Spot
 from gdsload.errors import PlacementError
+from gdsload.memory.host_buffers import Spot
 from gdsload.planning.read_plan import PLACE, Piece
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused

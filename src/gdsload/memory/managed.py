@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gdsload.arena import Spot, current_pool, require_room
 from gdsload.backends.base import DRAM, Memory, OpenFile, Registration
-from gdsload.blocks import ALIGN_BYTES, allocated
+from gdsload.memory.device_buffers import ALIGN_BYTES, allocated
+from gdsload.memory.host_buffers import Spot, current_pool, require_room
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused

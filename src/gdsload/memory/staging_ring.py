@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
 from gdsload._native.slots import Ring
-from gdsload.arena import available_bytes
 from gdsload.errors import PlacementError
+from gdsload.memory.host_buffers import available_bytes
 from gdsload.system import gpu, lifecycle, quiesce
 
 DRAM, VRAM = "dram", "vram"

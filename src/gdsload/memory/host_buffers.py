@@ -181,7 +181,7 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
 
 
 class Keeper(Protocol):
-    """Somebody who holds memory of this process that loads may need (`gdsload.hostpool`)."""
+    """The host pool, as far as this module knows it (`gdsload.memory.host_pool`)."""
 
     pid: int
 

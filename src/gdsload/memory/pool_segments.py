@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gdsload._native.memory import Lease, Region
-from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
+from gdsload.memory.host_buffers import Spot
 from gdsload.planning.read_plan import ReadPlan
 
 # Parts of a segment start on borders of this, which is what is made ready at a time.

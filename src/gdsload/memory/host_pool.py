@@ -17,14 +17,14 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from gdsload import arena, residency
 from gdsload._native.cuda import CudaFailure, Device
 from gdsload._native.memory import Region
-from gdsload.arena import Spot
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import GdsloadError, PlacementError
+from gdsload.memory import host_buffers, page_cache
+from gdsload.memory.host_buffers import Spot
+from gdsload.memory.pool_segments import Intake, Run, Segment, whole_units
 from gdsload.planning.read_plan import Piece, ReadPlan
-from gdsload.segments import Intake, Run, Segment, whole_units
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -75,7 +75,7 @@ class HostPool:
         self._lock = fork_safe_lock(self)
         self._segments: list[Segment] = []  # the least recently used first
         self._stored: dict[Identity, list[_Stored]] = {}
-        arena.use_pool(self)
+        host_buffers.use_pool(self)
         quiesce.hold(self)
 
     @property
@@ -108,7 +108,7 @@ class HostPool:
                     source,
                     sum(one.length for one in some),
                     sum(one.length for one in some if not one.idle),
-                    sum(residency.resident_bytes(one.fd) for one in some),
+                    sum(page_cache.resident_bytes(one.fd) for one in some),
                     sum(one.length for one in some if one.pinned),
                     now - max(one.used for one in some),
                 )
@@ -187,7 +187,7 @@ class HostPool:
             else:
                 self._drop(victim)
         if used is None:
-            arena.require_room(wanted_bytes)
+            host_buffers.require_room(wanted_bytes)
             try:
                 return Segment(length)
             except OSError as error:
@@ -269,8 +269,8 @@ class HostPool:
         """Gives idle memory back where the machine, or its cgroup, would run short of it."""
         with self._lock:
             for segment in list(self._segments):
-                available = arena.available_bytes()
-                if available is None or nbytes + arena.SPARE_BYTES <= available:
+                available = host_buffers.available_bytes()
+                if available is None or nbytes + host_buffers.SPARE_BYTES <= available:
                     return
                 if segment.idle:
                     self._drop(segment)
@@ -285,7 +285,7 @@ class HostPool:
 
     def close(self) -> None:
         """Gives all of it back; what tensors live in, when they die. May be called again."""
-        arena.drop_pool(self)
+        host_buffers.drop_pool(self)
         quiesce.let_go(self)
         self.rest()
 
@@ -339,7 +339,7 @@ def find(
 
 def current() -> HostPool | None:
     """The pool that is open in this process, if any."""
-    pool = arena.current_pool()
+    pool = host_buffers.current_pool()
     return pool if isinstance(pool, HostPool) else None
 
 

@@ -1,0 +1,1 @@
+"""Memory that tensors live in or pass through, and what the page cache holds of files."""
