@@ -8,7 +8,8 @@ import argparse
 import json
 from pathlib import Path
 
-from gdsload.backends import cufile, find
+from gdsload.backends import find
+from gdsload.backends.cufile import library
 from gdsload.errors import GdsloadError
 
 from . import fio
@@ -114,7 +115,7 @@ def hangs(arm: Arm, options: argparse.Namespace) -> str:
     """Why an arm would not come back from opening cuFile; empty where it may, or does not."""
     if options.device == CPU or not KINDS[arm.kind].cufile or arm.settings.get("nogds"):
         return ""
-    return cufile.obstacle()
+    return library.obstacle()
 
 
 def _missing(arm: Arm) -> str:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from gdsload.backends.engines import ENGINES
+from gdsload.backends.posix.engines import ENGINES
 
 from . import cold, records, tables, values
 from .arms import parse

@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 
 from . import injector, places, records
 
@@ -181,7 +181,7 @@ def loads_of(plain: Path, model: Path) -> dict[str, Load]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import gdsload
-    from gdsload.backends.engines import ENGINES
+    from gdsload.backends.posix.engines import ENGINES
     from gdsload.warmup import HostPool
 
     config = LlamaConfig.from_pretrained(model)

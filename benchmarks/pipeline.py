@@ -33,7 +33,7 @@ from unittest import mock
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
-from gdsload.backends.staged import StagedRoad
+from gdsload.backends.staging import StagedRoad
 from gdsload.memory.staging_ring import DRAM, release_rings, ring_for
 from gdsload.planning.read_plan import Limits, Piece, ReadPlan, plan_reads
 from gdsload.system import gpu, shared_libraries

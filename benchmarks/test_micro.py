@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gdsload import load_file
-from gdsload.backends.engines import ENGINES, try_engine
+from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
 from gdsload.memory.host_buffers import Arena, hand_over
 from gdsload.planning.read_plan import Limits, extents_of, pieces_of, plan_reads

@@ -28,8 +28,9 @@ import torch
 
 import gdsload
 from gdsload import synth
-from gdsload.backends import cufile, registry
-from gdsload.backends.engines import ENGINES
+from gdsload.backends import registry
+from gdsload.backends.cufile import library
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.errors import GdsloadError
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
@@ -201,10 +202,10 @@ def machine(device: str) -> dict[str, Any]:
         "support": {name: str(each) for name, each in registry.probe_all(device).items()},
     }
     try:
-        facts["libcufile"] = {"path": cufile.library().path, "version": cufile.library().version}
+        facts["libcufile"] = {"path": library.library().path, "version": library.library().version}
     except GdsloadError as error:
         facts["libcufile"] = str(error)
-    facts["native_path"] = " ".join(cufile.native_path()).strip()
+    facts["native_path"] = " ".join(library.native_path()).strip()
     return facts
 
 

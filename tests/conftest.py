@@ -74,10 +74,10 @@ def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 @pytest.fixture
 def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     """The same for loads that measure: as little as 256 KiB on each lane."""
-    from gdsload.backends import auto, contest
+    from gdsload.backends.auto import backend, benchmark
 
-    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
-    monkeypatch.setattr(contest, "SAMPLE_BYTES", 256 << 10)
+    monkeypatch.setattr(backend, "WORTH_CUFILE_BYTES", 1)
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 256 << 10)
     return loading
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 
 SOURCE = Path(__file__).with_name("fault_engine.c")
 SHORT, ERRNO, ZERO, HANG = 1, 2, 3, 4

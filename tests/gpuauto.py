@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload.backends.lanes import Part
+from gdsload.backends.auto.candidates import Part
 from gdsload.report import LoadReport
 from test_vram import raw
 

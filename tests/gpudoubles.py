@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.utils.dlpack
 
-from gdsload.backends import cufile, staged
+from gdsload.backends import staging
+from gdsload.backends.cufile import library as library_module
 from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 
@@ -193,7 +194,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (gpu, ("_cuda", "_devices")),
         (staging_ring, ("_rings", "_given_up")),
-        (cufile, ("_library", "_driver", "_latched")),
+        (library_module, ("_library", "_driver", "_latched")),
     ):
         for name in names:
             patch.setattr(module, name, type(getattr(module, name))())
@@ -217,7 +218,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("2.26\n")
     (root / "run/udev").mkdir(parents=True)
-    patch.setattr(cufile, "ROOT", str(root))
+    patch.setattr(library_module, "ROOT", str(root))
     for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
         patch.delenv(name, raising=False)
     patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
@@ -226,7 +227,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.hold_copies(False)
     doubles.end_work()
     staging_ring.release_rings()
-    staged._kept.clear()  # copies that a busy machine was late with have ended now
+    staging._kept.clear()  # copies that a busy machine was late with have ended now
     assert doubles.complaints() == ""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:  # threads that were left behind end when what they wait for comes back

@@ -9,8 +9,8 @@ from typing import Any
 from contract import BLOCK, SIZE
 from gdsload.backends import VRAM, Backend, Memory, OpenFile
 from gdsload.backends.base import Failure
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.planning.read_plan import Transfer
 from test_gpu_contract import DeviceMemory

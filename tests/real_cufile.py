@@ -17,7 +17,7 @@ import torch
 
 import gdsload
 from gdsload import tensors, vram
-from gdsload.backends import cufile
+from gdsload.backends.cufile import library as library_module
 from gdsload.memory import staging_ring
 from gdsload.system import shared_libraries
 from test_vram import device_tensor, raw
@@ -32,7 +32,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
     )
     patch.setattr(vram, "empty", device_tensor)
     patch.setattr(tensors, "require_device", str)
-    facts: dict[str, Any] = {"version": cufile.library().version, "roads": [], "equal": 0}
+    facts: dict[str, Any] = {"version": library_module.library().version, "roads": [], "equal": 0}
     options = {
         "allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)
     }  # fmt: skip
@@ -50,7 +50,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
             facts["engine"] = report.engine
             assert sum(report.roads.values()) == report.read_bytes
             del got
-    facts["limits"] = cufile._driver[0].limits
+    facts["limits"] = library_module._driver[0].limits
     facts["freed"] = staging_ring.release_rings()
     return facts
 

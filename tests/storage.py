@@ -13,7 +13,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}

@@ -13,8 +13,10 @@ import torch
 
 import gdsload
 from contract import BackendContract
-from gdsload.backends import Backend, engines, posix, registry
-from gdsload.backends.posix import PosixBackend, PosixRequest
+from gdsload.backends import Backend, registry
+from gdsload.backends.posix import PosixBackend, engines
+from gdsload.backends.posix import backend as backend_module
+from gdsload.backends.posix.backend import PosixRequest
 
 GUIDE = Path(__file__).parents[1] / "docs" / "writing-a-backend.md"
 
@@ -90,7 +92,7 @@ def test_the_last_news_is_not_lost() -> None:
 
     class Native:
         settled, count, failed, posted, idle_seconds = 1, 2, 0, True, 0.0
-        pump = posix.Pump(engines.engine_module("threads").engine(), 1)
+        pump = backend_module.Pump(engines.engine_module("threads").engine(), 1)
 
         def news(self) -> list[int]:
             told, self.settled = [0], 2
@@ -137,7 +139,7 @@ def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) ->
         engines.try_engine(engine)
     with PosixBackend() as backend:
         first = backend.engine
-        real = posix.Pump
+        real = backend_module.Pump
         opened: list[str] = []
 
         def pump(capsule: object, *more: Any) -> Any:
@@ -146,7 +148,7 @@ def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) ->
                 raise OSError(11, "Resource temporarily unavailable")
             return real(capsule, *more)
 
-        monkeypatch.setattr(posix, "Pump", pump)
+        monkeypatch.setattr(backend_module, "Pump", pump)
         assert backend.pump is not None
         assert opened[0] == first and backend.engine == opened[-1] != first
         assert "Resource temporarily" in backend.refusals[f"posix/{first}"]
@@ -154,7 +156,7 @@ def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_tried", {})
-    real = posix.Pump
+    real = backend_module.Pump
     failing = [OSError(24, "Too many open files")]
 
     def pump(*facts: Any) -> Any:
@@ -184,7 +186,7 @@ def test_engine_without_memory_for_its_trial_is_tried_again(
 
 def test_closing_from_many_threads() -> None:
     for _ in range(20):
-        pump = posix.Pump(engines.engine_module("threads").engine(), 4)
+        pump = backend_module.Pump(engines.engine_module("threads").engine(), 4)
         gate = threading.Barrier(4)
 
         def close(pump: Any = pump, gate: Any = gate) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gdsload.backends import cufile
+from gdsload.backends.cufile import library
 from gdsload.cli import measuring
 
 arms, choice, judge, machine, places, prepare = (
@@ -45,7 +45,7 @@ def test_without_environments_ours_will_do(tmp_path: Path, monkeypatch: pytest.M
 
 def test_who_opens_cufile_is_left_out_where_it_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = argparse.Namespace(device="cuda:0"), argparse.Namespace(device="cpu")
-    monkeypatch.setattr(cufile, "obstacle", lambda: "it would spin")
+    monkeypatch.setattr(library, "obstacle", lambda: "it would spin")
     for name in ("fastsafetensors", "nixl-gds-mt"):
         assert choice.hangs(arms.parse(name), gpu) == "it would spin"
         assert choice.hangs(arms.parse(name), cpu) == ""

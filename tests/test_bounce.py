@@ -12,11 +12,10 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import verdicts
 from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
-from gdsload.backends import bounced, engines
-from gdsload.backends.posix import PosixBackend
+from gdsload.backends import tuning_cache
+from gdsload.backends.posix import PosixBackend, bounce_buffers, engines
 from gdsload.system.mountinfo import mount_of
 
 # What is measured at a time: _native/bounce.pyx.
@@ -68,11 +67,13 @@ def load(path: Path, **options: Any) -> dict[str, int]:
     }
 
 
-def verdict(path: Path, road: str) -> verdicts.Verdict:
+def verdict(path: Path, road: str) -> tuning_cache.Verdict:
     mount = mount_of(path)
     assert mount is not None
-    rates = dict.fromkeys(bounced.WAYS, 1e9)
-    return verdicts.Verdict(mount.key, bounced.DEVICE, road, rates, bounced.versions(), time.time())
+    rates = dict.fromkeys(bounce_buffers.WAYS, 1e9)
+    return tuning_cache.Verdict(
+        mount.key, bounce_buffers.DEVICE, road, rates, bounce_buffers.versions(), time.time()
+    )
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
@@ -97,16 +98,16 @@ def test_both_ways_are_measured_and_the_faster_is_kept(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever the difference is here.
-    monkeypatch.setattr(bounced, "faster", _if_measured)
+    monkeypatch.setattr(bounce_buffers, "faster", _if_measured)
     for _ in range(10):  # a machine that stops the process for a while measures nothing
         start = time.monotonic()
         went = load(large)
         seconds = time.monotonic() - start
         assert min(went.values()) >= STRETCH_BYTES // 2
-        if verdicts.kept():
+        if tuning_cache.kept():
             break
-    (kept,) = verdicts.kept()
-    assert (kept.device, set(kept.rates)) == (bounced.DEVICE, set(bounced.WAYS))
+    (kept,) = tuning_cache.kept()
+    assert (kept.device, set(kept.rates)) == (bounce_buffers.DEVICE, set(bounce_buffers.WAYS))
     assert kept.rates[kept.road] == max(kept.rates.values()) and min(kept.rates.values()) > 0
     # At least half a stretch of each was measured, one after the other and within the load.
     assert sum(STRETCH_BYTES / 2 / rate for rate in kept.rates.values()) <= seconds
@@ -128,18 +129,21 @@ def _if_measured(rates: dict[str, float]) -> str:
     ],
 )
 def test_faster_is_what_the_rates_speak_for(in_place: float, through: float, faster: str) -> None:
-    assert bounced.faster(dict(zip(bounced.WAYS, (in_place, through), strict=True))) == faster
+    assert (
+        bounce_buffers.faster(dict(zip(bounce_buffers.WAYS, (in_place, through), strict=True)))
+        == faster
+    )
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_rates_of_a_pump_that_reads_on_are_not_kept(
     ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = bounced.Bounced(engines.engine_module("threads").engine(), PosixBackend().settings)
+    way = bounce_buffers.Bounced(engines.engine_module("threads").engine(), PosixBackend().settings)
     monkeypatch.setattr(way, "_mount", "somewhere")
     monkeypatch.setattr(way, "_bounce", Measured())
     way.close(ended)
-    assert [(kept.road, kept.mount) for kept in verdicts.kept()] == (
+    assert [(kept.road, kept.mount) for kept in tuning_cache.kept()] == (
         [("bounced", "somewhere")] if ended else []
     )
 
@@ -149,9 +153,9 @@ class Measured:
         return 1 << 30, 2 << 30
 
 
-@pytest.mark.parametrize("road", bounced.WAYS)
+@pytest.mark.parametrize("road", bounce_buffers.WAYS)
 def test_what_was_kept_holds_from_the_first_byte(large: Path, road: str) -> None:
-    assert verdicts.keep(verdict(large, road)) == ""
+    assert tuning_cache.keep(verdict(large, road)) == ""
     went = load(large)
     assert went["direct" if road == "bounced" else "bounced"] == 0
 
@@ -162,7 +166,7 @@ def test_never_too_large_and_too_little(large: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.safetensors"
     safetensors.torch.save_file({"t": torch.tensor([1])}, small)
     assert load(small)["bounced"] == 0
-    assert verdicts.kept() == []
+    assert tuning_cache.kept() == []
 
 
 def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
@@ -172,7 +176,7 @@ def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
 
 
 def test_what_was_kept_holds_for_smaller_loads(large: Path) -> None:
-    assert verdicts.keep(verdict(large, "bounced")) == ""
+    assert tuning_cache.keep(verdict(large, "bounced")) == ""
     gdsload.load_file(large, cache="direct", names=["t02"])
     roads = gdsload.last_report().roads
     assert next(size for road, size in roads.items() if road.endswith("bounced")) > 60 << 20

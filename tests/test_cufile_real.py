@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gdsload import synth
-from gdsload.backends import cufile
+from gdsload.backends.cufile import library as library_module
 from gpudoubles import SOURCES, compiler
 
 HERE = Path(__file__).parent
@@ -87,9 +87,11 @@ def command(folder: Path, environment: dict[str, str]) -> list[str]:
     try:
         tried = subprocess.run([*sandbox, "true"], capture_output=True, text=True, check=False)
     except OSError as error:
-        pytest.skip(f"{cufile.obstacle()}; and no sandbox can be made: {error}")
+        pytest.skip(f"{library_module.obstacle()}; and no sandbox can be made: {error}")
     if tried.returncode:
-        pytest.skip(f"{cufile.obstacle()}; and no sandbox can be made: {tried.stderr.strip()}")
+        pytest.skip(
+            f"{library_module.obstacle()}; and no sandbox can be made: {tried.stderr.strip()}"
+        )
     return sandbox
 
 

@@ -16,7 +16,7 @@ import pytest
 from command import run
 from gdsload import backends, doctor
 from gdsload.backends import Support, register_backend, registry
-from gdsload.backends.engines import ENGINES
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.doctor import gpu, limits, software, storage
 from gdsload.doctor.finding import Diagnosis, Finding
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pytest
 
-from gdsload.backends.engines import ENGINES, try_engine
+from gdsload.backends.posix.engines import ENGINES, try_engine
 
 PATIENCE_SECONDS = 240
 COUNT, SIZE, STEP = 8, 16 << 20, 1 << 20

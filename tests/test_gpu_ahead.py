@@ -21,7 +21,8 @@ import torch
 import gdsload
 import gpudoubles
 from gdsload import claims, load
-from gdsload.backends import contest, staged
+from gdsload.backends import staging
+from gdsload.backends.auto import benchmark
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.memory import device_buffers, staging_ring
@@ -38,7 +39,7 @@ Loaded = dict[str, torch.Tensor]
 
 @pytest.fixture
 def doubles(measuring: Doubles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doubles]:
-    monkeypatch.setattr(contest, "SAMPLE_BYTES", 128 << 10)
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 128 << 10)
     yield measuring
     for one in prefetches():
         one.close()
@@ -326,7 +327,7 @@ def test_it_is_closed_while_copies_are_on_their_way(
     ahead.close()
     assert doubles.cuda_log["used"] > before["used"]
     doubles.hold_copies(False)
-    staged._kept.clear()  # they have ended
+    staging._kept.clear()  # they have ended
     with pytest.raises(PrefetchCancelled):
         ahead.wait(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS

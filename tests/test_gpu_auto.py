@@ -14,11 +14,12 @@ import pytest
 import gdsload
 import gpudoubles
 from contract import BLOCK, BackendContract
-from gdsload import verdicts, vram
-from gdsload.backends import VRAM, Memory, OpenFile, contest, retry
-from gdsload.backends.auto import AutoBackend
-from gdsload.backends.lanes import Part
-from gdsload.backends.staged import StagedRoad
+from gdsload import vram
+from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
+from gdsload.backends.auto import benchmark, failover
+from gdsload.backends.auto.backend import AutoBackend
+from gdsload.backends.auto.candidates import Part
+from gdsload.backends.staging import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
@@ -49,8 +50,8 @@ def test_the_fastest_is_measured_taken_and_kept(
         by_backend[name] = by_backend.get(name, 0) + size
     assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
     assert by_backend.pop(fastest) > 2 * MIB
-    assert set(by_backend.values()) == {contest.SAMPLE_BYTES}
-    (kept,) = verdicts.kept()
+    assert set(by_backend.values()) == {benchmark.SAMPLE_BYTES}
+    (kept,) = tuning_cache.kept()
     assert (kept.road, kept.rates) == (fastest, report.rates)
     assert kept.device == "Double 0 0000:01:00.0"
 
@@ -58,7 +59,7 @@ def test_the_fastest_is_measured_taken_and_kept(
     assert again.backend == fastest
     assert "kept in" in again.choice
     assert {road.partition("/")[0] for road, size in again.roads.items() if size} == {fastest}
-    assert len(verdicts.kept()) == 1
+    assert len(tuning_cache.kept()) == 1
 
 
 def test_close_rates_keep_the_order_of_the_house(
@@ -71,7 +72,7 @@ def test_close_rates_keep_the_order_of_the_house(
 def test_what_is_in_the_page_cache_is_not_measured(doubles: Doubles, checkpoint: Path) -> None:
     report = load(checkpoint, cache="buffered")
     assert {road.partition("/")[0] for road in report.roads} == {"posix"}
-    assert report.rates == {} and verdicts.kept() == []
+    assert report.rates == {} and tuning_cache.kept() == []
     assert doubles.cufile_log["opens"] == 0
 
 
@@ -81,7 +82,7 @@ def test_versions_that_changed_are_measured_again(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     load(checkpoint)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
-    monkeypatch.setattr(contest, "__version__", "another")
+    monkeypatch.setattr(benchmark, "__version__", "another")
     report = load(checkpoint)
     assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
 
@@ -93,7 +94,7 @@ def test_sample_that_came_through_the_page_cache_is_no_measurement(
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.3)
     monkeypatch.setattr(Part, "is_direct", property(lambda part: part.candidate.name != "posix"))
     assert "posix" not in load(checkpoint).rates
-    assert verdicts.kept() == []
+    assert tuning_cache.kept() == []
 
 
 def test_a_road_that_was_not_there_before_is_measured(
@@ -103,13 +104,13 @@ def test_a_road_that_was_not_there_before_is_measured(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.05)
     doubles.fault("cuFileBatchIOSetUp", CODE, 5030, times=-1)
     assert load(checkpoint).choice == "gds_mt: measured in this load"
-    (kept,) = verdicts.kept()
+    (kept,) = tuning_cache.kept()
     assert kept.rates["gds"] == 0.0
     gdsload.quiesce(1.0)
     doubles.set()
     again = load(checkpoint)
     assert "kept in" in again.choice and "gds" not in again.rates
-    verdicts.keep(dataclasses.replace(kept, rates={"gds_mt": 2.0, "posix": 1.0}))
+    tuning_cache.keep(dataclasses.replace(kept, rates={"gds_mt": 2.0, "posix": 1.0}))
     report = load(checkpoint)
     assert report.choice == "gds: measured in this load"
 
@@ -126,20 +127,20 @@ def test_legs_go_on_from_request_to_request(
 ) -> None:
     """Each of several smaller than a leg, and posted before the one before it has ended: never are
     two lanes measured at a time."""
-    monkeypatch.setattr(contest, "SAMPLE_BYTES", MIB)
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", MIB)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     source = next(iter(checkpoint.iterdir()))
     fds = os.open(source, os.O_RDONLY), os.open(source, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fds[0]).st_size // BLOCK * BLOCK
     memory = DeviceMemory(size)
     legs: list[str] = []
-    real = contest.Benchmark.add
+    real = benchmark.Benchmark.add
 
-    def moved(self: contest.Benchmark, lane: str, *rest: Any) -> None:
+    def moved(self: benchmark.Benchmark, lane: str, *rest: Any) -> None:
         legs.append(lane)
         real(self, lane, *rest)
 
-    monkeypatch.setattr(contest.Benchmark, "add", moved)
+    monkeypatch.setattr(benchmark.Benchmark, "add", moved)
     step = 64 << 10
     with AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         file = backend.register(OpenFile(str(source), fds[0], size, fds[1], BLOCK))
@@ -172,12 +173,12 @@ def test_compatibility_mode_that_shows_itself_late_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile says that it is native, and its own counters say otherwise."""
-    monkeypatch.setattr(retry, "MOST_COMPAT_BYTES", 128 << 10)
+    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", 128 << 10)
     doubles.fault("cuFileRead", STRANGE, times=-1)
     report = load(checkpoint)
     assert report.backend != "gds_mt"
     assert "compatibility mode for" in report.refusals["gds_mt"]
-    assert report.roads["gds_mt/posix"] <= contest.SAMPLE_BYTES
+    assert report.roads["gds_mt/posix"] <= benchmark.SAMPLE_BYTES
 
 
 @pytest.mark.parametrize(("most_bytes", "reads"), [(0, 1), (256 << 10, 4)])
@@ -186,7 +187,7 @@ def test_a_few_reads_by_posix_do_not_condemn_cufile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A small share, as of the ends of files; or a large share of little."""
-    monkeypatch.setattr(retry, "MOST_COMPAT_BYTES", most_bytes)
+    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", most_bytes)
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     doubles.fault("cuFileRead", STRANGE, skip=10 if reads == 1 else 0, times=reads)
     report = load(checkpoint)

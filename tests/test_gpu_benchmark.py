@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gdsload import verdicts
-from gdsload.backends import contest
-from gdsload.backends.contest import Benchmark, cheapest
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends import tuning_cache
+from gdsload.backends.auto import benchmark
+from gdsload.backends.auto.benchmark import Benchmark, cheapest
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.system.mountinfo import mount_of
 from gpuauto import load, rates_are
@@ -29,11 +29,11 @@ def doubles(measuring: Doubles) -> Doubles:
 def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
     mount = mount_of(path)
     assert mount is not None
-    result = verdicts.Verdict(
-        mount.key, "Double 0 0000:01:00.0", cheapest(rates), rates, contest.versions(),
+    result = tuning_cache.Verdict(
+        mount.key, "Double 0 0000:01:00.0", cheapest(rates), rates, benchmark.versions(),
         time.time(), fixed,
     )  # fmt: skip
-    assert verdicts.keep(result) == ""
+    assert tuning_cache.keep(result) == ""
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_dropped_choice_leaves_the_next_best_and_no_cached_result(
     keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 2e9}, {})
     found = Benchmark(["gds_mt", "posix", "gds"], str(tmp_path), "cuda:0", GB)
     found.drop("gds_mt")
-    assert (found.choice, verdicts.kept()) == ("gds", [])
+    assert (found.choice, tuning_cache.kept()) == ("gds", [])
     found.drop("gds")
     found.drop("gds")
     assert found.choice == "posix"
@@ -96,14 +96,14 @@ def test_cached_choice_is_the_fastest_of_the_cached_rates(
     """And a later load uses it as it is: nothing is measured, no rate changes."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     first = load(checkpoint)
-    (kept,) = verdicts.kept()
+    (kept,) = tuning_cache.kept()
     assert kept.road == cheapest(kept.rates) == "posix"
     assert kept.fixed_seconds.keys() == kept.rates.keys()
     assert all(seconds > 0 for seconds in kept.fixed_seconds.values())
     rates_are(monkeypatch, gds_mt=0.1, posix=5.0, gds=0.1)
     again = load(checkpoint)
     assert (again.backend, again.rates) == ("posix", first.rates)
-    assert verdicts.kept() == [kept]
+    assert tuning_cache.kept() == [kept]
 
 
 def test_candidate_that_is_not_worth_opening_is_not_opened(

@@ -12,8 +12,8 @@ import pytest
 import gpudoubles
 from contract import BackendContract
 from gdsload.backends import VRAM, Backend, Memory
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.system import gpu
 from gpudoubles import Doubles

@@ -11,12 +11,13 @@ import pytest
 
 import gpudoubles
 from command import run
-from gdsload import doctor, verdicts
-from gdsload.backends import contest, truth
-from gdsload.doctor import vram
+from gdsload import doctor
+from gdsload.backends import tuning_cache
+from gdsload.backends.auto import benchmark
+from gdsload.backends.tuning_cache import Verdict
+from gdsload.doctor import cufile, vram
 from gdsload.doctor.finding import Finding
 from gdsload.system import shared_libraries
-from gdsload.verdicts import Verdict
 from gpudoubles import Doubles
 
 
@@ -72,10 +73,10 @@ def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) -> None:
-    versions = contest.versions()
+    versions = benchmark.versions()
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
-        verdicts.keep(Verdict(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at))
+        tuning_cache.keep(Verdict(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at))
     findings = found()
     good = findings["measured from xfs /dev/md0 9:0 to Double 0 0000:01:00.0"]
     assert good.verdict == "yes"
@@ -86,4 +87,4 @@ def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) 
     assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
         good.detail
     ]
-    assert {fact.name for fact in truth.facts()} >= {"native path", "opening cuFile"}
+    assert {fact.name for fact in cufile.facts()} >= {"native path", "opening cuFile"}

@@ -15,16 +15,10 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload.backends import (
-    VRAM,
-    Backend,
-    Memory,
-    OpenFile,
-    Registration,
-    cufile,
-)
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends import VRAM, Backend, Memory, OpenFile, Registration
+from gdsload.backends.cufile import library
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError
 from gdsload.memory import staging_ring
@@ -302,13 +296,13 @@ def test_a_call_that_hangs_holds_nobody(
 
 
 def test_an_open_that_hangs(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cufile, "OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(library, "OPEN_SECONDS", 0.05)
     doubles.fault("cuFileDriverOpen", HANG)
     with pytest.raises(BackendUnavailable, match="has not come back"):
-        cufile.opened("cuda:0", False)
+        library.opened("cuda:0", False)
     calls = doubles.cufile.double_calls()
     with pytest.raises(BackendUnavailable, match="has not come back"):
-        cufile.opened("cuda:0", True)
+        library.opened("cuda:0", True)
     assert doubles.cufile.double_calls() == calls, "it was called again"
 
 
@@ -326,11 +320,11 @@ def test_registration_of_ring_that_hangs_is_given_up(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile is not used any more, and the memory stays: the call may still come back."""
-    monkeypatch.setattr(cufile, "REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(library, "REGISTER_SECONDS", 0.05)
     doubles.fault("cuFileBufRegister", HANG)
     with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not come back"):
         Load(backend, file)
-    assert "cuFileBufRegister has not come back" in str(cufile.support("cuda:0", True))
+    assert "cuFileBufRegister has not come back" in str(library.support("cuda:0", True))
     calls = doubles.cufile.double_calls()
     with kind(**SMALL) as backend, pytest.raises(BackendUnavailable, match="has not come back"):
         Load(backend, file)
@@ -346,14 +340,14 @@ def test_registration_of_ring_that_hangs_is_given_up(
 def test_registration_of_file_that_hangs_is_given_up(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cufile, "REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(library, "REGISTER_SECONDS", 0.05)
     doubles.fault("cuFileHandleRegister", HANG)
     with (
         kind(**SMALL) as backend,
         pytest.raises(BackendUnavailable, match="cuFileHandleRegister has not come back"),
     ):
         backend.register(file)
-    assert not cufile.support("cuda:0", False).usable
+    assert not library.support("cuda:0", False).usable
     come_back(doubles)
     while doubles.cufile_log["files"] == 0:  # its descriptor is still open, or the double complains
         time.sleep(0.001)
@@ -364,9 +358,9 @@ def test_copies_that_never_end(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Release comes back, and what they are for is kept for good."""
-    from gdsload.backends import staged
+    from gdsload.backends import staging
 
-    monkeypatch.setattr(staged, "_kept", [])
+    monkeypatch.setattr(staging, "_kept", [])
     doubles.hold_copies(True)
     before = doubles.cuda_log["copies"]
     backend = kind(**SMALL)
@@ -376,8 +370,8 @@ def test_copies_that_never_end(
         assert time.monotonic() < deadline
         backend.wait(load.request, 0.01)
     backend.release(load.request)
-    assert staged._kept == [load.request]
+    assert staging._kept == [load.request]
     doubles.hold_copies(False)
     assert load.request.native.quiet(PATIENCE_SECONDS)
     backend.close()
-    staged._kept.clear()  # its copies have ended after all
+    staging._kept.clear()  # its copies have ended after all

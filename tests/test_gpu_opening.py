@@ -10,15 +10,12 @@ import pytest
 import gdsload
 import gpudoubles
 from contract import SIZE
-from gdsload.backends import (
-    OpenFile,
-    cufile,
-    registry,
-    truth,
-)
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends import OpenFile, registry
+from gdsload.backends.cufile import library
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
+from gdsload.doctor import cufile as cufile_module
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
 from gdsload.system import gpu
 from gpudoubles import CLOSES_INPUT, CODE, Doubles
@@ -29,9 +26,9 @@ def test_a_failed_open_is_final(doubles: Doubles) -> None:
     doubles.fault("cuFileDriverOpen", CODE, 5011)
     for _ in range(2):
         with pytest.raises(BackendUnavailable, match="5011"):
-            cufile.opened("cuda:0", False)
+            library.opened("cuda:0", False)
     assert doubles.cufile_log["opens"] == 0
-    assert not cufile.support("cuda:0", True).usable
+    assert not library.support("cuda:0", True).usable
 
 
 def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> None:
@@ -39,23 +36,23 @@ def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> Non
     doubles.fault("cuFileDriverClose_v2", CODE, 5004, skip=1)
     for _ in range(2):
         with pytest.raises(BackendUnavailable, match="5030"):
-            cufile.opened("cuda:0", False)
+            library.opened("cuda:0", False)
     assert (doubles.cufile_log["opens"], doubles.cufile_log["open"]) == (1, 0)
 
 
 def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
-    cufile.opened("cuda:0", False)
+    library.opened("cuda:0", False)
     doubles.fault("cuFileDriverClose_v2", CODE, 5004)
     with pytest.raises(GdsloadError, match="does not close"):
         gdsload.quiesce()
-    assert not cufile.support("cuda:0", False).usable
+    assert not library.support("cuda:0", False).usable
 
 
 def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None:
     """As cuFile does where nvidia-fs is loaded and its nodes are missing."""
     before = os.fstat(0), os.get_inheritable(0), len(os.listdir("/proc/self/fd"))
     doubles.fault("cuFileDriverOpen", CLOSES_INPUT)
-    cufile.opened("cuda:0", False)
+    library.opened("cuda:0", False)
     assert doubles.struck == 1
     after = os.fstat(0), os.get_inheritable(0), len(os.listdir("/proc/self/fd"))
     assert os.path.samestat(after[0], before[0])
@@ -65,7 +62,7 @@ def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:
     doubles.set(native=gpudoubles.COMPAT)
     with pytest.raises(BackendUnavailable, match="5001"):
-        cufile.opened("cuda:0", False)
+        library.opened("cuda:0", False)
 
 
 def test_compatibility_mode_is_refused_where_it_cannot_be_forbidden(
@@ -75,7 +72,7 @@ def test_compatibility_mode_is_refused_where_it_cannot_be_forbidden(
     doubles.set(native=gpudoubles.COMPAT, version=1110)
     doubles.fault("cuFileSetParameterBool", CODE, 5030, times=-1)
     with pytest.raises(BackendUnavailable, match="compatibility mode only"):
-        cufile.opened("cuda:0", False)
+        library.opened("cuda:0", False)
     assert doubles.cufile_log["open"] == 0
 
 
@@ -129,7 +126,7 @@ def test_auto_takes_the_native_way_or_our_own(doubles: Doubles, tmp_path: Path) 
 
 
 def test_the_log_is_not_dropped_where_the_process_stands(doubles: Doubles) -> None:
-    cufile.opened("cuda:0", False)
+    library.opened("cuda:0", False)
     assert os.path.isabs(doubles.log_path)
     assert "CUFILE_LOGFILE_PATH" not in os.environ
 
@@ -148,7 +145,7 @@ def test_a_log_of_ones_own_is_respected(
 ) -> None:
     (tmp_path / "own.json").write_text(text)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
-    cufile.opened("cuda:0", False)
+    library.opened("cuda:0", False)
     assert (doubles.log_path == "cufile.log") == its_own
 
 
@@ -156,7 +153,7 @@ def test_the_variable_for_the_log_is_respected(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/somewhere/x.log")
-    cufile.opened("cuda:0", False)
+    library.opened("cuda:0", False)
     assert doubles.log_path == os.environ["CUFILE_LOGFILE_PATH"] == "/somewhere/x.log"
 
 
@@ -167,7 +164,7 @@ def test_settings_that_cufile_does_not_take_are_named(
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
     doubles.fault("cuFileDriverOpen", CODE, -22)
     with pytest.raises(BackendUnavailable, match=r"own.json\): it is not JSON"):
-        cufile.opened("cuda:0", False)
+        library.opened("cuda:0", False)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +188,7 @@ def test_the_doctor_reads_the_settings(
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(own))
     if text is not None:
         own.write_text(text)
-    facts = {each.name: each for each in truth.facts()}
+    facts = {each.name: each for each in cufile_module.facts()}
     found = facts["cuFile's configuration"]
     assert (found.verdict, words in found.detail) == (verdict, True), found
 
@@ -235,14 +232,14 @@ def test_room_is_asked_for_first(doubles: Doubles) -> None:
 
 def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Path) -> None:
     opens = doubles.cufile_log["opens"]
-    facts = {each.name: each for each in truth.facts()}
+    facts = {each.name: each for each in cufile_module.facts()}
     assert {each.verdict for each in facts.values()} == {"yes"}
     assert facts["libcufile"].detail.startswith("1.17 at ")
     assert "Double 0 at 0000:01:00.0" in facts["cuda:0"].detail
     assert doubles.cufile_log["opens"] == opens
     (tmp_path / "root/dev/nvidia-fs0").unlink()
     (tmp_path / "root/run/udev").rmdir()
-    facts = {each.name: each for each in truth.facts("cuda:9")}
+    facts = {each.name: each for each in cufile_module.facts("cuda:9")}
     assert "not in this container" in facts["native path"].detail
     assert "/run/udev" in facts["opening cuFile"].mend
     assert "CUDA sees 2" in facts["cuda:9"].detail
@@ -251,5 +248,5 @@ def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Pa
         load = Load(backend, file)
         load.finish()
         backend.release(load.request)
-        ringed = truth.facts()[-1]
+        ringed = cufile_module.facts()[-1]
     assert (ringed.name, ringed.detail[:13]) == ("ring of cuda:0", "1 MiB of DRAM")

@@ -9,8 +9,9 @@ import pytest
 
 import gdsload
 import gpudoubles
-from gdsload.backends import VRAM, Memory, Registration, cufile
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends import VRAM, Memory, Registration
+from gdsload.backends.cufile import library
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.memory import staging_ring
 from gdsload.system import quiesce
@@ -82,7 +83,7 @@ def test_a_slot_that_was_never_heard_of_again_is_said(
 def test_a_driver_that_does_not_close(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cufile, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(library, "CLOSE_SECONDS", 0.05)
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
     doubles.fault("cuFileDriverClose_v2", gpudoubles.HANG)
     with pytest.raises(GdsloadError, match="cuFileDriverClose has not come back"):

@@ -14,13 +14,14 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import verdicts, vram
-from gdsload.backends import VRAM, Memory, OpenFile, Registration, retry, staged
-from gdsload.backends.auto import AutoBackend
+from gdsload import vram
+from gdsload.backends import VRAM, Memory, OpenFile, Registration, staging, tuning_cache
+from gdsload.backends.auto import failover
+from gdsload.backends.auto.backend import AutoBackend
+from gdsload.backends.auto.candidates import Candidate
 from gdsload.backends.base import Failure
-from gdsload.backends.lanes import Candidate
 from gdsload.backends.posix import PosixBackend
-from gdsload.backends.staged import StagedRoad
+from gdsload.backends.staging import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gdsload.memory import staging_ring
@@ -109,7 +110,7 @@ def test_a_kept_verdict_that_fails_is_forgotten(
     doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
     report = load(checkpoint)
     assert report.backend == "posix"
-    assert verdicts.kept() == []
+    assert tuning_cache.kept() == []
 
 
 def test_a_ring_with_no_slot_left_is_left_at_once(
@@ -117,7 +118,7 @@ def test_a_ring_with_no_slot_left_is_left_at_once(
 ) -> None:
     """Four slots, each lost with an entry that timed out, before three ranges have failed."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
-    monkeypatch.setattr(retry, "SILENT_SECONDS", 1e9)
+    monkeypatch.setattr(failover, "SILENT_SECONDS", 1e9)
     doubles.fault("event", STATUS, 0x20, skip=3, times=-1)
     report = load(checkpoint, request_bytes=256 << 10)
     assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
@@ -141,7 +142,7 @@ def test_a_read_that_hangs_goes_by_the_next_road(
 ) -> None:
     """And what it brings in the end harms nobody."""
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
-    monkeypatch.setattr(retry, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(failover, "SILENT_SECONDS", 0.2)
     doubles.fault("cuFileRead", HANG, skip=9)
     report = load(checkpoint)
     assert "no byte has come for" in report.refusals["gds_mt"]
@@ -164,7 +165,7 @@ def test_what_does_not_open_is_refused_and_the_load_goes_on(
     if why:
         assert report.backend == "posix"
         assert why in report.refusals["gds_mt"]
-        assert verdicts.kept() == []
+        assert tuning_cache.kept() == []
     else:
         assert "gds" not in report.rates and "gds_mt" in report.rates
 
@@ -202,7 +203,7 @@ def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpo
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert gdsload.last_report().rerouted == {}
-    assert staged._kept == []
+    assert staging._kept == []
     gdsload.quiesce(5.0)
     after = doubles.cuda_log
     assert {name: after[name] for name in ("ranges", "pins", "used", "streams", "events")} == {

@@ -19,7 +19,7 @@ from gdsload.backends import (
     Memory,
     OpenFile,
 )
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import staging_ring

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import gdsload
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 from gdsload.errors import PlacementError, ReadError
 from storage import ENGINES, SMALL, is_full_of, python, save
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import gdsload
 from gdsload import vram
 from gdsload._native.memory import Region
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 from gdsload.dtypes import DTYPES
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write

@@ -23,7 +23,7 @@ import gdsload
 import gpudoubles
 import tinymodels
 from gdsload import vram
-from gdsload.backends import staged
+from gdsload.backends import staging
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import Weights
@@ -198,7 +198,7 @@ def test_nothing_is_registered_twice(
     """Whichever way a load takes: the ring, the road and what they registered are there."""
     live(spread)
     opened: list[str] = []
-    for kind in (staging_ring.StagingRing, staged.StagedRoad):
+    for kind in (staging_ring.StagingRing, staging.StagedRoad):
         make = kind.__init__
 
         def noted(self: Any, *args: Any, make: Any = make, **named: Any) -> None:

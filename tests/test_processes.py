@@ -20,7 +20,7 @@ import pytest
 
 import gdsload
 from gdsload import load
-from gdsload.backends import posix
+from gdsload.backends.posix import backend
 from gdsload.errors import GdsloadError
 from storage import ENGINES, PATIENCE_SECONDS, SMALL, is_full_of, python, save
 
@@ -248,15 +248,15 @@ def test_a_process_that_was_stopped_for_a_while(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One look after a long silence is no stall: the bytes may be about to be counted."""
-    real = posix.PosixBackend.check
+    real = backend.PosixBackend.check
     looks: list[int] = []
 
-    def check(self: posix.PosixBackend, request: Any) -> Any:
+    def check(self: backend.PosixBackend, request: Any) -> Any:
         looks.append(1)
         if len(looks) == 1:
-            return posix.Progress([], [], False, 1e6)
+            return backend.Progress([], [], False, 1e6)
         return real(self, request)
 
-    monkeypatch.setattr(posix.PosixBackend, "check", check)
+    monkeypatch.setattr(backend.PosixBackend, "check", check)
     assert is_full_of(gdsload.load_file(path, cache="direct"), 1)
     assert len(looks) > 1

@@ -16,7 +16,7 @@ from faulty import ERRNO, FOR_EVER, HANG, Faults, rule
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.backends import engines
+from gdsload.backends.posix import engines
 
 
 @pytest.fixture

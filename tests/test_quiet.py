@@ -15,8 +15,8 @@ from safetensors.torch import load_file as reference_load_file
 import gdsload
 from gated import Gate, gated
 from gdsload import early
-from gdsload.backends.engines import ENGINES, try_engine
 from gdsload.backends.posix import PosixBackend
+from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
 from gdsload.system import quiesce
 

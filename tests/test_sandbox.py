@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from command import process
-from gdsload.backends.engines import ENGINES
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.doctor.software import engine
 
 # Blocks io_uring_setup, _enter and _register for this process, as Docker's default profile does,

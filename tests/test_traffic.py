@@ -20,7 +20,8 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump, limit_traffic, traffic
 from gdsload._native.request import Request
 from gdsload.backends.base import DRAM, Memory, OpenFile
-from gdsload.backends.posix import POPULATE_THREADS, REQUEST_BYTES, PosixBackend
+from gdsload.backends.posix import PosixBackend
+from gdsload.backends.posix.backend import POPULATE_THREADS, REQUEST_BYTES
 from gdsload.early import prefetches
 from gdsload.planning.read_plan import Transfer
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gdsload import verdicts
+from gdsload.backends import tuning_cache
+from gdsload.backends.tuning_cache import Verdict
 from gdsload.system import mountinfo
-from gdsload.verdicts import Verdict
 
 VERSIONS = {"gdsload": "1", "cuFile": "1170"}
 NOW = time.time()
@@ -32,23 +32,23 @@ def verdict(**changed: Any) -> Verdict:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "gdsload" / verdicts.FILE
+    return tmp_path / "gdsload" / tuning_cache.FILE
 
 
 def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> Verdict | None:
-    return verdicts.verdict_on("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
+    return tuning_cache.verdict_on("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
 
 
 def test_what_was_kept_is_found_again(cache: Path) -> None:
     assert asked() is None
     for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(road="posix")):
-        assert verdicts.keep(each) == ""
-    assert len(verdicts.kept()) == 2
+        assert tuning_cache.keep(each) == ""
+    assert len(tuning_cache.kept()) == 2
     found = asked()
     assert found is not None and found.road == "posix"
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
-    assert verdicts.drop(found.mount, found.device) == ""
-    assert asked() is None and len(verdicts.kept()) == 1
+    assert tuning_cache.drop(found.mount, found.device) == ""
+    assert asked() is None and len(tuning_cache.kept()) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_what_was_kept_is_found_again(cache: Path) -> None:
     [
         ({**VERSIONS, "cuFile": "1180"}, 0, "cuFile changed"),
         ({**VERSIONS, "driver": "580"}, 0, "driver changed"),
-        (VERSIONS, verdicts.KEPT_SECONDS + 1, "30 days"),
+        (VERSIONS, tuning_cache.KEPT_SECONDS + 1, "30 days"),
         (VERSIONS, -3600, "30 days"),  # measured in the future: some clock was wrong
     ],
 )
 def test_what_is_old_or_of_other_versions_says_nothing(
     versions: dict[str, str], later: float, why: str
 ) -> None:
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
     assert asked() is not None
     assert asked(versions, NOW + later) is None
     assert why in verdict().stale(versions, NOW + later)
@@ -83,14 +83,14 @@ def test_what_is_old_or_of_other_versions_says_nothing(
 def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(text.encode(errors="surrogateescape"))
-    assert verdicts.kept() == []
-    assert verdicts.keep(verdict()) == ""
+    assert tuning_cache.kept() == []
+    assert tuning_cache.keep(verdict()) == ""
     assert asked() == verdict()
     json.loads(cache.read_text())
 
 
 def test_fixed_seconds_are_kept_and_optional(cache: Path) -> None:
-    verdicts.keep(verdict(fixed_seconds={"gds_mt": 0.25}))
+    tuning_cache.keep(verdict(fixed_seconds={"gds_mt": 0.25}))
     assert asked() == verdict(fixed_seconds={"gds_mt": 0.25})
     row = json.loads(cache.read_text())
     del row["verdicts"][0]["fixed_seconds"]
@@ -100,18 +100,18 @@ def test_fixed_seconds_are_kept_and_optional(cache: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "long"])
 def test_fixed_seconds_that_cannot_be_are_not_used(seconds: object, cache: Path) -> None:
-    verdicts.keep(verdict(fixed_seconds={"gds_mt": seconds}))
-    assert verdicts.kept() == []
+    tuning_cache.keep(verdict(fixed_seconds={"gds_mt": seconds}))
+    assert tuning_cache.kept() == []
 
 
 @pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
 def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
     text = json.dumps({**json.loads(cache.read_text())})
     for measured in verdict().rates.values():
         text = text.replace(f": {measured}", f": {rate}")
     cache.write_text(text)
-    assert verdicts.kept() == []
+    assert tuning_cache.kept() == []
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
     road: str, rates: dict[str, float], cache: Path
 ) -> None:
     lie = verdict(road=road, rates=rates)
-    assert verdicts.keep(lie) == "its rates say that another road is faster"
+    assert tuning_cache.keep(lie) == "its rates say that another road is faster"
     assert not cache.exists()
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
     found = json.loads(cache.read_text())
     found["verdicts"][0].update(road=road, rates=rates)  # as earlier versions kept it
     cache.write_text(json.dumps(found))
@@ -137,56 +137,56 @@ def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
 
 
 def test_verdict_within_what_is_no_difference_is_kept() -> None:
-    assert verdicts.keep(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
+    assert tuning_cache.keep(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
 
 
 def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:
     cache.parent.mkdir()
     os.mkfifo(cache)
-    assert verdicts.kept() == []
-    assert verdicts.keep(verdict()) == ""
+    assert tuning_cache.kept() == []
+    assert tuning_cache.keep(verdict()) == ""
     assert asked() == verdict()
 
 
 def test_without_a_home_nothing_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
     monkeypatch.chdir(cache.parent)  # where a file of that name is
-    monkeypatch.setattr(verdicts, "directory", str)
-    assert verdicts.kept() == []
+    monkeypatch.setattr(tuning_cache, "directory", str)
+    assert tuning_cache.kept() == []
 
 
 def test_one_bad_row_spoils_no_other(cache: Path) -> None:
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
     found = json.loads(cache.read_text())
     found["verdicts"].insert(0, {"mount": 1})
     cache.write_text(json.dumps(found))
-    assert verdicts.kept() == [verdict()]
+    assert tuning_cache.kept() == [verdict()]
 
 
 def test_a_directory_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.write_text("a file in its place")
-    assert "File exists" in verdicts.keep(verdict())
-    assert verdicts.kept() == []
+    assert "File exists" in tuning_cache.keep(verdict())
+    assert tuning_cache.kept() == []
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(cache.parent.parent / "home"))
-    assert verdicts.directory() == f"{cache.parent.parent}/home/.cache/gdsload"
+    assert tuning_cache.directory() == f"{cache.parent.parent}/home/.cache/gdsload"
     monkeypatch.setenv("HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert verdicts.directory() == ""
-    assert "no home" in verdicts.keep(verdict())
+    assert tuning_cache.directory() == ""
+    assert "no home" in tuning_cache.keep(verdict())
 
 
 def test_a_write_that_fails_leaves_what_there_was(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdicts.keep(verdict())
+    tuning_cache.keep(verdict())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(verdicts.os, "replace", full)
-        assert "No space left" in verdicts.keep(verdict(road="posix"))
+        patch.setattr(tuning_cache.os, "replace", full)
+        assert "No space left" in tuning_cache.keep(verdict(road="posix"))
     assert asked() == verdict()
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
 

@@ -16,7 +16,7 @@ import torch
 import gdsload
 import gpudoubles
 from gdsload import tensors, vram
-from gdsload.backends import auto
+from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.load import Session
 from gdsload.memory import staging_ring
@@ -226,7 +226,7 @@ def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path
 def test_large_models_take_the_native_way(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "WORTH_CUFILE_BYTES", 1)
+    monkeypatch.setattr(backend_module, "WORTH_CUFILE_BYTES", 1)
     options = {"ring_bytes": 64 << 20}
     gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct", options=options)
     report = gdsload.last_report()

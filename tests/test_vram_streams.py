@@ -18,9 +18,9 @@ import gdsload
 import gpudoubles
 from gdsload import tensors, vram
 from gdsload._native.cuda import Cuda, Device
-from gdsload.backends import staged
-from gdsload.backends.gds import GdsBackend
-from gdsload.backends.gds_mt import GdsMtBackend
+from gdsload.backends import staging
+from gdsload.backends.cufile.gds import GdsBackend
+from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.device_queue import DeviceStage
@@ -291,7 +291,7 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
     monkeypatch.setattr(vram, "empty", allocator.empty)
     monkeypatch.setattr(vram, "_torch_cuda", TorchCuda)
-    monkeypatch.setattr(staged, "_kept", [])
+    monkeypatch.setattr(staging, "_kept", [])
     doubles.keep_busy()
     with (
         gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
@@ -312,11 +312,11 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
     doubles.end_work()
     for address, nbytes in allocator.returned:
         assert ctypes.string_at(address, nbytes) == b"\x5a" * nbytes
-    while not all(request.landed for request in staged._kept):
+    while not all(request.landed for request in staging._kept):
         assert time.monotonic() < deadline
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
     gc.collect()
-    assert staged._kept == [] and len(allocator.returned) == allocator.lent
+    assert staging._kept == [] and len(allocator.returned) == allocator.lent
     allocator.device.release(allocator.address)
 
 

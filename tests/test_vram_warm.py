@@ -11,8 +11,8 @@ import torch
 
 import gdsload
 from gdsload import synth
-from gdsload.backends import engines
 from gdsload.backends.base import Support
+from gdsload.backends.posix import engines
 from gpudoubles import Doubles
 from storage import kept_warm
 from test_vram import raw
@@ -64,7 +64,7 @@ def test_without_io_uring_threads_copy(
     def without(engine: str) -> Support:
         return Support(False, ("not here",)) if engine == "uring" else tried(engine)
 
-    monkeypatch.setattr("gdsload.backends.posix.try_engine", without)
+    monkeypatch.setattr("gdsload.backends.posix.backend.try_engine", without)
     got = gdsload.load_file(warm, "cuda:0", backend="posix")
     assert gdsload.last_report().roads["posix/threads/buffered"] > 0
     assert same(got, warm)

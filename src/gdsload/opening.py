@@ -44,7 +44,7 @@ class Opening:
             self.refusal = str(error)
 
     def _open_road(self) -> None:
-        from gdsload.backends.lanes import LAST, Candidates
+        from gdsload.backends.auto.candidates import LAST, Candidates
 
         # Warm bytes take this road, whatever cold ones will.
         with Candidates(self._device, self._options)[LAST].backend as backend:

@@ -106,7 +106,7 @@ def open_backend(
     Raises BackendUnavailable with all reasons where there is none.
     """
     if device.partition(":")[0] == "cuda":
-        from gdsload.backends.auto import AutoBackend  # not before a device is asked for
+        from gdsload.backends.auto.backend import AutoBackend  # not before a device is asked for
         from gdsload.system import gpu
 
         if options.get("in_place"):

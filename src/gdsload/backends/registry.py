@@ -25,8 +25,8 @@ GROUP = "gdsload.backends"
 # to be asked for by name, or be the only road that works.
 BUILT_IN = {
     "posix": "gdsload.backends.posix:PosixBackend",
-    "gds_mt": "gdsload.backends.gds_mt:GdsMtBackend",
-    "gds": "gdsload.backends.gds:GdsBackend",
+    "gds_mt": "gdsload.backends.cufile.gds_mt:GdsMtBackend",
+    "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
 # Those that only reach VRAM, and the order there: cuFile's native way, our own ring, batches.
 _VRAM_ONLY = frozenset({"gds_mt", "gds"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from gdsload.backends.engines import ENGINES
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.doctor import gpu, limits, software, storage, vram
 from gdsload.doctor.finding import Diagnosis, Finding
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gdsload.backends.engines import ENGINES
+from gdsload.backends.posix.engines import ENGINES
 
 YES, PARTLY, NO = "yes", "partly", "no"
 VERDICTS = (YES, PARTLY, NO)

@@ -10,7 +10,7 @@ import resource
 import sys
 
 from gdsload._native import system
-from gdsload.backends.posix import DEPTH, REQUEST_BYTES
+from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.memory.host_buffers import available_bytes
 

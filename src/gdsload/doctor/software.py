@@ -8,7 +8,7 @@ import platform
 import sys
 
 from gdsload.backends import DRAM, registry
-from gdsload.backends.engines import try_engine
+from gdsload.backends.posix.engines import try_engine
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 
 

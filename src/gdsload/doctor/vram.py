@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import time
 
-from gdsload import verdicts
-from gdsload.backends import bounced, contest, truth
+from gdsload.backends import tuning_cache
+from gdsload.backends.auto import benchmark
+from gdsload.backends.posix import bounce_buffers
+from gdsload.doctor import cufile
 from gdsload.doctor.finding import PARTLY, YES, Finding
 from gdsload.errors import BackendUnavailable
 from gdsload.system import gpu
@@ -18,24 +20,24 @@ def roads() -> list[Finding]:
     try:
         count = gpu.cuda().device_count
     except BackendUnavailable as error:
-        return [_finding(truth.native()), Finding("CUDA", "no", str(error))]
+        return [_finding(cufile.native()), Finding("CUDA", "no", str(error))]
     found: dict[str, Finding] = {}
     for ordinal in range(count):
-        for fact in truth.facts(f"cuda:{ordinal}"):
+        for fact in cufile.facts(f"cuda:{ordinal}"):
             found.setdefault(fact.name, _finding(fact))
     found.pop("libcufile", None)  # it is looked for with the other libraries
     return list(found.values())
 
 
-def _finding(fact: truth.Fact) -> Finding:
+def _finding(fact: cufile.Fact) -> Finding:
     return Finding(fact.name, fact.verdict, fact.detail, fact.mend)
 
 
 def measured() -> list[Finding]:
     """What earlier loads measured and chose, the newest first."""
-    to_gpus, to_host, now = contest.versions(), bounced.versions(), time.time()
+    to_gpus, to_host, now = benchmark.versions(), bounce_buffers.versions(), time.time()
     found = {}
-    for each in verdicts.kept():
+    for each in tuning_cache.kept():
         rates = ", ".join(
             f"{road} {rate / 1e9:.2f} GB/s" if rate else f"{road} failed"
             for road, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
@@ -43,7 +45,7 @@ def measured() -> list[Finding]:
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
         name = f"measured from {each.mount} to {each.device}"
         detail = f"{each.road} is taken: {rates}, on {day}"
-        stale = each.stale(to_host if each.device == bounced.DEVICE else to_gpus, now)
+        stale = each.stale(to_host if each.device == bounce_buffers.DEVICE else to_gpus, now)
         if stale:
             detail += f"; {stale}"
         mend = "the next large load there measures again"

@@ -23,7 +23,7 @@ from gdsload.backends.base import (
     OpenFile,
     Registration,
 )
-from gdsload.backends.pumped import PumpedRequest, file_table
+from gdsload.backends.pump_request import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer

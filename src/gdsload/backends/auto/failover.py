@@ -10,9 +10,9 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from gdsload.backends import cufile
+from gdsload.backends.auto.candidates import LAST, Candidate, Candidates, Part
 from gdsload.backends.base import Failure, OpenFile, Progress, Registration
-from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
+from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.planning.read_plan import Transfer
 
@@ -25,7 +25,7 @@ SILENT_SECONDS = 35.0
 # than both of these, over all of a load, is compatibility mode.
 MOST_COMPAT_BYTES = 64 << 20
 MOST_COMPAT_SHARE = 0.05
-_COMPAT = ("posix", cufile.COMPAT)  # cuFile's names for what is not native
+_COMPAT = ("posix", library.COMPAT)  # cuFile's names for what is not native
 
 
 class AutoRequest:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gdsload._native import cufilebatch
 from gdsload.backends.base import Option
-from gdsload.backends.gds_base import EVENT_SECONDS, CuFileBackend
+from gdsload.backends.cufile.base import EVENT_SECONDS, CuFileBackend
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import Limits
 

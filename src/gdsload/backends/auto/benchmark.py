@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from gdsload import verdicts
-from gdsload.backends import cufile
+from gdsload.backends import tuning_cache
+from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable
 from gdsload.system import gpu
 from gdsload.system.mountinfo import mount_of
@@ -46,7 +46,7 @@ class Benchmark:
         # The same for all files on one storage, and for one GPU whatever its number is.
         self._mount = mount.key if mount is not None else ""
         self._device, self._versions = f"{facts.name} {facts.bus}", versions()
-        cached = verdicts.verdict_on(self._mount, self._device, self._versions)
+        cached = tuning_cache.verdict_on(self._mount, self._device, self._versions)
         # A candidate that could not be measured then might be faster.
         if cached is not None and cached.rates.keys() >= set(names):
             rates = {name: cached.rates[name] for name in names}
@@ -54,7 +54,7 @@ class Benchmark:
             if choice := cheapest(rates, nbytes, fixed):
                 day = time.strftime("%Y-%m-%d", time.localtime(cached.at))
                 self.rates, self.choice = rates, choice
-                self.why = f"measured on {day}, kept in {verdicts.directory()}"
+                self.why = f"measured on {day}, kept in {tuning_cache.directory()}"
                 if (fastest := cheapest(rates)) != choice:
                     self.why += f"; opening {fastest} would take longer than it saves"
 
@@ -86,7 +86,7 @@ class Benchmark:
         """A candidate does not work after all. If it was the choice, its result is forgotten."""
         self.rates[name] = 0.0
         if name == self.choice:
-            verdicts.drop(self._mount, self._device)
+            tuning_cache.drop(self._mount, self._device)
             self.choice = cheapest(self.rates) or next(n for n in self._names if n != name)
             self.why = f"what was chosen first ({name}) failed"
         self._decide()
@@ -101,11 +101,13 @@ class Benchmark:
         elif self.rates.keys() >= set(self._names):
             self.rates = {name: self.rates[name] for name in self._names}
             self.choice, self.why = cheapest(self.rates), "measured in this load"
-            result = verdicts.Verdict(
+            result = tuning_cache.Verdict(
                 self._mount, self._device, self.choice, self.rates, self._versions, time.time(),
                 self._fixed_seconds,
             )  # fmt: skip
-            why_not = verdicts.keep(result) if self._mount else "the mount of the file is unknown"
+            why_not = (
+                tuning_cache.keep(result) if self._mount else "the mount of the file is unknown"
+            )
             self.why += f", and not kept: {why_not}" if why_not else ""
 
 
@@ -119,13 +121,15 @@ def cheapest(
     fixed = fixed_seconds or {}
     seconds = {name: nbytes / rate + fixed.get(name, 0.0) for name, rate in rates.items() if rate}
     best = min(seconds.values(), default=0.0)
-    return next((name for name, took in seconds.items() if took * verdicts.CLOSE_SHARE <= best), "")
+    return next(
+        (name for name, took in seconds.items() if took * tuning_cache.CLOSE_SHARE <= best), ""
+    )
 
 
 def versions() -> Mapping[str, str]:
     """Everything that has a part in what is measured."""
     try:
-        others = cufile.versions()
+        others = library.versions()
     except BackendUnavailable:
         others = {}
     return {"gdsload": __version__, **others}

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
-from gdsload.backends import cufilejson
 from gdsload.backends.base import Support
+from gdsload.backends.cufile import config
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.system import gpu, lifecycle, quiesce, shared_libraries
 
@@ -365,9 +365,9 @@ def opened(device: str, allow_compat: bool) -> Driver:
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
         found.set_bool(_ALLOW_COMPAT, allow_compat)
-    settings = cufilejson.settings(ROOT)
+    settings = config.settings(ROOT)
     try:
-        with cufilejson.log_elsewhere(settings):
+        with config.log_elsewhere(settings):
             owner = gpu.device(gpu.ordinal_of(device))
             with _standard_input_kept():
                 found.open_driver(owner, OPEN_SECONDS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gdsload.backends.staged import StagedRoad
+from gdsload.backends.staging import StagedRoad
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from gdsload._native import cufilethreads
 from gdsload.backends.base import Option
-from gdsload.backends.gds_base import CuFileBackend
+from gdsload.backends.cufile.base import CuFileBackend
 from gdsload.planning.read_plan import Limits
 
 # cuFile's guide asks for requests of more than 16 MiB from a few threads; nothing here was measured

@@ -19,7 +19,10 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from gdsload.backends import cufile, registry
+from gdsload.backends import registry
+from gdsload.backends.auto.benchmark import Benchmark
+from gdsload.backends.auto.candidates import LAST, Candidate, Candidates, Part
+from gdsload.backends.auto.failover import AutoRequest, Failover, path_of
 from gdsload.backends.base import (
     DRAM,
     VRAM,
@@ -30,9 +33,7 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
-from gdsload.backends.contest import Benchmark
-from gdsload.backends.lanes import LAST, Candidate, Candidates, Part
-from gdsload.backends.retry import AutoRequest, Failover, path_of
+from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Limits, Transfer
@@ -168,7 +169,7 @@ class AutoBackend(Backend):
 
     @property
     def _is_worth_cufile(self) -> bool:
-        return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or cufile.is_open()
+        return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or library.is_open()
 
     def _new_benchmark(self, path: str) -> Benchmark:
         self._candidates.probe()

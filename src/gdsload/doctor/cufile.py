@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gdsload.backends import cufile, cufilejson
+from gdsload.backends.cufile import config, library
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import rings
 from gdsload.system import gpu
@@ -39,7 +39,7 @@ def _cuda(device: str) -> Fact:
 
 def _libcufile() -> Fact:
     try:
-        found = cufile.library()
+        found = library.library()
     except BackendUnavailable as error:
         return Fact("libcufile", NO, str(error), "pip install nvidia-cufile")
     version = found.version
@@ -53,7 +53,7 @@ def _libcufile() -> Fact:
 
 
 def _opening() -> Fact:
-    why = cufile.obstacle()
+    why = library.obstacle()
     if not why:
         return Fact("opening cuFile", YES, "nothing speaks against it")
     mend = "mount the host's /run/udev, read-only" if "udev" in why else "use a readable /proc"
@@ -62,10 +62,10 @@ def _opening() -> Fact:
 
 def native() -> Fact:
     """Whether cuFile has a way of its own from storage to a GPU here."""
-    way, why = cufile.native_path()
-    if way == cufile.NVFS:
+    way, why = library.native_path()
+    if way == library.NVFS:
         return Fact("native path", YES, "nvidia-fs")
-    if way == cufile.P2P:
+    if way == library.P2P:
         return Fact("native path", PARTLY, "the driver is set up for PCI P2PDMA",
                     "a load's report tells whether it worked")  # fmt: skip
     why = f"only cuFile's compatibility mode, which is never taken unasked: {why}"
@@ -74,15 +74,15 @@ def native() -> Fact:
 
 def _configuration() -> Fact:
     name = "cuFile's configuration"
-    found = cufilejson.settings(cufile.ROOT)
+    found = config.settings(library.ROOT)
     if found.fault:
         return Fact(name, NO, f"cuFile does not open with {found.source}: {found.fault}",
                     "mend the file, or set CUFILE_ENV_PATH_JSON to another")  # fmt: skip
-    log = cufilejson.log_file(found)
+    log = config.log_file(found)
     detail = "; ".join(
         [found.source or "its defaults", *filter(None, [found.note, log and f"its log is {log}"])]
     )
-    complaint = cufile.Limits(
+    complaint = library.Limits(
         found.number("per_buffer_cache_size_kb", 1024) << 10,
         found.number("max_device_cache_size_kb", 131072) << 10,
         found.number("max_direct_io_size_kb", 1024) << 10,

@@ -15,7 +15,6 @@ from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.backends import bounced, engines
 from gdsload.backends.base import (
     DRAM,
     VRAM,
@@ -27,8 +26,9 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
-from gdsload.backends.engines import ENGINES, try_engine, unopened
-from gdsload.backends.pumped import PumpedRequest, file_table
+from gdsload.backends.posix import bounce_buffers, engines
+from gdsload.backends.posix.engines import ENGINES, try_engine, unopened
+from gdsload.backends.pump_request import PumpedRequest, file_table
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.host_buffers import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
@@ -36,8 +36,8 @@ from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# What passes through DRAM on its way to a device, at most (gdsload.memory.staging_ring). A road has 2 * DEPTH
-# requests under way, and pinning is what the first load of a process waits for: two roads' worth.
+# Staging ring in DRAM (gdsload.memory.staging_ring): room for the requests of two loads side by
+# side, 2 * DEPTH each. The first load of a process waits until all of it is pinned.
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The kernel takes no larger buffer, and takes them when the ring is made.
 LARGEST_BUFFER_BYTES = 1 << 30
@@ -69,11 +69,11 @@ class PosixBackend(Backend):
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
         if self.settings["in_place"] not in (True, False):
             raise ValueError(f"in_place={self.settings['in_place']!r} is neither True nor False")
-        if self.settings["bounce"] not in bounced.CHOICES:
+        if self.settings["bounce"] not in bounce_buffers.CHOICES:
             raise ValueError(
-                f"bounce={self.settings['bounce']!r} is none of {', '.join(bounced.CHOICES)}"
+                f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
             )
-        self._bounced: bounced.Bounced | None = None
+        self._bounced: bounce_buffers.Bounced | None = None
         self.refusals: dict[str, str] = {}
         self.engine = self._choose_engine(self.settings["engine"])
         self._pump: Pump | None = None
@@ -101,9 +101,11 @@ class PosixBackend(Backend):
     def probe(cls, device: str = "cpu") -> Support:
         """Whether one engine works: asked in order, up to the first that does."""
         if device.partition(":")[0] != "cpu":
-            from gdsload.backends import posix_vram  # not before a device is asked for
+            from gdsload.backends.posix import (
+                device as device_module,  # not before a device is asked for
+            )
 
-            if why := posix_vram.why_not(device):
+            if why := device_module.why_not(device):
                 return Support(False, (why,))
         reasons: list[str] = []
         for engine in ENGINES:
@@ -117,9 +119,9 @@ class PosixBackend(Backend):
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
         """The same; and in place only where that is right."""
         if options.get("in_place") and device.partition(":")[0] != "cpu":
-            from gdsload.backends import posix_vram
+            from gdsload.backends.posix import device as device_module
 
-            if why := posix_vram.why_not_in_place(device):
+            if why := device_module.why_not_in_place(device):
                 return Support(False, (f"in_place was asked for, and {why}",))
         return cls.probe(device)
 
@@ -184,7 +186,7 @@ class PosixBackend(Backend):
         """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
         while True:
             engine = engines.engine_module(self.engine).engine()
-            way = bounced.Bounced(engine, self.settings)
+            way = bounce_buffers.Bounced(engine, self.settings)
             try:
                 pump = Pump(way.engine, self.settings["depth"], way.buffers + self._buffers)
                 self._bounced = way
@@ -219,7 +221,7 @@ class PosixBackend(Backend):
         return PosixRequest(pump, self.settings, transfers, files, memory)
 
     def _device_road(self, device: str) -> Any:
-        from gdsload.backends import posix_vram
+        from gdsload.backends.posix import device as device_module
 
         if device not in self._device_roads:
             if self.engine == "linuxaio" and self.settings["engine"] == "auto" and not self._pump:
@@ -227,7 +229,7 @@ class PosixBackend(Backend):
                 # several times as much. From storage threads are as quick.
                 self.engine = self._first_engine(("threads", "linuxaio"))
             capsule = engines.engine_module(self.engine).engine()
-            self._device_roads[device] = posix_vram.open_road(
+            self._device_roads[device] = device_module.open_road(
                 device, self.engine, capsule, self.settings, self.refusals
             )
         return self._device_roads[device]

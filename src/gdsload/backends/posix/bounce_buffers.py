@@ -71,13 +71,13 @@ class Bounced:
 
     def _ask(self, registration: Registration) -> None:
         """What is kept of the storage that this file is on."""
-        from gdsload import verdicts  # small loads need none
+        from gdsload.backends import tuning_cache  # small loads need none
 
         self._mount = ""
         if isinstance(registration.what, OpenFile):
             mount = mount_of(registration.what.path)
             self._mount = mount.key if mount is not None else ""
-        kept = verdicts.verdict_on(self._mount, DEVICE, versions()) if self._mount else None
+        kept = tuning_cache.verdict_on(self._mount, DEVICE, versions()) if self._mount else None
         if kept is not None and kept.road in WAYS:
             self._known = WAYS.index(kept.road)
 
@@ -98,10 +98,12 @@ class Bounced:
         best = faster(rates)
         if not best or WAYS.index(best) == self._known:
             return
-        from gdsload import verdicts
+        from gdsload.backends import tuning_cache
 
         # A load is no worse for a place where nothing can be kept.
-        verdicts.keep(verdicts.Verdict(self._mount, DEVICE, best, rates, versions(), time.time()))
+        tuning_cache.keep(
+            tuning_cache.Verdict(self._mount, DEVICE, best, rates, versions(), time.time())
+        )
 
 
 def faster(rates: Mapping[str, float]) -> str:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFileFailure, Files
-from gdsload.backends import cufile
 from gdsload.backends.base import (
     VRAM,
     Backend,
@@ -25,7 +24,8 @@ from gdsload.backends.base import (
     Registration,
     Support,
 )
-from gdsload.backends.staged import StagedRequest, StagedRoad
+from gdsload.backends.cufile import library
+from gdsload.backends.staging import StagedRequest, StagedRoad
 from gdsload.errors import BackendUnavailable, CuFileError
 from gdsload.memory.staging_ring import RING_BYTES, StagingRing, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
@@ -50,7 +50,7 @@ class CuFileBackend(Backend):
         self.refusals: dict[str, str] = {}
         self.engine = ""
         self._device = "cuda:0"
-        self._driver: cufile.Driver | None = None
+        self._driver: library.Driver | None = None
         self._roads: dict[str, StagedRoad] = {}
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
         self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
@@ -74,15 +74,15 @@ class CuFileBackend(Backend):
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
         if device.partition(":")[0] != "cuda":
             return Support(False, (f"it reaches CUDA devices, not {device}",))
-        return cufile.support(device, bool(options.get("allow_compat", False)))
+        return library.support(device, bool(options.get("allow_compat", False)))
 
-    def _open(self, device: str) -> cufile.Driver:
+    def _open(self, device: str) -> library.Driver:
         if device.partition(":")[0] == "cuda":
             self._device = device
         if self._driver is None:
-            self._driver = cufile.opened(self._device, self.settings["allow_compat"])
+            self._driver = library.opened(self._device, self.settings["allow_compat"])
             self.engine = self._driver.mode
-            if self._driver.mode == cufile.COMPAT:
+            if self._driver.mode == library.COMPAT:
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
@@ -111,7 +111,7 @@ class CuFileBackend(Backend):
         except CuFileFailure as error:
             os.close(fd)
             raise CuFileError(
-                f"{what.path}: cuFile does not take it: {cufile.explain(error.code) or error}",
+                f"{what.path}: cuFile does not take it: {library.explain(error.code) or error}",
                 code=error.code,
                 path=what.path,
             ) from error
@@ -166,16 +166,16 @@ class CuFileBackend(Backend):
         return road
 
     def _open_road(
-        self, driver: cufile.Driver, ring: StagingRing, kind: object, event_seconds: float
+        self, driver: library.Driver, ring: StagingRing, kind: object, event_seconds: float
     ) -> StagedRoad:
         table = driver.library.files(gpu.device(ring.ordinal), event_seconds)
         try:
             return StagedRoad(
                 self.name, ring, self._new_engine(), self._depth(), files=table,
-                explain=cufile.explain, kind=kind,
+                explain=library.explain, kind=kind,
             )  # fmt: skip
         except OSError as error:
-            why = cufile.explain(error.errno or 0) or str(error.strerror)
+            why = library.explain(error.errno or 0) or str(error.strerror)
             raise BackendUnavailable(
                 f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
             ) from error
@@ -248,14 +248,14 @@ class CuFileBackend(Backend):
 
 
 def _registrar(
-    driver: cufile.Driver, device: Device, refusals: dict[str, str], name: str
+    driver: library.Driver, device: Device, refusals: dict[str, str], name: str
 ) -> Callable[[int, int], Callable[[], None]]:
     def register(address: int, nbytes: int) -> Callable[[], None]:
         try:
             driver.register_buffer(address, nbytes, device)
         except CuFileFailure as error:
             # cuFile then goes through bounce buffers of its own: slower, and still right.
-            refusals[f"{name}/registered ring"] = cufile.explain(error.code) or str(error)
+            refusals[f"{name}/registered ring"] = library.explain(error.code) or str(error)
             return lambda: None
         return lambda: driver.deregister_buffer(address, device)
 

@@ -1,0 +1,1 @@
+"""The `auto` backend: measures backends, chooses one, and fails over to another."""

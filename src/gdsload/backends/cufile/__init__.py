@@ -1,0 +1,1 @@
+"""The cuFile backends, `gds` and `gds_mt`: storage reads to VRAM by GPUDirect Storage."""
