@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.load import Batch, Session
+from gdsload.loading.session import Batch, Session
 from gdsload.planning.read_plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
 from gdsload.report import LoadReport
 

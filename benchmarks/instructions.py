@@ -75,7 +75,7 @@ def step_scatter(source: Path) -> Callable[[], object]:
 
 def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.checkpoint import Checkpoint
-    from gdsload.load import Session
+    from gdsload.loading.session import Session
     from gdsload.planning.read_plan import pieces_of
     from gdsload.report import LoadReport
 

@@ -17,8 +17,9 @@ import pytest
 
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import load, synth
+from gdsload import synth
 from gdsload.backends import OpenFile
+from gdsload.loading import session
 from gpudoubles import Doubles
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would these tests.
@@ -62,10 +63,11 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """The doubles for whole loads: torch knows nothing of them."""
-    from gdsload import tensors, vram
+    from gdsload import tensors
+    from gdsload.loading import device_batch
     from test_vram import device_tensor
 
-    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(tensors, "require_device", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
@@ -157,7 +159,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a load has claimed something."""
-    event, real = threading.Event(), load.claim_pieces
+    event, real = threading.Event(), session.claim_pieces
 
     def claim(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -165,5 +167,5 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             event.set()
         return found
 
-    monkeypatch.setattr(load, "claim_pieces", claim)
+    monkeypatch.setattr(session, "claim_pieces", claim)
     return event

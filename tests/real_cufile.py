@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import tensors, vram
+from gdsload import tensors
 from gdsload.backends.cufile import library as library_module
+from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.system import shared_libraries
 from test_vram import device_tensor, raw
@@ -30,7 +31,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
         "candidates",
         lambda name: [name if name == shared_libraries.CUDA else library],
     )
-    patch.setattr(vram, "empty", device_tensor)
+    patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(tensors, "require_device", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "roads": [], "equal": 0}
     options = {

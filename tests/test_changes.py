@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import gdsload
-from gdsload import load
 from gdsload.errors import FileChanged, GdsloadError, ShortRead
+from gdsload.loading import session
 from storage import ENGINES, SMALL, is_full_of, save
 
 
@@ -26,13 +26,13 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
     """Does something after the file was opened and before its first byte is asked for."""
 
     def arrange(act: Callable[[], Any]) -> None:
-        real = load.Session.start
+        real = session.Session.start
 
-        def start(self: load.Session, pieces: Any, **more: Any) -> load.Batch:
+        def start(self: session.Session, pieces: Any, **more: Any) -> session.Batch:
             act()
             return real(self, pieces, **more)
 
-        monkeypatch.setattr(load.Session, "start", start)
+        monkeypatch.setattr(session.Session, "start", start)
 
     return arrange
 

@@ -17,7 +17,7 @@ from command import EMBEDDING, answer, run
 from gdsload import tensors
 from gdsload.cli.loading import checksum, load
 from gdsload.doctor.storage import filesystem
-from gdsload.load import CACHES
+from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
 from storage import kept_warm
 

@@ -286,14 +286,14 @@ def test_handle_closed_beside_a_reader_waits_for_the_read(
     """Closing ends no read of another thread: it comes before or after."""
     opened = gdsload.safe_open(path)
     reading, closing = threading.Event(), threading.Event()
-    load = gdsload.vram.load
+    load = gdsload.loading.device_batch.load
 
     def slow(*args: Any) -> Any:
         reading.set()
         assert closing.wait(60)
         return load(*args)
 
-    monkeypatch.setattr(gdsload.vram, "load", slow)
+    monkeypatch.setattr(gdsload.loading.device_batch, "load", slow)
     got: list[torch.Tensor] = []
     reader = threading.Thread(target=lambda: got.append(opened.get_tensor("b")))
     reader.start()

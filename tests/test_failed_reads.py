@@ -25,12 +25,12 @@ from gdsload.ahead import Ahead
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.claims import LANDED, LOST
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
 from gdsload.integrations.transformers.parameter_buffers import Destinations, Kind, target_of
 from gdsload.integrations.transformers.parameter_writer import Filling
 from gdsload.integrations.transformers.readahead_queue import Feed
-from gdsload.load import Batch, Session
+from gdsload.loading.claims import LANDED, LOST
+from gdsload.loading.session import Batch, Session
 from gdsload.memory.host_buffers import Spot, hand_over
 from gdsload.planning.read_plan import Transfer, pieces_of
 from gdsload.planning.tensor_slices import whole
@@ -325,7 +325,7 @@ def test_batch_whose_report_cannot_be_written_is_released(
     ):
         plan, spots = session.arrange(pieces_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("gdsload.load.describe", broken)
+            patch.setattr("gdsload.loading.session.describe", broken)
             Batch(session, plan, spots)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""
@@ -363,7 +363,7 @@ def test_session_that_cannot_describe_its_backend_closes_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(refusing, "close", lambda _: closed.append(1))
-    monkeypatch.setattr("gdsload.load.describe", broken)
+    monkeypatch.setattr("gdsload.loading.session.describe", broken)
     with Checkpoint.open(path) as checkpoint, pytest.raises(KeyboardInterrupt):
         Session(checkpoint, LoadReport("t"), backend="refusing")
     assert len(closed) == 1

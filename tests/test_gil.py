@@ -24,7 +24,7 @@ MARK = b"it is here"
 CHILD = """
 import ctypes, json, sys
 from gdsload import Checkpoint
-from gdsload.load import Session
+from gdsload.loading.session import Session
 from gdsload.plan import pieces_of
 from gdsload.report import LoadReport
 

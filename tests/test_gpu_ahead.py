@@ -20,11 +20,12 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import claims, load
 from gdsload.backends import staging
 from gdsload.backends.auto import benchmark
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
+from gdsload.loading import claims
+from gdsload.loading import session as session_module
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
@@ -262,7 +263,9 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
         with (
             ahead_of(path, names=held) as ahead,
             gdsload.Checkpoint.open(path) as checkpoint,
-            load.Session(checkpoint, LoadReport("m"), device="cuda:0", options=SMALL) as session,
+            session_module.Session(
+                checkpoint, LoadReport("m"), device="cuda:0", options=SMALL
+            ) as session,
         ):
             assert ahead.wait(PATIENCE_SECONDS)
             wanted = cut(checkpoint.tensors["a"], index)
@@ -287,7 +290,7 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     doubles.fault("cuFileRead", CODE, 5011, times=2)  # a failed read is tried once more
     with (
         gdsload.Checkpoint.open(path) as checkpoint,
-        load.Session(
+        session_module.Session(
             checkpoint, LoadReport("m"), device="cuda:0", backend="gds_mt", cache="direct"
         ) as session,
     ):

@@ -14,13 +14,13 @@ import pytest
 import gdsload
 import gpudoubles
 from contract import BLOCK, BackendContract
-from gdsload import vram
 from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
 from gdsload.backends.auto import benchmark, failover
 from gdsload.backends.auto.backend import AutoBackend
 from gdsload.backends.auto.candidates import Part
 from gdsload.backends.staging import StagedRoad
 from gdsload.errors import BackendUnavailable
+from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
@@ -261,7 +261,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         memory_reserved=lambda ordinal: 0,
         memory_allocated=lambda ordinal: 0,
     )
-    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
     return found
 
 

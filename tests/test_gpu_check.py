@@ -16,8 +16,9 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import opening, tensors, vram
+from gdsload import opening, tensors
 from gdsload._native.block import Block
+from gdsload.loading import device_batch
 from gdsload.system import gpu
 from gpudoubles import NEGATIVE, Doubles
 from test_vram import device_tensor
@@ -36,7 +37,7 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(tensors, "require_device", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root", patience=0) as doubles:
         yield doubles

@@ -14,7 +14,6 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import vram
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, staging, tuning_cache
 from gdsload.backends.auto import failover
 from gdsload.backends.auto.backend import AutoBackend
@@ -23,7 +22,8 @@ from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagedRoad
 from gdsload.errors import PlacementError, ReadError, ShortRead
-from gdsload.load import Session
+from gdsload.loading import device_batch
+from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
@@ -184,13 +184,13 @@ def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
 def test_a_file_that_was_cut_is_an_error_at_once(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vram.follow
+    real = device_batch.follow
 
     def cut(session: Session) -> None:
         os.truncate(checkpoint / "model-1.safetensors", 1_000_000)
         real(session)
 
-    monkeypatch.setattr(vram, "follow", cut)
+    monkeypatch.setattr(device_batch, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte 1") as caught:
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.path.endswith("model-1.safetensors")

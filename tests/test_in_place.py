@@ -20,11 +20,12 @@ import transformers
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import roads, tensors, vram
+from gdsload import tensors
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
 from gdsload.integrations.transformers.model_reader import Options, Weights
+from gdsload.loading import device_batch, io_mode
 from gdsload.memory import (
     device_buffers,
     host_buffers,
@@ -47,7 +48,7 @@ SMALL = {"request_bytes": 16 << 10}
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """A machine like GB10. In the end nothing was pinned or copied, and all memory is back."""
     monkeypatch.setattr(sys.modules["gdsload.plan"], "LITTLE_BYTES", 1)
-    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(tensors, "require_device", str)
     gc.collect()
     with gpudoubles.installed(monkeypatch, tmp_path / "root", unified=GB10) as doubles:
@@ -133,9 +134,9 @@ def test_what_they_do_not_reach_goes_through_the_page_cache(
 ) -> None:
     """8 bytes off a border, on a disk that takes addresses of 512 alone; with `cache` "direct" that
     is no way, and it is copied to a border by the device."""
-    real = roads.open_direct
-    monkeypatch.setattr(roads, "open_direct", lambda s: real(s)._replace(address_block=512))
-    monkeypatch.setattr(roads.Roads, "road_of", lambda *_: "direct")
+    real = io_mode.open_direct
+    monkeypatch.setattr(io_mode, "open_direct", lambda s: real(s)._replace(address_block=512))
+    monkeypatch.setattr(io_mode.Roads, "road_of", lambda *_: "direct")
     for shard in checkpoint.glob("*.safetensors"):
         begins_at(shard, 8)
     got = gdsload.load_file(checkpoint, "cuda:0", options=IN_PLACE)

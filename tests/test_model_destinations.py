@@ -23,7 +23,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.parameter_writer import Filling
 from gdsload.integrations.transformers.readahead_queue import FeedClosed
-from gdsload.load import Session
+from gdsload.loading.session import Session
 from gdsload.report import LoadReport
 from test_memory import resident_pages
 

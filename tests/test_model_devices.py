@@ -22,11 +22,11 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import vram
 from gdsload.backends import staging
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.loading import device_batch
 from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 from gpudoubles import ERRNO, Doubles
@@ -123,7 +123,7 @@ def test_equal_when_cast(
         seen.append(doubles.cuda_log["used"] - idle)
         return made
 
-    monkeypatch.setattr(vram, "empty", noted)
+    monkeypatch.setattr(device_batch, "empty", noted)
     ours = loaded(tmp_path, backend, dtype="bfloat16")
     report = gdsload.last_report()
     assert tinymodels.differences(stock, ours) == []

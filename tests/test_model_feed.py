@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.integrations.transformers.readahead_queue import Feed, FeedClosed
-from gdsload.load import Session
+from gdsload.loading.session import Session
 from gdsload.planning.tensor_slices import Cut, cut, whole
 from gdsload.report import LoadReport
 

@@ -205,7 +205,7 @@ def test_no_backend(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def none(*_: Any) -> Any:
             raise gdsload.BackendUnavailable("no backend can load to cpu")
 
-        monkeypatch.setattr("gdsload.outcome.choose", none)
+        monkeypatch.setattr("gdsload.loading.accounting.choose", none)
         with gdsload.accelerated(cache="buffered"):
             gdsload.from_pretrained(qwen)
         assert gdsload.last_report().path == "stock"

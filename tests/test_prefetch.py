@@ -19,10 +19,11 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import claims, early
+from gdsload import early
 from gdsload.ahead import Ahead
 from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
+from gdsload.loading import claims
 from gdsload.memory import page_cache
 
 PATIENCE_SECONDS = 120.0

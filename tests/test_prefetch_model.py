@@ -14,7 +14,7 @@ from gated import gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.early import prefetches
 from gdsload.integrations.transformers.readahead_queue import Feed
-from gdsload.load import Session
+from gdsload.loading.session import Session
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import gdsload
-from gdsload import load
 from gdsload.backends.posix import backend
 from gdsload.errors import GdsloadError
+from gdsload.loading import session
 from storage import ENGINES, PATIENCE_SECONDS, SMALL, is_full_of, python, save
 
 
@@ -66,7 +66,7 @@ def test_a_fork_after_a_load(path: Path) -> None:
 def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
     program = """
         import gc, os, sys, gdsload
-        from gdsload.load import Session
+        from gdsload.loading.session import Session
         from gdsload.plan import pieces_of
         from gdsload.report import LoadReport
         options = {"engine": sys.argv[2], "request_bytes": 4096, "depth": 2}
@@ -102,7 +102,7 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
 def test_exit_with_a_load_in_flight(path: Path) -> None:
     program = """
         import sys, gdsload
-        from gdsload.load import Session
+        from gdsload.loading.session import Session
         from gdsload.plan import pieces_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
@@ -168,14 +168,14 @@ def test_nothing_is_left_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """100 loads that work and 100 that do not: descriptors, threads and mappings as before."""
     bad = path.with_suffix(".bad")
     shutil.copy(path, bad)
-    real = load.Session.start
+    real = session.Session.start
 
-    def start(self: load.Session, pieces: Any, **more: Any) -> load.Batch:
+    def start(self: session.Session, pieces: Any, **more: Any) -> session.Batch:
         if self.checkpoint.source == str(bad):
             os.truncate(bad, 2_000_000)
         return real(self, pieces, **more)
 
-    monkeypatch.setattr(load.Session, "start", start)
+    monkeypatch.setattr(session.Session, "start", start)
 
     def both(turn: int) -> None:
         options = {"engine": ENGINES[turn % len(ENGINES)]}

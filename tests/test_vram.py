@@ -15,10 +15,11 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import tensors, vram
+from gdsload import tensors
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
-from gdsload.load import Session
+from gdsload.loading import device_batch
+from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
@@ -62,7 +63,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
     # torch knows nothing of the double.
     monkeypatch.setattr(
         tensors, "require_device", lambda device: f"cuda:{device}" if device == 0 else device
@@ -151,13 +152,13 @@ def test_a_file_that_was_cut(
 ) -> None:  # fmt: skip
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
-    real = vram.follow
+    real = device_batch.follow
 
     def cut(session: Session) -> None:
         os.truncate(path, 300_000)
         real(session)
 
-    monkeypatch.setattr(vram, "follow", cut)
+    monkeypatch.setattr(device_batch, "follow", cut)
     with pytest.raises(ShortRead, match="the file ended at byte"):
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
@@ -170,7 +171,7 @@ def test_a_device_that_broke_down_is_not_full(
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError(said)
 
-    monkeypatch.setattr(vram, "empty", broken)
+    monkeypatch.setattr(device_batch, "empty", broken)
     with pytest.raises(RuntimeError, match=said):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix")
 
@@ -202,9 +203,9 @@ def test_torch_takes_memory_for_many_tensors_at_once(
         return device_tensor(shape, dtype, device)
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
-    monkeypatch.setattr(vram, "WHOLE_BYTES", 4 << 20)
-    monkeypatch.setattr(vram, "empty", empty)
-    monkeypatch.setattr(vram, "reusable_bytes", lambda ordinal: held)
+    monkeypatch.setattr(device_batch, "WHOLE_BYTES", 4 << 20)
+    monkeypatch.setattr(device_batch, "empty", empty)
+    monkeypatch.setattr(device_batch, "reusable_bytes", lambda ordinal: held)
     doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + spare)
     options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}
     got = gdsload.load_file(path, "cuda:0", backend="posix", options=options)

@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import tensors, vram
+from gdsload import tensors
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staging
 from gdsload.backends.cufile.gds import GdsBackend
@@ -25,7 +25,8 @@ from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.device_queue import DeviceStage
 from gdsload.integrations.transformers.readahead_queue import Feed
-from gdsload.load import Session
+from gdsload.loading import device_batch
+from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
@@ -37,7 +38,7 @@ from test_vram import ROADS, device_tensor, raw
 
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    monkeypatch.setattr(vram, "empty", device_tensor)
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(tensors, "require_device", str)  # torch knows nothing of the double
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
@@ -148,7 +149,7 @@ def test_copies_of_a_slot_are_one_where_their_memory_is(
         path = tmp_path / f"{len(tensors_saved['t000'])}.safetensors"
         safetensors.torch.save_file(tensors_saved, path)
         block = Block(1 << 20)
-        monkeypatch.setattr(vram, "empty", block.empty if shared else device_tensor)
+        monkeypatch.setattr(device_batch, "empty", block.empty if shared else device_tensor)
         before = doubles.cuda_log["copies"]
         got = gdsload.load_file(path, "cuda:0", backend=backend, options=options)
         made = doubles.cuda_log["copies"] - before
@@ -167,7 +168,7 @@ def test_two_allocations_that_touch_are_not_one(
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file(saved, path)
     block = Block(8192)
-    monkeypatch.setattr(vram, "empty", block.empty)
+    monkeypatch.setattr(device_batch, "empty", block.empty)
 
     class Halves:
         """The device, had the block been two of 4 KiB."""
@@ -176,16 +177,16 @@ def test_two_allocations_that_touch_are_not_one(
             return block.address + (address - block.address) // 4096 * 4096, 4096
 
     shares: list[int] = []
-    memory = vram.Shelf.memory
+    memory = device_batch.Shelf.memory
 
-    def noted(self: vram.Shelf, plan: Any) -> Any:
+    def noted(self: device_batch.Shelf, plan: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "device", lambda _: Halves())
             found = memory(self, plan)
         shares.extend(nbytes for entry in found for _, nbytes, _ in entry.shares)
         return found
 
-    monkeypatch.setattr(vram.Shelf, "memory", noted)
+    monkeypatch.setattr(device_batch.Shelf, "memory", noted)
     got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
     assert shares == [4096, 4096]
     assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
@@ -232,7 +233,7 @@ def test_torch_is_not_waited_for(
     that, the stream is waited for."""
 
     cuda = TorchCuda()
-    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
     followed: list[int] = []
     follow = Backends[backend].follow
 
@@ -254,7 +255,7 @@ def test_torch_has_no_room(
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
 
-    monkeypatch.setattr(vram, "empty", full)
+    monkeypatch.setattr(device_batch, "empty", full)
     for read in (
         lambda: gdsload.load_file(tiny_checkpoint, "cuda:0"),
         lambda: list(gdsload.stream(tiny_checkpoint, "cuda:0")),
@@ -289,8 +290,8 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
 ) -> None:  # fmt: skip
     """Copies wait for what torch's stream has to do, and run when the load has ended long since."""
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
-    monkeypatch.setattr(vram, "empty", allocator.empty)
-    monkeypatch.setattr(vram, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(device_batch, "empty", allocator.empty)
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
     monkeypatch.setattr(staging, "_kept", [])
     doubles.keep_busy()
     with (
@@ -327,7 +328,7 @@ def test_load_while_graph_is_captured_is_refused(
 ) -> None:  # fmt: skip
     """Its copies would become a part of the graph, and run with each of its launches."""
     cuda = TorchCuda()
-    monkeypatch.setattr(vram, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
     doubles.capture_stream(True)
     with pytest.raises(PlacementError, match="a CUDA graph is being captured"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)

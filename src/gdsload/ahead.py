@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from gdsload._native.memory import Region
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
-from gdsload.claims import COMING, LANDED, LOST, Stretch
 from gdsload.errors import ReadError
-from gdsload.load import Batch, Session
+from gdsload.loading.claims import COMING, LANDED, LOST, Stretch
+from gdsload.loading.session import Batch, Session
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import Arena, Spot, available_bytes
 from gdsload.planning.read_plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
@@ -47,7 +47,10 @@ class Ahead(Batch):
         read, where there is no room for them."""
         if session.device == "cpu":
             return cls(session, *session.arrange(pieces))
-        from gdsload.vram import arranged, in_blocks  # not before a device is asked for
+        from gdsload.loading.device_batch import (  # not before a device is asked for
+            arranged,
+            in_blocks,
+        )
 
         plan, spots, memory = arranged(session, pieces)
         if memory is None and plan.transfers:

@@ -18,11 +18,12 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from gdsload import claims, underway
+from gdsload import underway
 from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import GdsloadError, StallError
-from gdsload.load import CACHES, STALL_SECONDS, Session
+from gdsload.loading import claims
+from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.memory import host_pool, page_cache
 from gdsload.planning.read_plan import Piece, pieces_of
 from gdsload.progress import (

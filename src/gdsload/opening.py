@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
+from gdsload.loading.device_batch import reached
 from gdsload.system import gpu
 from gdsload.system.threads import start_thread
-from gdsload.vram import reached
 
 # Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.
 OPEN_SECONDS = 30.0

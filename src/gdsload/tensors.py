@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from gdsload import vram
 from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
-from gdsload.load import CACHES, STALL_SECONDS, Batch, Session
+from gdsload.loading import device_batch
+from gdsload.loading.session import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.read_plan import wanted_info, wanted_infos
 from gdsload.planning.tensor_slices import rows_of
@@ -78,7 +78,7 @@ def load_file(
             infos = wanted_infos(checkpoint, names)
         _count(report, infos)
         session = stack.enter_context(
-            vram.session_for(
+            device_batch.session_for(
                 checkpoint,
                 report,
                 target,
@@ -91,10 +91,10 @@ def load_file(
         )
         bar = stack.enter_context(_Bar(progress, report.wanted_bytes))
         if session.device != "cpu":
-            return vram.load(session, infos, bar.moved)
+            return device_batch.load(session, infos, bar.moved)
         if target != "cpu":
             return dict(_windows(session, infos, WINDOW_BYTES, target, bar))
-        batch = vram.start(session, infos)
+        batch = device_batch.start(session, infos)
         stack.callback(batch.release)
         with report.phase("import torch"):  # while the reads are on their way
             import torch  # noqa: F401
@@ -171,7 +171,7 @@ def _stream(
                 infos = in_layers(infos)
         _count(report, infos)
         session = stack.enter_context(
-            vram.session_for(
+            device_batch.session_for(
                 checkpoint,
                 report,
                 target,
@@ -197,7 +197,7 @@ def _windows(
     try:
         for number in range(len(groups) + 1):
             if number < len(groups):
-                ahead.append((groups[number], vram.start(session, groups[number])))
+                ahead.append((groups[number], device_batch.start(session, groups[number])))
                 if number == 0:
                     continue
             members, batch = ahead[0]
@@ -323,7 +323,7 @@ class safe_open:
         self._left = False
         self._checkpoint = Checkpoint.open(filename, **where)
         try:
-            self._session = vram.session_for(
+            self._session = device_batch.session_for(
                 self._checkpoint,
                 LoadReport(self._checkpoint.source, device=self._device),
                 self._device,
@@ -385,7 +385,7 @@ class safe_open:
             report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
             _count(report, infos)
             with report.whole():
-                return vram.load(self._session, infos)
+                return device_batch.load(self._session, infos)
 
     def _give(self, tensor: torch.Tensor) -> Any:
         if self._numpy:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from gdsload.backends import Memory
 from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, Stage
-from gdsload.load import Batch, Session
+from gdsload.loading.device_batch import Shelf, arranged, read_to_blocks
+from gdsload.loading.session import Batch, Session
 from gdsload.memory.host_buffers import Spot
 from gdsload.planning.read_plan import Piece, ReadPlan
 from gdsload.planning.tensor_slices import Cut, runs_of
-from gdsload.vram import Shelf, arranged, read_to_blocks
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from gdsload.integrations.transformers.module_callbacks import Readiness, watchi
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.integrations.transformers.speculative_prefetch import head_start
-from gdsload.load import CACHES, STALL_SECONDS
+from gdsload.loading.session import CACHES, STALL_SECONDS
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock

@@ -12,10 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from gdsload import vram
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint
-from gdsload.claims import waiting_on
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
@@ -33,7 +31,9 @@ from gdsload.integrations.transformers.readahead_queue import (
     Feed,
     Stage,
 )
-from gdsload.load import STALL_SECONDS, Session
+from gdsload.loading import device_batch
+from gdsload.loading.claims import waiting_on
+from gdsload.loading.session import STALL_SECONDS, Session
 from gdsload.planning.tensor_slices import Cut, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
@@ -128,7 +128,9 @@ class Weights:
 
     def _reach(self, device: str) -> str:
         if device not in self._reached:
-            self._reached[device] = vram.reached(device, self.options.backend, self.options.options)
+            self._reached[device] = device_batch.reached(
+                device, self.options.backend, self.options.options
+            )
         return self._reached[device]
 
     def _device_feed_of(self, device: str, found: Forecast) -> Feed:
@@ -178,7 +180,7 @@ class Weights:
         for device, feed in self._device_feeds.items():
             infos = [self.checkpoint.tensors[key] for key in parameters
                      if self.forecast.devices.get(key) == device]  # fmt: skip
-            if vram.in_place(feed.session):
+            if device_batch.in_place(feed.session):
                 found.update(parameters[info.name] for info in infos)
                 continue
             pieces = runs_of(map(whole, infos))

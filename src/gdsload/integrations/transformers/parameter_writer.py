@@ -30,7 +30,7 @@ from gdsload.integrations.transformers.readahead_queue import (
     FeedClosed,
     Taken,
 )
-from gdsload.load import Batch, Session
+from gdsload.loading.session import Batch, Session
 from gdsload.memory import host_pool
 from gdsload.memory.host_buffers import Arena, Spot, hand_over
 from gdsload.planning.read_plan import ReadPlan

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
-from gdsload.load import Batch, Session
+from gdsload.loading.session import Batch, Session
 from gdsload.memory.host_buffers import Spot, hand_over, map_shard
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import Cut, runs_of

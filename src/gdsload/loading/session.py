@@ -17,12 +17,8 @@ from gdsload._native.memory import Region
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.claims import COMING, LOST, Claim, Landing, claim_pieces
 from gdsload.errors import ReadError, StallError
-from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import Arena, Spot, hand_over, map_shard
-from gdsload.memory.pool_segments import Intake, Segment
-from gdsload.outcome import (
+from gdsload.loading.accounting import (
     describe,
     note,
     open_backend,
@@ -30,9 +26,13 @@ from gdsload.outcome import (
     silence_error,
     stall_error,
 )
+from gdsload.loading.claims import COMING, LOST, Claim, Landing, claim_pieces
+from gdsload.loading.io_mode import CACHES, Roads
+from gdsload.memory import host_pool
+from gdsload.memory.host_buffers import Arena, Spot, hand_over, map_shard
+from gdsload.memory.pool_segments import Intake, Segment
 from gdsload.planning.read_plan import Piece, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
-from gdsload.roads import CACHES, Roads
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock

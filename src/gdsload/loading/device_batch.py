@@ -20,7 +20,7 @@ from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
-from gdsload.load import Batch, Session
+from gdsload.loading.session import Batch, Session
 from gdsload.memory import device_buffers, managed
 from gdsload.memory.host_buffers import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import Piece, ReadPlan
@@ -154,8 +154,8 @@ def in_blocks(
         laid = managed.lay_out(device, plan, read, session.files, reroute=reroute)
         if laid.rerouted_bytes:
             session.report.refusals["direct I/O in place"] = (
-                f"some tensors do not lie on {device_buffers.ALIGN_BYTES} bytes in their files, and direct"
-                " reads do not reach where they do: read through the page cache"
+                f"some tensors do not lie on {device_buffers.ALIGN_BYTES} bytes in their files, and"
+                " direct reads do not reach where they do: read through the page cache"
             )
         return laid.plan, laid.spots, laid.memory
     spots = device_buffers.take(gpu.ordinal_of(device), pieces)
@@ -240,8 +240,8 @@ class Shelf:
         report.refusals.setdefault(
             "in place",
             f"tensor {largest.parts[0].name!r}, and perhaps others, cannot stay where it was"
-            f" read: it is put together of several parts, does not lie on {device_buffers.ALIGN_BYTES}"
-            " bytes, or is in the host's own memory",
+            " read: it is put together of several parts, does not lie on"
+            f" {device_buffers.ALIGN_BYTES} bytes, or is in the host's own memory",
         )
 
     def _take(self, cut: Cut) -> torch.Tensor:

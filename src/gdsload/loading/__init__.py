@@ -1,0 +1,1 @@
+"""One load: plan the reads, post them, check them, hand out tensors, write the report."""
