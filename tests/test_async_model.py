@@ -18,8 +18,8 @@ import transformers
 import gdsload
 import tinymodels
 from gated import gated
-from gdsload.early import prefetches
 from gdsload.integrations.transformers import hooks
+from gdsload.readahead.prefetch import prefetches
 from gdsload.system import cancellation
 
 NEW = transformers.__version__[0] > "4"

@@ -19,9 +19,8 @@ import torch
 
 import gdsload
 from gated import Gate, GatedBackend, GatedRequest, gated
-from gdsload import early, warmup
+from gdsload import warmup
 from gdsload._native.memory import Region
-from gdsload.ahead import Ahead
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -34,6 +33,8 @@ from gdsload.loading.session import Batch, Session
 from gdsload.memory.host_buffers import Spot, hand_over
 from gdsload.planning.read_plan import Transfer, pieces_of
 from gdsload.planning.tensor_slices import whole
+from gdsload.readahead import prefetch as prefetch_module
+from gdsload.readahead.prefetch_batch import Ahead
 from gdsload.report import LoadReport
 
 POOL_BYTES = 64 << 20
@@ -401,12 +402,12 @@ def test_register_that_fails_closes_the_direct_descriptor(
 def test_prefetch_without_a_thread_has_failed_and_its_load_reads(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "start_thread", lambda *_: None)
+    monkeypatch.setattr(prefetch_module, "start_thread", lambda *_: None)
     with gdsload.prefetch(path) as prefetch:
         with pytest.raises(gdsload.GdsloadError, match="no thread"):
             prefetch.wait()
         assert gdsload.load_file(path).keys() == safetensors.torch.load_file(path).keys()
-    assert early.prefetches() == []
+    assert prefetch_module.prefetches() == []
     gdsload.quiesce(0.0)
 
 
@@ -416,7 +417,7 @@ def test_prefetch_whose_device_cannot_be_opened_ends(
     def none(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(early.Prefetch, "_open_device", none)
+    monkeypatch.setattr(prefetch_module.Prefetch, "_open_device", none)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with gdsload.prefetch(path) as ahead, pytest.raises(GdsloadError, match="new thread"):
         ahead.wait(30)
@@ -430,7 +431,7 @@ def test_prefetch_does_not_call_every_key_error_a_missing_tensor(
 
     with gdsload.prefetch(path, names=["no such"]) as ahead, pytest.raises(CheckpointError):
         ahead.wait(30)
-    monkeypatch.setattr(early.Prefetch, "_read", broken)
+    monkeypatch.setattr(prefetch_module.Prefetch, "_read", broken)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with (
         gdsload.prefetch(path) as ahead,

@@ -22,11 +22,11 @@ import gdsload
 import gpudoubles
 from gdsload.backends import staging
 from gdsload.backends.auto import benchmark
-from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.loading import claims
 from gdsload.loading import session as session_module
 from gdsload.memory import device_buffers, staging_ring
+from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
 from test_vram import odd_tensors, raw
@@ -81,7 +81,9 @@ def by_safe_open(source: Path) -> Loaded:
 FACES: list[Callable[[Path], Loaded]] = [by_load_file, by_stream, by_safe_open]
 
 
-def ahead_of(source: Path, backend: str = "posix", **words: Any) -> gdsload.early.Prefetch:
+def ahead_of(
+    source: Path, backend: str = "posix", **words: Any
+) -> gdsload.readahead.prefetch.Prefetch:
     words = {"cache": "direct", "options": SMALL, **words}
     return gdsload.prefetch(source, "cuda:0", backend=backend, **words)
 

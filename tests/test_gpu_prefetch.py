@@ -11,10 +11,10 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import opening
 from gdsload._native.cuda import Device
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.memory import staging_ring
+from gdsload.readahead import device_init
 from gdsload.system import gpu
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
@@ -116,7 +116,7 @@ def test_a_driver_that_hangs(
     def hangs(ordinal: int) -> None:
         go.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(opening, "OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(device_init, "OPEN_SECONDS", 0.05)
     monkeypatch.setattr(gpu, "device", hangs)
     with gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered") as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

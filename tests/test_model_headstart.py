@@ -11,10 +11,10 @@ import torch
 import transformers
 
 import gdsload
-from gdsload.early import prefetches
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.memory import page_cache
+from gdsload.readahead.prefetch import prefetches
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import early
-from gdsload.ahead import Ahead
-from gdsload.early import PrefetchCancelled, prefetches
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 from gdsload.loading import claims
 from gdsload.memory import page_cache
+from gdsload.readahead import prefetch
+from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
+from gdsload.readahead.prefetch_batch import Ahead
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -377,7 +377,7 @@ def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, g
 # The signal comes while its own thread is asking, with the locks that this takes.
 IN_A_HANDLER = """
 import signal, sys, threading, gdsload
-from gdsload.ahead import Ahead
+from gdsload.readahead.prefetch_batch import Ahead
 
 gdsload.warmup.limit_bandwidth(1000)
 ahead, look = gdsload.prefetch(sys.argv[1], cache="buffered"), Ahead._look
@@ -421,7 +421,7 @@ def test_ctrl_c_leaves_no_prefetch_that_nobody_has(
         raise KeyboardInterrupt
 
     # Whatever still refers to the one that was interrupted: it has ended, and is busy no more.
-    monkeypatch.setattr(early.Prefetch, "_run", lambda self: self._end("closed"))
+    monkeypatch.setattr(prefetch.Prefetch, "_run", lambda self: self._end("closed"))
     monkeypatch.setattr(threading.Event, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gdsload.prefetch(checkpoint, backend="gated", **READ)
@@ -511,7 +511,7 @@ def test_it_steps_back_behind_whoever_imports(tiny_checkpoint: Path) -> None:
         gate.request()
         (reader,) = [t for t in threading.enumerate() if t.name == "gdsload-prefetch"]
         assert reader.native_id is not None
-        assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + early.NICENESS, 19)
+        assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + prefetch.NICENESS, 19)
         gate.open()
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 

@@ -12,10 +12,10 @@ import torch
 import gdsload
 from gated import gated
 from gdsload.checkpoint import Checkpoint
-from gdsload.early import prefetches
 from gdsload.integrations.transformers.readahead_queue import Feed
 from gdsload.loading.session import Session
 from gdsload.planning.tensor_slices import whole
+from gdsload.readahead.prefetch import prefetches
 from gdsload.report import LoadReport
 
 pytest.importorskip("gdsload.integrations.transformers.model")

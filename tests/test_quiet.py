@@ -14,10 +14,10 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
-from gdsload import early
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.errors import CheckpointError, FileChanged, GdsloadError
+from gdsload.readahead import prefetch
 from gdsload.system import quiesce
 
 PATIENCE_SECONDS = 120.0
@@ -164,4 +164,4 @@ def test_whoever_is_gone_is_forgotten(checkpoint: Path) -> None:
 def test_a_closed_prefetch_is_no_hindrance(checkpoint: Path, gate: Gate) -> None:
     gdsload.prefetch(checkpoint, backend="gated", cache="buffered").close()
     gdsload.quiesce(PATIENCE_SECONDS)
-    assert early.prefetches() == []
+    assert prefetch.prefetches() == []

@@ -22,8 +22,8 @@ from gdsload._native.request import Request
 from gdsload.backends.base import DRAM, Memory, OpenFile
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.posix.backend import POPULATE_THREADS, REQUEST_BYTES
-from gdsload.early import prefetches
 from gdsload.planning.read_plan import Transfer
+from gdsload.readahead.prefetch import prefetches
 
 PATIENCE_SECONDS = 120.0
 COUNT = 8

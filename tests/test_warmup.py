@@ -16,9 +16,10 @@ import pytest
 import gdsload
 from command import answer, process, run
 from gated import Gate, gated
-from gdsload import early, underway, warmup
+from gdsload import warmup
 from gdsload.errors import CheckpointNotFound
 from gdsload.memory import page_cache
+from gdsload.readahead import prefetch, running
 
 PATIENCE_SECONDS = 120.0
 
@@ -37,7 +38,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    for one in early.prefetches():
+    for one in prefetch.prefetches():
         one.close()
 
 
@@ -59,9 +60,9 @@ def test_status_tells_of_what_ended_and_of_what_failed(checkpoint: Path, tmp_pat
 
 
 def test_status_forgets_in_the_end(checkpoint: Path) -> None:
-    for _ in range(underway.REMEMBERED + 1):
+    for _ in range(running.REMEMBERED + 1):
         gdsload.prefetch(checkpoint, names=[]).close()
-    assert len(warmup.status()) == underway.REMEMBERED
+    assert len(warmup.status()) == running.REMEMBERED
 
 
 def test_a_hook_is_a_plain_function(checkpoint: Path) -> None:

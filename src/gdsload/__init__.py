@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from gdsload import warmup
     from gdsload.asynchronous import afrom_pretrained, astream
     from gdsload.checkpoint import Checkpoint, TensorInfo
-    from gdsload.early import Prefetch, prefetch
     from gdsload.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         uninstall,
     )
     from gdsload.planning.read_plan import plan
+    from gdsload.readahead.prefetch import Prefetch, prefetch
     from gdsload.report import LoadReport, last_report
     from gdsload.system.quiesce import quiesce, resume
     from gdsload.tensors import load_file, safe_open, stream
@@ -48,7 +48,7 @@ _HOMES = {
     "GdsloadError": "errors",
     "LoadReport": "report",
     "PlacementError": "errors",
-    "Prefetch": "early",
+    "Prefetch": "readahead.prefetch",
     "ReadError": "errors",
     "ShortRead": "errors",
     "StallError": "errors",
@@ -62,7 +62,7 @@ _HOMES = {
     "last_report": "report",
     "load_file": "tensors",
     "plan": "planning.read_plan",
-    "prefetch": "early",
+    "prefetch": "readahead.prefetch",
     "quiesce": "system.quiesce",
     "resume": "system.quiesce",
     "safe_open": "tensors",

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdsload.early import TIERS, Prefetch, prefetch, started
 from gdsload.memory import host_pool
 from gdsload.memory.host_pool import HostPool
-from gdsload.progress import CANCELLED, CLOSED
+from gdsload.readahead.prefetch import TIERS, Prefetch, prefetch, started
+from gdsload.readahead.progress import CANCELLED, CLOSED
 from gdsload.system.lifecycle import fork_safe_lock
 
 __all__ = [

@@ -53,7 +53,7 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     (memory is short, or its cgroup small), 1 where something failed. Without it another process
     goes on reading, and only a source that cannot be opened is noticed here.
     """
-    from gdsload.early import prefetch
+    from gdsload.readahead.prefetch import prefetch
 
     if not wait:
         with opened(source, where):

@@ -14,11 +14,11 @@ from typing import Any
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.locate import locate
 from gdsload.dtypes import DTYPES
-from gdsload.early import prefetch
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.memory import page_cache
 from gdsload.planning.layer_order import in_layers
+from gdsload.readahead.prefetch import prefetch
 from gdsload.report import LoadReport
 
 # 0.2 s at 2.5 GB/s. It bounds what is read in vain where the guess is wrong.

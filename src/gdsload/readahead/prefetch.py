@@ -18,15 +18,15 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from gdsload import underway
-from gdsload.ahead import Ahead, Warming, fitting
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.memory import host_pool, page_cache
 from gdsload.planning.read_plan import Piece, pieces_of
-from gdsload.progress import (
+from gdsload.readahead import running
+from gdsload.readahead.prefetch_batch import Ahead, Warming, fitting
+from gdsload.readahead.progress import (
     CANCELLED,
     CLOSED,
     FAILED,
@@ -45,7 +45,7 @@ from gdsload.system.threads import start_thread
 if TYPE_CHECKING:
     import torch
 
-    from gdsload.opening import Opening
+    from gdsload.readahead.device_init import Opening
 
 TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
@@ -91,7 +91,7 @@ class Prefetch:
         try:
             claims.offer(self._landing)
             quiesce.hold(self)
-            underway.begin(self)
+            running.begin(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
                 self._fail(
@@ -146,7 +146,7 @@ class Prefetch:
         """Makes a GPU ready meanwhile: its context, and the ring that only its load will need."""
         if self.report.device.partition(":")[0] != "cuda":
             return None
-        from gdsload.opening import Opening  # not before a device is asked for
+        from gdsload.readahead.device_init import Opening  # not before a device is asked for
 
         ring = self.tier == "pagecache" and session["backend"] in ("auto", "posix")
         return Opening(self.report.device, session["options"] or {}, ring=ring)
@@ -246,7 +246,7 @@ class Prefetch:
 
     def _withdraw(self) -> None:
         claims.withdraw(self._landing)
-        underway.end(self)
+        running.end(self)
 
     def progress(self) -> Progress:
         """How far it is, at once."""
@@ -406,9 +406,9 @@ def prefetch(
 
 def prefetches() -> list[Prefetch]:
     """Those of this process that still read, or hold what nobody has taken; oldest first."""
-    return [one for one in underway.current() if isinstance(one, Prefetch)]
+    return [one for one in running.current() if isinstance(one, Prefetch)]
 
 
 def started() -> list[Prefetch]:
     """The last ones of this process, oldest first, ended or not."""
-    return [one for one in underway.started() if isinstance(one, Prefetch)]
+    return [one for one in running.started() if isinstance(one, Prefetch)]
