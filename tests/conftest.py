@@ -63,12 +63,12 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """The doubles for whole loads: torch knows nothing of them."""
-    from gdsload import tensors
+    from gdsload import api
     from gdsload.loading import device_batch
     from test_vram import device_tensor
 
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
+    monkeypatch.setattr(api, "require_device", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import tensors
+from gdsload import api
 from gdsload.backends.cufile import library as library_module
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
@@ -32,7 +32,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
         lambda name: [name if name == shared_libraries.CUDA else library],
     )
     patch.setattr(device_batch, "empty", device_tensor)
-    patch.setattr(tensors, "require_device", str)
+    patch.setattr(api, "require_device", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "roads": [], "equal": 0}
     options = {
         "allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import EMBEDDING, answer, process, run
-from gdsload import tensors
+from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli.terminal import Bytes, size
 from gdsload.errors import FileChanged
@@ -211,7 +211,7 @@ def test_an_error_is_one_line_and_a_traceback_on_request(
     def changed(*_: object, **__: object) -> None:
         raise FileChanged("a.safetensors: it changed")
 
-    monkeypatch.setattr(tensors, "load_file", changed)
+    monkeypatch.setattr(api, "load_file", changed)
     result = run("load", tiny_checkpoint)
     assert (result.exit_code, result.stderr) == (1, "gdsload: a.safetensors: it changed\n")
     for words in (["--debug", "load", tiny_checkpoint], ["load", "--debug", tiny_checkpoint]):
@@ -263,7 +263,7 @@ def test_verbose_sets_logging(
     words: Sequence[str], told: set[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("gdsload")
-    honest = tensors.load_file
+    honest = api.load_file
 
     def talking(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         log.error("broken")
@@ -271,7 +271,7 @@ def test_verbose_sets_logging(
         log.debug("detail")
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(tensors, "load_file", talking)
+    monkeypatch.setattr(api, "load_file", talking)
     before = log.level, list(log.handlers)
     for order in ([*words, "load"], ["load", *words]):
         assert {

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import EMBEDDING, answer, run
-from gdsload import tensors
+from gdsload import api
 from gdsload.cli.loading import checksum, load
 from gdsload.doctor.storage import filesystem
 from gdsload.loading.session import CACHES
@@ -75,14 +75,14 @@ def test_verify_finds_what_differs(
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = tensors.load_file
+    honest = api.load_file
 
     def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         loaded = {name: tensor.clone() for name, tensor in honest(*args, **kwargs).items()}
         spoil(loaded[EMBEDDING])
         return loaded
 
-    monkeypatch.setattr(tensors, "load_file", spoiled)
+    monkeypatch.setattr(api, "load_file", spoiled)
     result = run("load", tiny_checkpoint, "--verify")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
@@ -172,7 +172,7 @@ def test_cold_is_an_error_where_pages_stay(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_cache, "evict", lambda path: 8192)
-    monkeypatch.setattr(tensors, "load_file", lambda *_, **__: pytest.fail("it loaded"))
+    monkeypatch.setattr(api, "load_file", lambda *_, **__: pytest.fail("it loaded"))
     result = run("load", tiny_checkpoint, "--cold")
     assert result.exit_code == 1
     assert "model-00001-of-00002.safetensors: 8.19 kB stay in the page cache" in result.stderr

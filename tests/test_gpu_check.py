@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import tensors
+from gdsload import api
 from gdsload._native.block import Block
 from gdsload.loading import device_batch
 from gdsload.readahead import device_init
@@ -39,7 +39,7 @@ def script() -> ModuleType:
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
+    monkeypatch.setattr(api, "require_device", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root", patience=0) as doubles:
         yield doubles
 

@@ -20,7 +20,7 @@ import transformers
 import gdsload
 import gpudoubles
 import tinymodels
-from gdsload import tensors
+from gdsload import api
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
@@ -49,7 +49,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
     """A machine like GB10. In the end nothing was pinned or copied, and all memory is back."""
     monkeypatch.setattr(sys.modules["gdsload.plan"], "LITTLE_BYTES", 1)
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)
+    monkeypatch.setattr(api, "require_device", str)
     gc.collect()
     with gpudoubles.installed(monkeypatch, tmp_path / "root", unified=GB10) as doubles:
         before = doubles.cuda_log

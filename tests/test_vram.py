@@ -15,7 +15,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import tensors
+from gdsload import api
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
@@ -66,7 +66,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
     monkeypatch.setattr(device_batch, "empty", device_tensor)
     # torch knows nothing of the double.
     monkeypatch.setattr(
-        tensors, "require_device", lambda device: f"cuda:{device}" if device == 0 else device
+        api, "require_device", lambda device: f"cuda:{device}" if device == 0 else device
     )
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles

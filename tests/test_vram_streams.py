@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from gdsload import tensors
+from gdsload import api
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staging
 from gdsload.backends.cufile.gds import GdsBackend
@@ -39,7 +39,7 @@ from test_vram import ROADS, device_tensor, raw
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(tensors, "require_device", str)  # torch knows nothing of the double
+    monkeypatch.setattr(api, "require_device", str)  # torch knows nothing of the double
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdsload import warmup
-    from gdsload.asynchronous import afrom_pretrained, astream
+    from gdsload.aio import afrom_pretrained, astream
+    from gdsload.api import load_file, safe_open, stream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.errors import (
         BackendUnavailable,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from gdsload.readahead.prefetch import Prefetch, prefetch
     from gdsload.report import LoadReport, last_report
     from gdsload.system.quiesce import quiesce, resume
-    from gdsload.tensors import load_file, safe_open, stream
     from gdsload.version import __version__
 
 # Modules that are reached as attributes: gdsload.warmup.hook(...).
@@ -55,18 +55,18 @@ _HOMES = {
     "TensorInfo": "checkpoint.checkpoint",
     "__version__": "version",
     "accelerated": "integrations.transformers.model",
-    "afrom_pretrained": "asynchronous",
-    "astream": "asynchronous",
+    "afrom_pretrained": "aio",
+    "astream": "aio",
     "from_pretrained": "integrations.transformers.model",
     "install": "integrations.transformers.model",
     "last_report": "report",
-    "load_file": "tensors",
+    "load_file": "api",
     "plan": "planning.read_plan",
     "prefetch": "readahead.prefetch",
     "quiesce": "system.quiesce",
     "resume": "system.quiesce",
-    "safe_open": "tensors",
-    "stream": "tensors",
+    "safe_open": "api",
+    "stream": "api",
     "uninstall": "integrations.transformers.model",
 }
 

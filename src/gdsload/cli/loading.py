@@ -71,8 +71,8 @@ def load(
     with opened(source, where) as checkpoint:
         names = chosen(checkpoint, patterns)
         paths = [shard.path for shard in checkpoint.shards]
+    from gdsload.api import load_file
     from gdsload.report import last_report
-    from gdsload.tensors import load_file
 
     require_device(device)
     runs: list[dict[str, Any]] = []

@@ -336,7 +336,7 @@ def _drop_in_open(original: Call) -> Call:
         reading = _reading(**rest)
         if reading is None or framework != "pt":
             return original(filename, framework=framework, device=device, **rest)
-        from gdsload.tensors import safe_open as ours
+        from gdsload.api import safe_open as ours
 
         return ours(filename, framework, device, **reading)
 
@@ -349,7 +349,7 @@ def _drop_in_load(original: Call) -> Call:
         reading = _reading(**rest)
         if reading is None:
             return original(filename, device=device, **rest)
-        from gdsload.tensors import load_file as ours
+        from gdsload.api import load_file as ours
 
         return ours(filename, device, progress=False, **reading)
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
+from gdsload.api import stream
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.system.cancellation import Stop, check
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.tensors import stream
 
 if TYPE_CHECKING:
     import torch
