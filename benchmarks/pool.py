@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import gdsload
-from gdsload import synth, warmup
+from gdsload import warmup
 from gdsload.memory import page_cache
+from gdsload.synthetic import checkpoints
 
 from . import machine, records, tables, values
 from .layout import several, size
@@ -44,7 +45,9 @@ def make(directory: Path, count: int) -> list[Path]:
     """So many checkpoints of different sizes and values."""
     first, last = LAYERS
     return [
-        synth.write(MODEL, directory / f"model-{n:02}", layers=first + n % (last - first), seed=n)
+        checkpoints.write(
+            MODEL, directory / f"model-{n:02}", layers=first + n % (last - first), seed=n
+        )
         for n in range(count)
     ]
 

@@ -190,17 +190,17 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
             raise Refused(f"there is no .safetensors file in {options.source}")
         yield source
         return
-    from gdsload import synth
-    from gdsload.layouts import MODELS
+    from gdsload.synthetic import checkpoints
+    from gdsload.synthetic.model_shapes import MODELS
 
     if options.model not in MODELS:
         raise Refused(f"no model {options.model!r}: there are {', '.join(MODELS)}")
     target = (options.dir / options.model).absolute()
-    there = synth.holds(target, options.model)
+    there = checkpoints.holds(target, options.model)
     known = target.exists()
     try:
         if not there:
-            synth.write(options.model, target)
+            checkpoints.write(options.model, target)
         yield target
     finally:
         if not known and not options.keep:

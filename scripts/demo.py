@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gdsload
-from gdsload import synth
 from gdsload.errors import GdsloadError
 from gdsload.memory import page_cache
+from gdsload.synthetic import checkpoints
 
 MODEL = "qwen3-0.6b"
 DIRECTORY = Path(__file__).resolve().parents[1] / "build" / "demo" / MODEL
@@ -54,7 +54,7 @@ def files() -> list[Path]:
 
 
 def make_checkpoint() -> None:
-    if synth.holds(DIRECTORY, MODEL):
+    if checkpoints.holds(DIRECTORY, MODEL):
         return
     shutil.rmtree(DIRECTORY, ignore_errors=True)
     DIRECTORY.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def make_checkpoint() -> None:
             f"and the disk has {free / 1e9:.1f} GB free"
         )
     say(f"writing {DIRECTORY} (once)")
-    synth.write(MODEL, DIRECTORY)
+    checkpoints.write(MODEL, DIRECTORY)
 
 
 def touch(tensors: Iterable[object]) -> None:
@@ -112,7 +112,7 @@ def back_memory() -> None:
     """
     import torch
 
-    torch.full((synth.total_bytes(MODEL),), 1, dtype=torch.uint8)
+    torch.full((checkpoints.total_bytes(MODEL),), 1, dtype=torch.uint8)
 
 
 def timed(arm: Arm, make_ready: Callable[[], None]) -> Timing:
@@ -134,7 +134,7 @@ def compare(title: str, arms: list[Arm]) -> None:
         for state, make_ready in states.items():
             for arm in arms if turn % 2 == 0 else reversed(arms):
                 found.setdefault((arm.name, state), []).append(timed(arm, make_ready))
-    size = synth.total_bytes(MODEL)
+    size = checkpoints.total_bytes(MODEL)
     medians = {
         key: statistics.median(timing.seconds for timing in timings)
         for key, timings in found.items()
@@ -248,8 +248,9 @@ def main() -> int:
         f"gdsload {gdsload.__version__}, torch {torch.__version__}, Linux {platform.release()}, "
         f"{os.cpu_count()} cores, {memory.total / 1e9:.0f} GB, {gpu}"
     )
-    size = synth.total_bytes(MODEL)
-    say(f"{MODEL}: {len(list(synth.shapes(MODEL)))} tensors, {size / 1e9:.2f} GB; made-up weights")
+    size = checkpoints.total_bytes(MODEL)
+    count = len(list(checkpoints.shapes(MODEL)))
+    say(f"{MODEL}: {count} tensors, {size / 1e9:.2f} GB; made-up weights")
     say("before each load as much memory is touched and given back as it needs")
     if memory.available < MEMORY_BYTES:
         sys.exit(

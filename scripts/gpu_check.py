@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import gdsload
-from gdsload import synth
 from gdsload.backends import registry
 from gdsload.backends.cufile import library
 from gdsload.backends.posix.engines import ENGINES
 from gdsload.errors import GdsloadError
 from gdsload.memory import staging_ring
+from gdsload.synthetic import checkpoints
 from gdsload.system import gpu
 
 # What a figure needs to be of use: smaller loads are all overhead.
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="gdsload-gpu-check-") as folder:
         sources = wanted.checkpoints or [
-            synth.write(name, Path(folder, name)) for name in CHECKPOINTS
+            checkpoints.write(name, Path(folder, name)) for name in CHECKPOINTS
         ]
         for label, backend, options in roads(wanted.device, compat=wanted.compat):
             for source in sources:

@@ -17,9 +17,9 @@ import pytest
 
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
-from gdsload import synth
 from gdsload.backends import OpenFile
 from gdsload.loading import session
+from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would these tests.
@@ -44,13 +44,13 @@ def nothing_measured(cache_home: Path) -> None:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model of 0.66 MB in two shards; for reading only."""
-    return synth.write("tiny", tmp_path_factory.mktemp("checkpoints") / "tiny")
+    return checkpoints.write("tiny", tmp_path_factory.mktemp("checkpoints") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def tiny_moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts of 0.76 MB in two shards; for reading only."""
-    return synth.write("tiny-moe", tmp_path_factory.mktemp("checkpoints") / "tiny-moe")
+    return checkpoints.write("tiny-moe", tmp_path_factory.mktemp("checkpoints") / "tiny-moe")
 
 
 @pytest.fixture

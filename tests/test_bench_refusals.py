@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from command import run
-from gdsload import synth
 from gdsload.cli import measuring
 from gdsload.memory import page_cache
+from gdsload.synthetic import checkpoints
 
 arms, fio, instructions, judge, places = (
     measuring.program(name) for name in ("arms", "fio", "instructions", "judge", "places")
@@ -38,7 +38,7 @@ def test_somebody_elses_file_is_refused_by_name(
     def untold(file: object, *_: int) -> int:
         raise PermissionError(errno.EPERM, "the kernel tells it only to its owner")
 
-    synth.write("tiny", tmp_path / "tiny")
+    checkpoints.write("tiny", tmp_path / "tiny")
     monkeypatch.setattr(page_cache, "resident_bytes", untold)
     answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
     assert answer.exit_code == 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gdsload import synth
 from gdsload.cli import measuring
+from gdsload.synthetic import checkpoints
 
 start, render, records, pictures, tables = (
     measuring.program(name) for name in ("start", "render", "records", "pictures", "tables")
@@ -25,7 +25,7 @@ def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    synth.write("tiny", tmp_path / "tiny")
+    checkpoints.write("tiny", tmp_path / "tiny")
     return tmp_path / "tiny"
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from gdsload import synth
 from gdsload.backends.cufile import library as library_module
+from gdsload.synthetic import checkpoints
 from gpudoubles import SOURCES, compiler
 
 HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def library(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("real")
-    return [synth.write(name, folder / name) for name in ("tiny", "tiny-moe")]
+    return [checkpoints.write(name, folder / name) for name in ("tiny", "tiny-moe")]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_a_script_that_cannot_be_changed(qwen: Path, tmp_path: Path) -> None:
     assert f"['{qwen}', '--flag'] __main__" in done.stdout
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("from gdsload.run import activate\nactivate()\n")
+    (site / "sitecustomize.py").write_text(
+        "from gdsload.cli.run_script import activate\nactivate()\n"
+    )
     paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     done = ran(str(script), str(qwen), GDSLOAD="1", PYTHONPATH=paths)
     assert done.stdout.split()[0] == FIRST, done.stderr

@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file as reference_load_file
 
 import gdsload
-from gdsload import synth, warmup
+from gdsload import warmup
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import host_buffers
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import pieces_of
+from gdsload.synthetic import checkpoints
 
 UNIT = 2 << 20
 READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds the files
@@ -147,8 +148,8 @@ def test_a_tensor_outlives_its_pool(tiny_checkpoint: Path) -> None:
 
 
 def test_a_changed_checkpoint_is_read_anew(tmp_path: Path) -> None:
-    directory = synth.write("tiny", tmp_path / "model")
-    other = synth.write("tiny", tmp_path / "other", seed=7)
+    directory = checkpoints.write("tiny", tmp_path / "model")
+    other = checkpoints.write("tiny", tmp_path / "other", seed=7)
     with warmup.HostPool(64 * UNIT):
         by_load_file(directory)
         for file in other.glob("*.safetensors"):  # the same size, in place: the times tell
@@ -161,7 +162,7 @@ def test_a_changed_checkpoint_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_what_did_not_all_come_is_not_kept(tmp_path: Path) -> None:
-    directory = synth.write("tiny", tmp_path / "model")
+    directory = checkpoints.write("tiny", tmp_path / "model")
     file = next(directory.glob("*.safetensors"))
     with warmup.HostPool(64 * UNIT) as pool:
         with gdsload.safe_open(file, **READ) as opened:

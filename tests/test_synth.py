@@ -17,8 +17,8 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gdsload import layouts, synth
 from gdsload.errors import CheckpointError
+from gdsload.synthetic import checkpoints, model_shapes
 
 # Bytes of each file of the published checkpoint, headers included.
 PUBLISHED = {
@@ -31,37 +31,37 @@ TENSORS = {"qwen3-0.6b": 311, "qwen2.5-7b": 339, "llama-3.1-8b": 291, "qwen3-30b
 
 @pytest.mark.parametrize(("model", "count"), TENSORS.items())
 def test_as_many_tensors_as_published(model: str, count: int) -> None:
-    assert len({tensor.name for tensor in synth.shapes(model)}) == count
+    assert len({tensor.name for tensor in checkpoints.shapes(model)}) == count
 
 
 @pytest.mark.parametrize(("model", "sizes"), PUBLISHED.items())
 def test_files_are_as_long_as_published(model: str, sizes: list[int]) -> None:
-    files = synth.shards(model).values()
-    assert [len(synth._header(file)) + synth._nbytes(file) for file in files] == sizes
+    files = checkpoints.shards(model).values()
+    assert [len(checkpoints._header(file)) + checkpoints._nbytes(file) for file in files] == sizes
 
 
 def test_mixture_of_experts_has_sixteen_files() -> None:
-    files = synth.shards("qwen3-30b-a3b")
-    sizes = [len(synth._header(file)) + synth._nbytes(file) for file in files.values()]
+    files = checkpoints.shards("qwen3-30b-a3b")
+    sizes = [len(checkpoints._header(file)) + checkpoints._nbytes(file) for file in files.values()]
     assert len(files) == 16
     assert (sizes[0], sizes[-1]) == (3998893112, 1085307128)
-    assert synth.total_bytes("qwen3-30b-a3b") == 30_532_122_624 * 2
+    assert checkpoints.total_bytes("qwen3-30b-a3b") == 30_532_122_624 * 2
 
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen2.5-7b", "llama-3.1-8b", "tiny"])
 def test_names_and_shapes_are_those_that_transformers_builds(model: str) -> None:
-    settings = layouts.configured(model)
+    settings = model_shapes.configured(model)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**{k: v for k, v in settings.items() if k != "torch_dtype"})
         )
     expected = {name: tuple(value.shape) for name, value in built.state_dict().items()}
-    assert {tensor.name: tensor.shape for tensor in synth.shapes(model)} == expected
+    assert {tensor.name: tensor.shape for tensor in checkpoints.shapes(model)} == expected
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_transformers_builds_a_model_from_it(model: str, tmp_path: Path) -> None:
-    directory = synth.write(model, tmp_path / "model", layers=2)
+    directory = checkpoints.write(model, tmp_path / "model", layers=2)
     built, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, output_loading_info=True
     )
@@ -82,7 +82,7 @@ def test_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
                 assert index["weight_map"][name] == path.name
                 found[name] = file.get_tensor(name)
     assert {name: tuple(value.shape) for name, value in found.items()} == {
-        tensor.name: tensor.shape for tensor in synth.shapes("tiny")
+        tensor.name: tensor.shape for tensor in checkpoints.shapes("tiny")
     }
     values = torch.cat([value.flatten() for value in found.values()]).float()
     assert values.isfinite().all()
@@ -92,8 +92,8 @@ def test_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
 
 
 def test_no_two_pages_agree() -> None:
-    filling = synth.Filling(7, tied=False)
-    tensors = [synth.Tensor(name, "BF16", (3 << 20,)) for name in ("first", "second")]
+    filling = checkpoints.Filling(7, tied=False)
+    tensors = [checkpoints.Tensor(name, "BF16", (3 << 20,)) for name in ("first", "second")]
     content = b"".join(bytes(block) for tensor in tensors for block in filling.blocks(tensor))
     pages = {content[at : at + 4096] for at in range(0, len(content), 4096)}
     assert len(pages) == len(content) // 4096
@@ -101,7 +101,7 @@ def test_no_two_pages_agree() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 2048, 2049, 524_287, 524_289])
 def test_blocks_are_as_long_as_their_tensor(count: int) -> None:
-    blocks = synth.Filling(0, tied=False).blocks(synth.Tensor("odd", "BF16", (count,)))
+    blocks = checkpoints.Filling(0, tied=False).blocks(checkpoints.Tensor("odd", "BF16", (count,)))
     assert sum(len(block) for block in blocks) == 2 * count
 
 
@@ -110,8 +110,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_same_seed_same_bytes_other_seed_others(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    again = contents(synth.write("tiny", tmp_path / "again"))
-    other = contents(synth.write("tiny", tmp_path / "other", seed=1))
+    again = contents(checkpoints.write("tiny", tmp_path / "again"))
+    other = contents(checkpoints.write("tiny", tmp_path / "other", seed=1))
     assert again == contents(tiny_checkpoint)
     assert other.keys() == again.keys()
     shard = "model-00001-of-00002.safetensors"
@@ -120,49 +120,49 @@ def test_same_seed_same_bytes_other_seed_others(tiny_checkpoint: Path, tmp_path:
 
 
 def test_knows_its_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert synth.holds(tiny_checkpoint, "tiny")
-    assert synth.holds(tiny_checkpoint, "tiny", layers=4)
-    assert not synth.holds(tiny_checkpoint, "tiny", layers=3)
-    assert not synth.holds(tiny_checkpoint, "tiny", seed=1)
-    assert not synth.holds(tiny_checkpoint, "tiny-moe")
-    assert not synth.holds(tmp_path, "tiny")
+    assert checkpoints.holds(tiny_checkpoint, "tiny")
+    assert checkpoints.holds(tiny_checkpoint, "tiny", layers=4)
+    assert not checkpoints.holds(tiny_checkpoint, "tiny", layers=3)
+    assert not checkpoints.holds(tiny_checkpoint, "tiny", seed=1)
+    assert not checkpoints.holds(tiny_checkpoint, "tiny-moe")
+    assert not checkpoints.holds(tmp_path, "tiny")
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
     os.truncate(copy / "model-00002-of-00002.safetensors", 1000)
-    assert not synth.holds(copy, "tiny")
+    assert not checkpoints.holds(copy, "tiny")
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     steps: list[int] = []
-    synth.write("tiny", tmp_path / "model", progress=steps.append)
-    assert sum(steps) == synth.total_bytes("tiny")
+    checkpoints.write("tiny", tmp_path / "model", progress=steps.append)
+    assert sum(steps) == checkpoints.total_bytes("tiny")
 
 
 @pytest.mark.parametrize("layers", [0, -1, 5])
 def test_layers_that_it_has_not_are_refused(layers: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tiny has 4 layers"):
-        synth.write("tiny", tmp_path / "model", layers=layers)
+        checkpoints.write("tiny", tmp_path / "model", layers=layers)
 
 
 def test_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model 'gpt-5'.*qwen3-0\.6b"):
-        synth.write("gpt-5", tmp_path / "model")
+        checkpoints.write("gpt-5", tmp_path / "model")
 
 
 def test_empty_directory_is_taken(tmp_path: Path) -> None:
-    assert synth.holds(synth.write("tiny", tmp_path), "tiny")
+    assert checkpoints.holds(checkpoints.write("tiny", tmp_path), "tiny")
 
 
 def test_nothing_in_a_full_directory_is_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="not empty"):
-        synth.write("tiny", tmp_path)
+        checkpoints.write("tiny", tmp_path)
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
 def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("a file")
     with pytest.raises(CheckpointError, match="in the way"):
-        synth.write("tiny", tmp_path / "model")
+        checkpoints.write("tiny", tmp_path / "model")
 
 
 def test_too_small_a_disk_is_refused_before_writing(
@@ -172,7 +172,7 @@ def test_too_small_a_disk_is_refused_before_writing(
     with pytest.raises(
         CheckpointError, match=r"takes 1,503,\d+,\d+ bytes.* 1,000,000,000 are free"
     ):
-        synth.write("qwen3-0.6b", tmp_path / "model")
+        checkpoints.write("qwen3-0.6b", tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,13 +195,13 @@ def test_nothing_is_left_of_a_failed_write(
             raise trouble
 
     with pytest.raises(raised):
-        synth.write("tiny", tmp_path / "model", progress=progress)
+        checkpoints.write("tiny", tmp_path / "model", progress=progress)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_needs_neither_torch_nor_numpy() -> None:
     import subprocess
 
-    code = "import sys, gdsload.synth; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, gdsload.synthetic.checkpoints; print({'torch', 'numpy'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"

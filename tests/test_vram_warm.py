@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import gdsload
-from gdsload import synth
 from gdsload.backends.base import Support
 from gdsload.backends.posix import engines
+from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
 from storage import kept_warm
 from test_vram import raw
@@ -26,7 +26,7 @@ def doubles(loading: Doubles) -> Doubles:
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Path]:
     """A checkpoint in the page cache whose reads are large enough to be shared out."""
-    source = synth.write("tiny", tmp_path / "tiny")
+    source = checkpoints.write("tiny", tmp_path / "tiny")
     with kept_warm(*source.glob("*.safetensors")):
         yield source
 

@@ -165,7 +165,7 @@ def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
 def test_a_script_starts_with_its_weights_on_their_way(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, entry: str
 ) -> None:
-    pytest.importorskip("gdsload.run")
+    pytest.importorskip("gdsload.cli.run_script")
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; assert 'torch' not in sys.modules\n"

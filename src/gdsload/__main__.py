@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command that the arguments name."""
     if sys.argv[1:2] == ["run"]:
-        from gdsload.run import run
+        from gdsload.cli.run_script import run
 
         run(sys.argv[2:])
         return

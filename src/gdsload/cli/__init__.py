@@ -16,7 +16,7 @@ from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.terminal import DEBUG, Commands, common, json_of, moved_bar, plain, show_json, size
 from gdsload.cli.warming import warmup
-from gdsload.layouts import MODELS
+from gdsload.synthetic.model_shapes import MODELS
 
 __all__ = ["main"]
 
@@ -67,14 +67,14 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
 
     A directory that holds this very checkpoint already is left as it is.
     """
-    from gdsload import synth
+    from gdsload.synthetic import checkpoints
 
-    total = synth.total_bytes(model, layers)
-    if synth.holds(directory, model, layers=layers, seed=seed):
+    total = checkpoints.total_bytes(model, layers)
+    if checkpoints.holds(directory, model, layers=layers, seed=seed):
         click.echo(f"{plain(directory)}: {model}, {size(total)}, is there already")
         return
     with moved_bar(model, total) as moved:
-        written = synth.write(model, directory, layers=layers, seed=seed, progress=moved)
+        written = checkpoints.write(model, directory, layers=layers, seed=seed, progress=moved)
     click.echo(f"{plain(str(written))}: {model}, {size(total)}")
 
 
@@ -98,7 +98,7 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, the weights are on their
     way before the script imports anything; --tier pagecache only fills the page cache.
     """
-    from gdsload.run import run as run_script
+    from gdsload.cli.run_script import run as run_script
 
     ctx.meta[DEBUG] = True  # the script's errors are its own
     ctx.find_root().close()  # and so is its logging

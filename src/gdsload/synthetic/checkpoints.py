@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import IO
 
 from gdsload.errors import CheckpointError
-from gdsload.layouts import BF16_BYTES, MODELS, Tensor, configured, shapes, shards, total_bytes
+from gdsload.synthetic.model_shapes import (
+    BF16_BYTES,
+    MODELS,
+    Tensor,
+    configured,
+    shapes,
+    shards,
+    total_bytes,
+)
 
 __all__ = ["MODELS", "holds", "shapes", "shards", "total_bytes", "write"]
 

@@ -1,0 +1,1 @@
+"""Checkpoints with real shapes and made-up values, for demos and benchmarks."""
