@@ -57,7 +57,9 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def grid(options: argparse.Namespace) -> Iterator[str]:
     """The arms: each road with each combination that means something to it."""
     ahead = list(itertools.product(options.populate, options.huge))
-    for road, size, number in itertools.product(options.road, options.request, options.in_flight):
+    for road, size, number in itertools.product(
+        options.io_mode, options.request, options.in_flight
+    ):
         if road in CUFILE:
             many = "threads" if road == "gds_mt" else "depth"
             yield f"gdsload:backend={road},request_bytes={size},{many}={number}"
@@ -79,16 +81,16 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
     return {**result, "kind": "engines", "left_out": shortened(result)}
 
 
-def road_of(settings: dict[str, Any]) -> str:
+def io_mode_of(settings: dict[str, Any]) -> str:
     return str(settings.get("backend") or f"posix/{settings['engine']}")
 
 
 def shortened(result: dict[str, Any]) -> dict[str, str]:
     """What was left out, a road of which nothing ran by its name alone."""
-    ran = {road_of(arm["settings"]) for arm in result["arms"]}
+    ran = {io_mode_of(arm["settings"]) for arm in result["arms"]}
     found: dict[str, str] = {}
     for label, why in result["left_out"].items():
-        road = road_of(parse(label).settings)
+        road = io_mode_of(parse(label).settings)
         found[label if road in ran else road] = why
     return found
 
@@ -98,7 +100,7 @@ def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spr
     found: dict[str, dict[tuple[int, int], tables.Spread]] = {}
     for arm in result["arms"]:
         of = arm["settings"]
-        name = road_of(of)
+        name = io_mode_of(of)
         if name not in CUFILE:
             name += f", {of['populate_threads']} populating, huge pages {of['huge_pages']}"
         shape = of["request_bytes"], of.get("depth") or of["threads"]

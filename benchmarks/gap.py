@@ -20,7 +20,7 @@ from typing import Any
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.session import Batch, Session
-from gdsload.planning.read_plan import GAP_BYTES, Piece, ReadPlan, pieces_of, plan_reads
+from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 
 from . import machine, tables
@@ -33,7 +33,7 @@ PIECE_BYTES = (64 * KIB, 1024 * KIB)
 MOST_BYTES = 256 << 20  # of a file, for one measurement
 
 
-def read(checkpoint: Checkpoint, pieces: list[Piece], gap: int) -> tuple[float, ReadPlan]:
+def read(checkpoint: Checkpoint, pieces: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
     """Seconds from the first request to the last byte, in memory that was touched before."""
     with Session(checkpoint, LoadReport(""), cache="direct") as session:
         session.plan(pieces[:1])  # opens the backend and registers the file, before the clock
@@ -52,13 +52,13 @@ def read(checkpoint: Checkpoint, pieces: list[Piece], gap: int) -> tuple[float, 
         return time.monotonic() - began, plan
 
 
-def regular(checkpoint: Checkpoint, piece: int, gap: int) -> list[Piece]:
+def regular(checkpoint: Checkpoint, piece: int, gap: int) -> list[ByteRange]:
     """Pieces of one size at one distance, from page to page, in the first shard."""
     shard = checkpoint.shards[0]
     first = -(-shard.data_start // 4096) * 4096
     step = piece + gap
     count = max(min(shard.size - first, MOST_BYTES) // step, 1)
-    return [Piece(f"{number}", 0, first + number * step, piece) for number in range(count)]
+    return [ByteRange(f"{number}", 0, first + number * step, piece) for number in range(count)]
 
 
 def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
 
 def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str, Any]]:
     """A random half of the tensors, in file order, by rule."""
-    everything = [piece for piece in pieces_of(checkpoint) if piece.nbytes <= MOST_BYTES]
+    everything = [piece for piece in byte_ranges_of(checkpoint) if piece.nbytes <= MOST_BYTES]
     chosen = set(random.Random(seed).sample(range(len(everything)), len(everything) // 2))
     pieces = [piece for number, piece in enumerate(everything) if number in chosen]
     rules = (0, *GAPS)

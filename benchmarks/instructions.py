@@ -44,10 +44,10 @@ def step_open(source: Path) -> Callable[[], object]:
 
 def _opened(source: Path) -> tuple[Any, list[Any], list[int]]:
     from gdsload.checkpoint import Checkpoint
-    from gdsload.planning.read_plan import pieces_of
+    from gdsload.planning.read_plan import byte_ranges_of
 
     checkpoint = Checkpoint.open(source)
-    return checkpoint, pieces_of(checkpoint), [shard.size for shard in checkpoint.shards]
+    return checkpoint, byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards]
 
 
 def step_plan(source: Path) -> Callable[[], object]:
@@ -65,18 +65,18 @@ def step_windows(source: Path) -> Callable[[], object]:
 
 
 def step_scatter(source: Path) -> Callable[[], object]:
-    from gdsload.memory.host_buffers import Arena
+    from gdsload.memory.host_buffers import HostBuffers
     from gdsload.planning.read_plan import Limits, plan_reads
 
     _, pieces, sizes = _opened(source)
     plan = plan_reads(pieces, sizes, Limits())
-    return lambda: Arena(plan).spots(plan)
+    return lambda: HostBuffers(plan).views(plan)
 
 
 def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.checkpoint import Checkpoint
     from gdsload.loading.session import Session
-    from gdsload.planning.read_plan import pieces_of
+    from gdsload.planning.read_plan import byte_ranges_of
     from gdsload.report import LoadReport
 
     def read() -> None:
@@ -87,7 +87,7 @@ def step_engine(source: Path) -> Callable[[], object]:
                 checkpoint, LoadReport(""), cache="buffered", backend="posix", options=options
             ) as session,
         ):
-            batch = session.start(pieces_of(checkpoint))
+            batch = session.start(byte_ranges_of(checkpoint))
             try:
                 batch.wait()
             finally:
@@ -194,7 +194,7 @@ def compared(words: argparse.Namespace) -> int:
     if worse:
         print(
             f"bench-compare: {PLAY:.0%} more is allowed. Something that changed since"
-            f" {words.baseline.name} was kept (git log has it) made this dearer: mend it, or, if it"
+            f" {words.baseline.name} was kept (git log has it) made this dearer: hint it, or, if it"
             " is worth that, make bench-baseline",
             file=sys.stderr,
         )

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.memory.host_buffers import Arena, hand_over, map_shard
-from gdsload.planning.read_plan import Limits, pieces_of, plan_reads
+from gdsload.memory.host_buffers import HostBuffers, hand_over, map_shard
+from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 
 from . import records, tables, values
 from .layout import several
@@ -82,22 +82,22 @@ def once(source: Path) -> dict[str, Cost]:
         sizes = [shard.size for shard in checkpoint.shards]
 
         def plan() -> Any:
-            return plan_reads(pieces_of(checkpoint), sizes, Limits())
+            return plan_reads(byte_ranges_of(checkpoint), sizes, Limits())
 
         steps["plan"], planned = timed(plan)
-        steps["place"], spots = timed(lambda: Arena(planned).spots(planned))
-        steps["hand over"], given = timed(lambda: hand_over(infos, spots))
+        steps["place"], views = timed(lambda: HostBuffers(planned).views(planned))
+        steps["hand over"], given = timed(lambda: hand_over(infos, views))
         steps["let go"], _ = timed(given.clear)
-        del spots
+        del views
 
         def mapped() -> Any:
-            from gdsload.memory.host_buffers import Spot
+            from gdsload.memory.host_buffers import BufferView
 
             regions = [map_shard(checkpoint, number) for number in range(len(sizes))]
-            return {info.name: Spot(regions[info.shard], info.offset) for info in infos}
+            return {info.name: BufferView(regions[info.shard], info.offset) for info in infos}
 
-        _, spots = timed(mapped)
-        steps["hand over, mapped"], given = timed(lambda: hand_over(infos, spots))
+        _, views = timed(mapped)
+        steps["hand over, mapped"], given = timed(lambda: hand_over(infos, views))
     return steps
 
 

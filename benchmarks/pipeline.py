@@ -33,9 +33,9 @@ from unittest import mock
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
-from gdsload.backends.staging import StagedRoad
+from gdsload.backends.staging import StagingPipeline
 from gdsload.memory.staging_ring import DRAM, release_rings, ring_for
-from gdsload.planning.read_plan import Limits, Piece, ReadPlan, plan_reads
+from gdsload.planning.read_plan import ByteRange, Limits, ReadPlan, plan_reads
 from gdsload.system import gpu, shared_libraries
 
 from . import records, tables, values
@@ -77,7 +77,7 @@ def capsule(library: ctypes.CDLL) -> Any:
 def planned(tensors: int) -> ReadPlan:
     """The reads of a file of so many tensors of one size."""
     each = LOAD_BYTES // tensors // 512 * 512
-    pieces = [Piece(f"t{number}", 0, number * each, each) for number in range(tensors)]
+    pieces = [ByteRange(f"t{number}", 0, number * each, each) for number in range(tensors)]
     return plan_reads(pieces, [tensors * each], Limits(REQUEST_BYTES, depth=DEPTH))
 
 
@@ -87,12 +87,15 @@ def memory_of(plan: ReadPlan, kind: str) -> list[Memory]:
     if kind == "side by side":
         shares = [(0, target.length, 1 << 40)]
     else:
-        each = LOAD_BYTES // len(plan.homes) // 512 * 512
-        shares = [(home.offset, each, (1 << 40) + 2 * home.offset) for home in plan.homes.values()]
+        each = LOAD_BYTES // len(plan.locations) // 512 * 512
+        shares = [
+            (location.offset, each, (1 << 40) + 2 * location.offset)
+            for location in plan.locations.values()
+        ]
     return [Memory(VRAM, 0, target.length, device="cuda:0", shares=shares)]
 
 
-def run(instant: ctypes.CDLL, road: StagedRoad, plan: ReadPlan, kind: str) -> dict[str, float]:
+def run(instant: ctypes.CDLL, road: StagingPipeline, plan: ReadPlan, kind: str) -> dict[str, float]:
     """One load: what making the request took, and from its posting to its end."""
     memory = memory_of(plan, kind)
     files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
@@ -154,7 +157,7 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0, 0)
         cuda.cuda_double_weightless(1)
         with ring_for(DRAM, 0, REQUEST_BYTES, RING_BYTES) as ring:
-            road = StagedRoad("instant", ring, capsule(instant), DEPTH)
+            road = StagingPipeline("instant", ring, capsule(instant), DEPTH)
         pump = Pump(capsule(instant), DEPTH)
         found: list[dict[str, Any]] = []
         plans = {tensors: planned(tensors) for tensors in TENSORS}

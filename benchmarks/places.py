@@ -56,5 +56,5 @@ def own_environment(**more: str) -> dict[str, str]:
     """The same for a process that shall find the very gdsload that is running here."""
     import gdsload
 
-    home = str(Path(gdsload.__file__).resolve().parents[1])
-    return environment(PYTHONPATH=home, PYTHONDONTWRITEBYTECODE="1", **more)
+    location = str(Path(gdsload.__file__).resolve().parents[1])
+    return environment(PYTHONPATH=location, PYTHONDONTWRITEBYTECODE="1", **more)

@@ -89,7 +89,7 @@ def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
         "model": source.name,
         "bytes": nbytes,
         "read_bytes": sum(report.read_bytes for report in reports),
-        "from_pool_bytes": sum(report.roads.get("pool", 0) for report in reports),
+        "from_pool_bytes": sum(report.paths.get("pool", 0) for report in reports),
         "seconds": took,
     }
     return facts | look(pool)

@@ -25,7 +25,7 @@ from typing import Any
 
 from gdsload import last_report, load_file
 from gdsload.checkpoint import Checkpoint
-from gdsload.planning.read_plan import Limits, pieces_of, plan_reads
+from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 
 from . import large, records, tables, values
 from .large import Shape
@@ -197,7 +197,7 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def planned(room: Path, name: str, repeats: int) -> dict[str, Any]:
-    """Opening and planning one of the large checkpoints: no byte of its data is read."""
+    """DeviceInit and planning one of the large checkpoints: no byte of its data is read."""
     everything = list(large.MODELS[name]())
     source = large.write(room / name, large.sharded(everything))
     runs = []
@@ -207,10 +207,12 @@ def planned(room: Path, name: str, repeats: int) -> dict[str, Any]:
             with checkpoint:
                 sizes = [shard.size for shard in checkpoint.shards]
                 planning, plan = timed(
-                    lambda: plan_reads(pieces_of(checkpoint), sizes, Limits())  # noqa: B023
+                    lambda: plan_reads(byte_ranges_of(checkpoint), sizes, Limits())  # noqa: B023
                 )
-                if len(plan.homes) != len(everything):
-                    raise Refused(f"{name}: {len(plan.homes)} of {len(everything)} were planned")
+                if len(plan.locations) != len(everything):
+                    raise Refused(
+                        f"{name}: {len(plan.locations)} of {len(everything)} were planned"
+                    )
                 runs.append({"open_s": opening, "plan_s": planning})
     finally:
         shutil.rmtree(source, ignore_errors=True)

@@ -18,7 +18,7 @@ SPLIT = {
     "waiting": ("read", "wait for the prefetch"),
     "clean-up": ("hand over",),
 }
-REPORTED = ("phases", "roads", "pages")
+REPORTED = ("phases", "paths", "pages")
 
 
 def median(runs: Iterable[dict[str, Any]], fact: str) -> float | None:

@@ -14,8 +14,8 @@ import pytest
 from gdsload import load_file
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
-from gdsload.memory.host_buffers import Arena, hand_over
-from gdsload.planning.read_plan import Limits, extents_of, pieces_of, plan_reads
+from gdsload.memory.host_buffers import HostBuffers, hand_over
+from gdsload.planning.read_plan import Limits, byte_ranges_of, merged_ranges_of, plan_reads
 
 from .parse import TENSOR_BYTES, write
 
@@ -45,12 +45,12 @@ def test_open(benchmark: Any, source: Path) -> None:
 
 
 def test_extents(benchmark: Any, checkpoint: Checkpoint) -> None:
-    assert len(benchmark(extents_of, pieces_of(checkpoint))) == SHARDS
+    assert len(benchmark(merged_ranges_of, byte_ranges_of(checkpoint))) == SHARDS
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 20])
 def test_plan(benchmark: Any, checkpoint: Checkpoint, window_bytes: int) -> None:
-    pieces, sizes = pieces_of(checkpoint), [shard.size for shard in checkpoint.shards]
+    pieces, sizes = byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards]
     planned = benchmark(plan_reads, pieces, sizes, Limits(), window_bytes=window_bytes)
     assert planned.wanted_bytes == TENSORS * TENSOR_BYTES
 
@@ -58,18 +58,18 @@ def test_plan(benchmark: Any, checkpoint: Checkpoint, window_bytes: int) -> None
 def test_scatter(benchmark: Any, checkpoint: Checkpoint) -> None:
     """Memory for a plan, and the place of each tensor in it."""
     planned = plan_reads(
-        pieces_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
+        byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
     )
-    assert len(benchmark(lambda: Arena(planned).spots(planned))) == TENSORS
+    assert len(benchmark(lambda: HostBuffers(planned).views(planned))) == TENSORS
 
 
 def test_hand_over(benchmark: Any, checkpoint: Checkpoint) -> None:
     planned = plan_reads(
-        pieces_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
+        byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
     )
     infos = list(checkpoint.tensors.values())
-    spots = Arena(planned).spots(planned)
-    assert len(benchmark(hand_over, infos, spots)) == TENSORS
+    views = HostBuffers(planned).views(planned)
+    assert len(benchmark(hand_over, infos, views)) == TENSORS
 
 
 @pytest.fixture(scope="module")

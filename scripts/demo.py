@@ -186,7 +186,7 @@ def verdict(what: str, ours: dict[str, object], theirs: dict[str, object]) -> bo
 
 def road() -> str:
     report = gdsload.last_report()
-    by_road = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.roads.items())
+    by_road = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items())
     return f"road of the last load: {by_road}\n{report.summary()}"
 
 

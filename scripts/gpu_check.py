@@ -133,7 +133,7 @@ def check_ahead(source: Path, device: str) -> dict[str, Any]:
         return row
     if refusal := row["first"]["refusals"].get(device):
         row["verdict"] = f"FAILED: it went to host memory: {refusal}"
-    elif report.read_bytes or set(report.roads) != {"prefetched"}:
+    elif report.read_bytes or set(report.paths) != {"prefetched"}:
         row["verdict"] = f"FAILED: the load read {report.read_bytes:,} bytes again"
     elif any(tensor.data_ptr() % 256 for tensor in got.values()):
         row["verdict"] = "WRONG: a tensor is not aligned"
@@ -176,7 +176,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         size = first["wanted_bytes"]
         read = [each for each in (first, again) if each["read_bytes"]]  # and not adopted
         best = min(each["seconds"] for each in read or [first])
-        by_road = ", ".join(f"{road} {part:,}" for road, part in again["roads"].items() if part)
+        by_road = ", ".join(f"{road} {part:,}" for road, part in again["paths"].items() if part)
         figures = [f"{size / 1e9:.3f}", f"{first['seconds']:.3f}", f"{size / best / 1e9:.2f}",
                    f"{again['seconds']:.3f}", by_road]  # fmt: skip
     return [row["road"], row["checkpoint"], row["verdict"], *figures]

@@ -48,7 +48,7 @@ if [ -n "$path" ]; then
     [ -z "$root" ] || path=${path#"$(readlink -f "$root")"}
 fi
 
-# One record a line: verdict, name, what it rules out, detail, mend. What is ruled out: "-",
+# One record a line: verdict, name, what it rules out, detail, hint. What is ruled out: "-",
 # "both", "nvidia-fs", "p2pdma"; or "install", nvidia-fs until this script has been run.
 sep=$(printf '\037')
 found=
@@ -340,7 +340,7 @@ show_json() {
         {
             printf "%s\n  {\"name\": %s, \"verdict\": %s, \"detail\": %s, ", (NR > 1 ? "," : ""),
                 quoted($2), quoted($1), quoted($4)
-            printf "\"mend\": %s, \"rules_out\": [%s], \"installable\": %s}",
+            printf "\"hint\": %s, \"rules_out\": [%s], \"installable\": %s}",
                 quoted($5), out[$3], ($3 == "install" ? "true" : "false")
         }
         END { print "\n]}" }'
@@ -348,7 +348,7 @@ show_json() {
 show() {
     printf '%s' "$found" | awk -F "$sep" '{
         printf "%-6s  %-14s  %s\n", $1, $2, $4
-        if ($5 != "") printf "%-6s  %-14s  mend: %s\n", "", "", $5
+        if ($5 != "") printf "%-6s  %-14s  hint: %s\n", "", "", $5
     }'
     printf '\nnvidia-fs:  %s\n' "${nvfs:+no: }${nvfs:-ready}"
     printf 'PCI P2PDMA: %s\n' "${p2p:+no: }${p2p:-ready}"

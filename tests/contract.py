@@ -250,7 +250,7 @@ class BackendContract:
         request = backend.prepare(self.reads(0), known, spaces)
         backend.post(request)
         self.finish(backend, request, len(self.reads(0)))
-        roads = backend.roads(request)
+        roads = backend.paths(request)
         backend.release(request)
         assert not roads or sum(roads.values()) == SIZE
 

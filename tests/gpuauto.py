@@ -25,7 +25,7 @@ def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
         for name, tensor in safetensors.torch.load_file(shard).items():
             assert torch.equal(raw(got[name]), raw(tensor)), name
     report = gdsload.last_report()
-    assert sum(report.roads.values()) >= report.read_bytes
+    assert sum(report.paths.values()) >= report.read_bytes
     return report
 
 

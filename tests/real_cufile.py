@@ -33,7 +33,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
     )
     patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(api, "require_device", str)
-    facts: dict[str, Any] = {"version": library_module.library().version, "roads": [], "equal": 0}
+    facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
     options = {
         "allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)
     }  # fmt: skip
@@ -47,9 +47,9 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
                     assert torch.equal(raw(got[name]), raw(tensor)), name
                     facts["equal"] += 1
             report = gdsload.last_report()
-            facts["roads"].append(report.roads)
+            facts["paths"].append(report.paths)
             facts["engine"] = report.engine
-            assert sum(report.roads.values()) == report.read_bytes
+            assert sum(report.paths.values()) == report.read_bytes
             del got
     facts["limits"] = library_module._driver[0].limits
     facts["freed"] = staging_ring.release_rings()

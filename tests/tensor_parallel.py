@@ -73,8 +73,9 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
                   for m in (stock, ours)]  # fmt: skip
     return {
         "wrong": wrong, "same_keys": list(one) == list(other),
-        "same_logits": torch.equal(*logits), "path": report.path, "reason": report.path_reason,
-        "labels": report.labels,
+        "same_logits": torch.equal(*logits), "path": report.integration, "reason":
+        report.integration_reason,
+        "labels": report.fates,
         "tensors": report.tensors, "wanted_bytes": report.wanted_bytes, "held_bytes": held,
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ from gdsload.readahead.prefetch import prefetches
 from gdsload.system import cancellation
 
 NEW = transformers.__version__[0] > "4"
-FIRST = "seam" if NEW else "safe_open"
+FIRST = "hook" if NEW else "safe_open"
 place: ContextVar[str] = ContextVar("place", default="nowhere")
 
 
@@ -50,7 +50,7 @@ def test_it_is_the_same_model(source: Path) -> None:
     ours = asyncio.run(
         gdsload.afrom_pretrained(source, cls=transformers.AutoModelForCausalLM, dtype=torch.float16)
     )
-    assert gdsload.last_report().path == FIRST
+    assert gdsload.last_report().integration == FIRST
     assert tinymodels.differences(stock, ours) == []
 
 
@@ -192,7 +192,7 @@ def test_an_error_comes_out_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_stop_asked_before_or_meanwhile_gives_no_result() -> None:
-    stop = cancellation.Stop()
+    stop = cancellation.CancelToken()
     ended = threading.Event()
 
     def load() -> str:
@@ -201,8 +201,8 @@ def test_a_stop_asked_before_or_meanwhile_gives_no_result() -> None:
             assert ended.wait(30)
         return "a model"
 
-    with pytest.raises(cancellation.LoadStopped):
+    with pytest.raises(cancellation.LoadCancelled):
         stop.run(load)
-    with pytest.raises(cancellation.LoadStopped):
+    with pytest.raises(cancellation.LoadCancelled):
         stop.run(str)
     cancellation.check()  # and nobody else is stopped

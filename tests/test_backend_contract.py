@@ -41,7 +41,7 @@ for _engine in engines.ENGINES:
         _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
         globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
 
-    _name = f"Test{_engine.title()}Bounced"
+    _name = f"Test{_engine.title()}BounceBuffers"
     globals()[_name] = suite(
         _name, PosixContract, engine=_engine, direct=True, options={"bounce": "always"}
     )

@@ -122,7 +122,7 @@ def test_a_cold_table_of_two_arms(tiny_checkpoint: Path, tmp_path: Path) -> None
         (seconds,), medians = arm["seconds"], arm["medians"]
         assert medians["touched_bytes"] == 656768
         assert medians["load_s"] + medians["touch_s"] <= seconds * 1.001
-        assert arm["report"]["roads"]
+        assert arm["report"]["paths"]
         assert sum(arm["tensor_ms"].values()) * 47 <= seconds * 1000
     for fact in (
         "kernel",

@@ -17,14 +17,14 @@ from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.memory import device_buffers
-from gdsload.planning.read_plan import Piece
+from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 
 
-def pieces(*sizes: int) -> list[Piece]:
+def pieces(*sizes: int) -> list[ByteRange]:
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return [Piece(f"t{n}", 0, ends[n] - size, size) for n, size in enumerate(sizes)]
+    return [ByteRange(f"t{n}", 0, ends[n] - size, size) for n, size in enumerate(sizes)]
 
 
 def test_a_block_for_what_fits() -> None:

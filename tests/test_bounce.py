@@ -60,18 +60,18 @@ def load(path: Path, **options: Any) -> dict[str, int]:
     found = gdsload.load_file(path, cache="direct", options=options)
     assert [int(tensor[0]) for tensor in found.values()] == list(range(1, len(found) + 1))
     assert not any(tensor[1:].any() for tensor in found.values())
-    roads = gdsload.last_report().roads
+    roads = gdsload.last_report().paths
     return {
         way: sum(size for road, size in roads.items() if road.endswith(way))
         for way in ("direct", "bounced")
     }
 
 
-def verdict(path: Path, road: str) -> tuning_cache.Verdict:
+def verdict(path: Path, road: str) -> tuning_cache.TunedChoice:
     mount = mount_of(path)
     assert mount is not None
     rates = dict.fromkeys(bounce_buffers.WAYS, 1e9)
-    return tuning_cache.Verdict(
+    return tuning_cache.TunedChoice(
         mount.key, bounce_buffers.DEVICE, road, rates, bounce_buffers.versions(), time.time()
     )
 
@@ -91,7 +91,7 @@ def test_the_same_bytes(tmp_path: Path, engine: str, request_bytes: int) -> None
     options = {"engine": engine, "request_bytes": request_bytes, "bounce": "always"}
     found = gdsload.load_file(path, cache="direct", options=options)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert gdsload.last_report().roads[f"posix/{engine}/direct bounced"] > 1_000_000
+    assert gdsload.last_report().paths[f"posix/{engine}/direct bounced"] > 1_000_000
 
 
 def test_both_ways_are_measured_and_the_faster_is_kept(
@@ -108,7 +108,7 @@ def test_both_ways_are_measured_and_the_faster_is_kept(
             break
     (kept,) = tuning_cache.kept()
     assert (kept.device, set(kept.rates)) == (bounce_buffers.DEVICE, set(bounce_buffers.WAYS))
-    assert kept.rates[kept.road] == max(kept.rates.values()) and min(kept.rates.values()) > 0
+    assert kept.rates[kept.choice] == max(kept.rates.values()) and min(kept.rates.values()) > 0
     # At least half a stretch of each was measured, one after the other and within the load.
     assert sum(STRETCH_BYTES / 2 / rate for rate in kept.rates.values()) <= seconds
 
@@ -139,11 +139,13 @@ def test_faster_is_what_the_rates_speak_for(in_place: float, through: float, fas
 def test_rates_of_a_pump_that_reads_on_are_not_kept(
     ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    way = bounce_buffers.Bounced(engines.engine_module("threads").engine(), PosixBackend().settings)
+    way = bounce_buffers.BounceBuffers(
+        engines.engine_module("threads").engine(), PosixBackend().settings
+    )
     monkeypatch.setattr(way, "_mount", "somewhere")
     monkeypatch.setattr(way, "_bounce", Measured())
     way.close(ended)
-    assert [(kept.road, kept.mount) for kept in tuning_cache.kept()] == (
+    assert [(kept.choice, kept.mount) for kept in tuning_cache.kept()] == (
         [("bounced", "somewhere")] if ended else []
     )
 
@@ -172,16 +174,16 @@ def test_never_too_large_and_too_little(large: Path, tmp_path: Path) -> None:
 def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
     for name, tensor in gdsload.stream(large, cache="direct", window_bytes=STRETCH_BYTES):
         assert int(tensor[0]) == int(name[1:]) + 1
-    assert any(road.endswith("bounced") for road in gdsload.last_report().roads)
+    assert any(road.endswith("bounced") for road in gdsload.last_report().paths)
 
 
 def test_what_was_kept_holds_for_smaller_loads(large: Path) -> None:
     assert tuning_cache.keep(verdict(large, "bounced")) == ""
     gdsload.load_file(large, cache="direct", names=["t02"])
-    roads = gdsload.last_report().roads
+    roads = gdsload.last_report().paths
     assert next(size for road, size in roads.items() if road.endswith("bounced")) > 60 << 20
     gdsload.load_file(large, cache="direct", names=["t02"], options={"bounce": "never"})
-    assert not any(road.endswith("bounced") for road in gdsload.last_report().roads)
+    assert not any(road.endswith("bounced") for road in gdsload.last_report().paths)
 
 
 def test_a_choice_that_there_is_not() -> None:

@@ -162,9 +162,9 @@ def test_cold_reads_from_the_disk(tmp_path: Path) -> None:
     # Larger than what the kernel reads ahead of the header.
     save_file({"a": torch.ones(8 << 20)}, tmp_path / "model.safetensors")
     with kept_warm(tmp_path / "model.safetensors"):
-        assert list(answer("load", tmp_path)["runs"][0]["roads"]) == ["mapped"]
+        assert list(answer("load", tmp_path)["runs"][0]["paths"]) == ["mapped"]
     for cold in answer("load", tmp_path, "--cold", "--repeat", "2")["runs"]:
-        assert "mapped" not in cold["roads"]
+        assert "mapped" not in cold["paths"]
 
 
 @pytest.mark.usefixtures("no_dropping")

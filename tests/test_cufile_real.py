@@ -144,7 +144,7 @@ def test_whole_checkpoints(
         assert not list((tmp_path / "here").iterdir()), "cuFile's log is where the process stands"
     assert facts["equal"] > 100
     assert facts["freed"]
-    roads = {road for each in facts["roads"] for road in each}
+    roads = {road for each in facts["paths"] for road in each}
     # libcufile counts single reads from 1.15 on, and batches of compatibility mode never.
     counted = facts["version"] >= 1150 and backend == "gds_mt"
     assert roads == {f"{backend}/{'posix' if counted else 'compat'}"}

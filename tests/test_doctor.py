@@ -68,7 +68,7 @@ def test_the_summary_has_a_line_each_and_the_mends() -> None:
     ).summary()
     assert shown.splitlines() == [
         "no      engine uring  blocked",
-        "                      mend: allow it",
+        "                      hint: allow it",
         "yes     kernel        Linux 7",
         "",
         "No road to DRAM works: no engine can read here.",
@@ -85,7 +85,7 @@ def test_the_switch_for_io_uring(value: str | None, verdict: str, tmp_path: Path
     files = {} if value is None else {"proc/sys/kernel/io_uring_disabled": value}
     found = limits.io_uring_allowed(machine(tmp_path, files))
     assert found.verdict == verdict
-    assert (found.mend == "") == (verdict == "yes")
+    assert (found.hint == "") == (verdict == "yes")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_room_for_aio(used: str, verdict: str, tmp_path: Path) -> None:
     root = machine(tmp_path, {"proc/sys/fs/aio-nr": used, "proc/sys/fs/aio-max-nr": "65536"})
     found = limits.aio_contexts(root)
     assert (found.verdict, found.detail) == (verdict, f"{used} of 65536 events taken")
-    assert found.mend == ("" if verdict == "yes" else "sysctl fs.aio-max-nr=131072")
+    assert found.hint == ("" if verdict == "yes" else "sysctl fs.aio-max-nr=131072")
 
 
 def test_a_kernel_without_aio(tmp_path: Path) -> None:
@@ -169,19 +169,19 @@ def test_memory_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packages_are_asked_for_not_imported() -> None:
     assert software.package("pytest").detail == pytest.__version__
     absent = software.package("no-such-package-here")
-    assert (absent.verdict, absent.mend) == ("no", "pip install no-such-package-here")
+    assert (absent.verdict, absent.hint) == ("no", "pip install no-such-package-here")
 
 
 def test_liburing_that_was_not_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: None)
     found = software.liburing()
     assert found.verdict == "no"
-    assert "liburing-dev" in found.mend
+    assert "liburing-dev" in found.hint
 
 
 def test_an_engine_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "try_engine", lambda name: Support(False, ("a", "b"), "mend it"))
-    assert software.engine("uring") == Finding("engine uring", "no", "a; b", "mend it")
+    monkeypatch.setattr(software, "try_engine", lambda name: Support(False, ("a", "b"), "hint it"))
+    assert software.engine("uring") == Finding("engine uring", "no", "a; b", "hint it")
     monkeypatch.setattr(software, "try_engine", lambda name: Support(True))
     assert software.engine("uring").verdict == "yes"
 
@@ -291,7 +291,7 @@ def test_direct_io_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(storage.os, "preadv", refuse(errno.EINVAL))
     found = storage.direct_io(tiny_checkpoint)
     assert (found.verdict, found.detail) == ("no", "refused: Invalid argument")
-    assert found.mend != ""
+    assert found.hint != ""
 
 
 def test_direct_io_does_not_hang_on_a_fifo(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_libraries_are_found_where_the_linker_and_pip_put_them(
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     root = str(tmp_path)
     assert gpu.library("libcufile", root).verdict == "no"
-    assert gpu.library("libcufile", root).mend != ""
+    assert gpu.library("libcufile", root).hint != ""
     cache = b"glibc-ld.so.cache\0libcuda.so.1\0/usr/lib/libcuda.so.1\0/usr/lib/libcudart.so.13\0"
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "ld.so.cache").write_bytes(cache)

@@ -45,8 +45,8 @@ def test_backend_of_safetensors_chooses_the_io_mode(path: Path, backend: str) ->
     want = safetensors.torch.load_file(path)
     by_load_file = gdsload.load_file(path, backend=backend)
     mapped = {"mapped": gdsload.last_report().wanted_bytes}
-    assert (gdsload.last_report().roads == mapped) is (backend == "mmap")
-    roads = gdsload.last_report().roads
+    assert (gdsload.last_report().paths == mapped) is (backend == "mmap")
+    roads = gdsload.last_report().paths
     assert not any(size for road, size in roads.items() if road.endswith("direct"))
     with gdsload.safe_open(path, framework="pt", backend=backend) as opened:
         by_safe_open = opened.get_tensors()
@@ -320,7 +320,7 @@ def test_load_model_of_safetensors_reads_by_gdsload_when_accelerated(tmp_path: P
             safetensors.torch.load_model(same, tmp_path / "linear.safetensors", backend=backend)
         report = gdsload.last_report()
         assert report.source == str(tmp_path / "linear.safetensors")
-        assert backend == "mmap" or "mapped" not in report.roads
+        assert backend == "mmap" or "mapped" not in report.paths
         assert torch.equal(same.weight, model.weight)
         same.reset_parameters()
 

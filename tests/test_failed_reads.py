@@ -25,16 +25,16 @@ from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
-from gdsload.integrations.transformers.parameter_buffers import Destinations, Kind, target_of
-from gdsload.integrations.transformers.parameter_writer import Filling
-from gdsload.integrations.transformers.readahead_queue import Feed
+from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, target_of
+from gdsload.integrations.transformers.parameter_writer import ParameterWriter
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.claims import LANDED, LOST
 from gdsload.loading.session import Batch, Session
-from gdsload.memory.host_buffers import Spot, hand_over
-from gdsload.planning.read_plan import Transfer, pieces_of
+from gdsload.memory.host_buffers import BufferView, hand_over
+from gdsload.planning.read_plan import Transfer, byte_ranges_of
 from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
-from gdsload.readahead.prefetch_batch import Ahead
+from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
 
 POOL_BYTES = 64 << 20
@@ -96,24 +96,29 @@ def same_error(calls: Sequence[Callable[[], Any]]) -> None:
 def test_feed_after_a_failed_read_raises_the_same_for_every_taker(
     session: Session, gate: Gate, window_bytes: int
 ) -> None:
-    cuts = [whole(info) for info in session.checkpoint.tensors.values()]
-    with Feed(session, cuts, window_bytes=window_bytes) as feed:
+    slices = [whole(info) for info in session.checkpoint.tensors.values()]
+    with ReadaheadQueue(session, slices, window_bytes=window_bytes) as feed:
         feed.start()
         fail(gate)
         with pytest.raises(ReadError, match="Input/output error"):
-            feed.take(cuts[0])
+            feed.take(slices[0])
         if window_bytes:  # one window, given when all of it is there
-            same_error([lambda cut=cut: feed.take(cut) for cut in cuts[::-1]])  # type: ignore[misc]
+            same_error(
+                [
+                    lambda tensor_slice=tensor_slice: feed.take(tensor_slice)
+                    for tensor_slice in slices[::-1]
+                ]
+            )  # type: ignore[misc]
         else:
-            assert int(feed.take(cuts[1])[0]) == 2
-            same_error([lambda: feed.take(cuts[0])])
-            assert cuts[0].key in feed.untaken
+            assert int(feed.take(slices[1])[0]) == 2
+            same_error([lambda: feed.take(slices[0])])
+            assert slices[0].key in feed.untaken
     assert len(gate.requests) == 1
 
 
 def test_feed_after_a_failed_unexpected_read_reads_anew(session: Session, gate: Gate) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
-    with Feed(session) as feed, ThreadPoolExecutor(1) as other:
+    with ReadaheadQueue(session) as feed, ThreadPoolExecutor(1) as other:
         taken = other.submit(feed.take, whole(info))
         fail(gate)
         with pytest.raises(ReadError):
@@ -127,16 +132,21 @@ def test_feed_after_a_failed_unexpected_read_reads_anew(session: Session, gate: 
 def test_pool_after_a_failed_read_keeps_nothing_of_it(
     session: Session, gate: Gate, path: Path
 ) -> None:
-    cuts = [whole(info) for info in session.checkpoint.tensors.values()]
+    slices = [whole(info) for info in session.checkpoint.tensors.values()]
     with warmup.HostPool(POOL_BYTES) as pool:
-        with Feed(session, cuts) as feed:
+        with ReadaheadQueue(session, slices) as feed:
             feed.start()
             fail(gate)
-            same_error([lambda cut=cut: feed.take(cut) for cut in cuts])  # type: ignore[misc]
+            same_error(
+                [
+                    lambda tensor_slice=tensor_slice: feed.take(tensor_slice)
+                    for tensor_slice in slices
+                ]
+            )  # type: ignore[misc]
         gc.collect()
         assert pool.held_bytes == 0
         require_true(path)
-        assert "pool" not in gdsload.last_report().roads
+        assert "pool" not in gdsload.last_report().paths
 
 
 def test_filling_after_a_failed_read_raises_the_same_for_every_taker(
@@ -144,8 +154,8 @@ def test_filling_after_a_failed_read_raises_the_same_for_every_taker(
 ) -> None:
     infos = list(session.checkpoint.tensors.values())
     found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
-    targets = Destinations([target for target in found if target is not None])
-    with targets, Filling(session, targets, infos) as filling:
+    targets = ParameterBuffers([target for target in found if target is not None])
+    with targets, ParameterWriter(session, targets, infos) as filling:
         filling.start()
         fail(gate)
         same_error([lambda i=i: filling.take(i.name, torch.int32) for i in infos])  # type: ignore[misc]
@@ -157,16 +167,16 @@ def test_filling_after_an_interrupted_copy_copies_no_more(
     """Tensors over the window have dropped its bytes by then."""
     infos = list(session.checkpoint.tensors.values())
     found = [target_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
-    targets = Destinations([target for target in found if target is not None])
+    targets = ParameterBuffers([target for target in found if target is not None])
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with targets, Filling(session, targets, infos) as filling:
+    with targets, ParameterWriter(session, targets, infos) as filling:
         filling.start()
         gate.open()
         with monkeypatch.context() as patch:
-            patch.setattr(Filling, "_cast", interrupted)
+            patch.setattr(ParameterWriter, "_cast", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 filling.take(infos[0].name, torch.float32)
         with pytest.raises(GdsloadError, match="was interrupted"):
@@ -177,7 +187,7 @@ def test_filling_after_an_interrupted_copy_copies_no_more(
 def test_batch_after_a_failed_read_fails_each_wait(
     session: Session, gate: Gate, released: bool
 ) -> None:
-    batch = session.start(pieces_of(session.checkpoint, None))
+    batch = session.start(byte_ranges_of(session.checkpoint, None))
     fail(gate)
     try:
         same_error([batch.wait])
@@ -191,14 +201,14 @@ def test_batch_after_a_failed_read_fails_each_wait(
 def test_batch_released_before_its_end_does_not_count_as_arrived(
     session: Session, gate: Gate
 ) -> None:
-    batch = session.start(pieces_of(session.checkpoint, None))
+    batch = session.start(byte_ranges_of(session.checkpoint, None))
     batch.release()
     with pytest.raises(ReadError, match="undone"):
         batch.wait()
 
 
 def test_ahead_after_a_failed_read_loses_it_for_every_claim(session: Session, gate: Gate) -> None:
-    ahead = Ahead.of(session, pieces_of(session.checkpoint, None))
+    ahead = PrefetchBatch.of(session, byte_ranges_of(session.checkpoint, None))
     fail(gate)
     last = len(ahead.plan.transfers) - 1
     for _ in range(2):
@@ -218,9 +228,9 @@ def test_hand_over_that_fails_leaves_the_bytes_of_the_others() -> None:
         TensorInfo("a", "U8", (2 * PAGE,), 0, 0, 2 * PAGE),
         TensorInfo("odd", "F4", (2, 1), 0, 2 * PAGE, 1),
     ]
-    spots = {"a": Spot(region, 0), "odd": Spot(region, 2 * PAGE)}
+    views = {"a": BufferView(region, 0), "odd": BufferView(region, 2 * PAGE)}
     with pytest.raises(CheckpointError, match="F4"):
-        hand_over(infos, spots)
+        hand_over(infos, views)
     gc.collect()
     assert region.read(0, 2 * PAGE) == bytes([7]) * (2 * PAGE)
 
@@ -280,7 +290,7 @@ def refusing(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refus
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", [Batch, Ahead])
+@pytest.mark.parametrize("kind", [Batch, PrefetchBatch])
 @pytest.mark.parametrize("step", ["register", "prepare", "yield_to_loads", "post"])
 def test_batch_that_cannot_be_posted_gives_back_all_it_took(
     step: str,
@@ -292,7 +302,7 @@ def test_batch_that_cannot_be_posted_gives_back_all_it_took(
 ) -> None:
     monkeypatch.setattr(refusing, "error", error)
     with warmup.HostPool(POOL_BYTES) as pool, Checkpoint.open(path) as checkpoint:
-        pieces = pieces_of(checkpoint, None)
+        pieces = byte_ranges_of(checkpoint, None)
         with Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session:
             files = 0
             for _ in range(3):
@@ -324,10 +334,10 @@ def test_batch_whose_report_cannot_be_written_is_released(
         Checkpoint.open(path) as checkpoint,
         Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session,
     ):
-        plan, spots = session.arrange(pieces_of(checkpoint, None))
+        plan, views = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr("gdsload.loading.session.describe", broken)
-            Batch(session, plan, spots)
+            Batch(session, plan, views)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""
 
@@ -342,13 +352,13 @@ def test_feed_whose_next_window_cannot_be_posted_raises_it_again(
         infos = list(checkpoint.tensors.values())
         monkeypatch.setattr(refusing, "error", PlacementError)
         monkeypatch.setattr(refusing, "step", "prepare")
-        with Feed(session, [whole(info) for info in infos], window_bytes=1) as feed:
+        with ReadaheadQueue(session, [whole(info) for info in infos], window_bytes=1) as feed:
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     feed.take(whole(infos[0]))
         found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
-        targets = Destinations([target for target in found if target is not None])
-        with targets, Filling(session, targets, infos, window_bytes=1) as filling:
+        targets = ParameterBuffers([target for target in found if target is not None])
+        with targets, ParameterWriter(session, targets, infos, window_bytes=1) as filling:
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     filling.take(infos[0].name, torch.int32)
@@ -373,7 +383,7 @@ def test_session_that_cannot_describe_its_backend_closes_it(
 def test_session_closed_before_its_batch_opens_no_second_backend(
     session: Session, gate: Gate
 ) -> None:
-    batch = Ahead.of(session, pieces_of(session.checkpoint, None))
+    batch = PrefetchBatch.of(session, byte_ranges_of(session.checkpoint, None))
     session.close()
     batch.pause(0, -1, 0.0)
     batch.release()

@@ -155,7 +155,7 @@ def test_direct_reads_refused_are_read_through_the_page_cache(
 ) -> None:
     faults.script(rule(ERRNO, code, times=FOR_EVER, road=DIRECT))
     check(path, load(path))
-    roads = gdsload.last_report().roads
+    roads = gdsload.last_report().paths
     assert roads["posix/threads/direct"] == 0 and roads["posix/threads/buffered"] > 0
     assert faults.log.struck < READS, "the file is not asked again and again"
     refusal = gdsload.last_report().refusals["direct I/O on model.safetensors"]
@@ -170,7 +170,7 @@ def test_one_direct_read_refused_leaves_the_others_direct(
     check(path, load(path))
     report = gdsload.last_report()
     assert faults.log.struck == 1
-    assert report.roads["posix/threads/buffered"] == REQUEST_BYTES
+    assert report.paths["posix/threads/buffered"] == REQUEST_BYTES
     refusal = report.refusals["direct I/O on model.safetensors"]
     assert os.strerror(code) in refusal and "these bytes came through the page cache" in refusal
 
@@ -178,7 +178,7 @@ def test_one_direct_read_refused_leaves_the_others_direct(
 def test_an_error_on_the_direct_road_only(path: Path, faults: Faults) -> None:
     faults.script(rule(ERRNO, errno.EIO, times=FOR_EVER, road=DIRECT, first=8192, last=8193))
     check(path, load(path))
-    assert gdsload.last_report().roads["posix/threads/buffered"] == REQUEST_BYTES
+    assert gdsload.last_report().paths["posix/threads/buffered"] == REQUEST_BYTES
 
 
 @pytest.mark.parametrize("cache", ["direct", "buffered"])

@@ -25,7 +25,7 @@ CHILD = """
 import ctypes, json, sys
 from gdsload import Checkpoint
 from gdsload.loading.session import Session
-from gdsload.plan import pieces_of
+from gdsload.plan import byte_ranges_of
 from gdsload.report import LoadReport
 
 source, engine, pipe = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -35,10 +35,10 @@ sys.setswitchinterval(1000.0)  # no other thread of this process gets a turn unl
 report = LoadReport(source)
 with Checkpoint.open(source) as checkpoint:
     with Session(checkpoint, report, cache="buffered", options={"engine": engine}) as session:
-        pieces = pieces_of(checkpoint)
+        pieces = byte_ranges_of(checkpoint)
         session.start(pieces[:1]).release()  # opens the engine
         batch = session.start(pieces)
-        places = [batch.spots[p.name].region.address + batch.spots[p.name].offset for p in pieces]
+        places = [batch.views[p.name].region.address + batch.views[p.name].offset for p in pieces]
         print(json.dumps(places), flush=True)
         hold(pipe, byte, 1)
         batch.wait()

@@ -1,4 +1,5 @@
-"""Weights that a prefetch brings into the memory of a GPU that is none, and the loads that adopt
+"""ModelReader that a prefetch brings into the memory of a GPU that is none, and the loads that
+adopt
 them: exact bytes, nothing read twice, a few allocations, all of them given back."""
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def test_what_landed_is_adopted(
         got = face(source)
         report = gdsload.last_report()
         if face is not by_safe_open:
-            assert report.roads == {"prefetched": progress.wanted_bytes}
+            assert report.paths == {"prefetched": progress.wanted_bytes}
             assert report.read_bytes == report.requests == 0
         assert ahead.progress().claimed_bytes == progress.wanted_bytes
         assert prefetches() == []
@@ -200,8 +201,8 @@ def test_what_the_host_holds_is_copied_and_the_rest_read_to_the_device(
         assert ahead.wait(PATIENCE_SECONDS)
         got = gdsload.load_file(source, "cuda:0", backend=backend, cache="direct", options=SMALL)
     report = gdsload.last_report()
-    assert report.roads.pop("prefetched") == half
-    assert report.roads and all(road.startswith(backend) for road in report.roads)
+    assert report.paths.pop("prefetched") == half
+    assert report.paths and all(road.startswith(backend) for road in report.paths)
     assert report.read_bytes < sum(tensor.nbytes for tensor in expected.values())
     assert_same(got, expected)
     assert all(on_device(doubles, tensor) for tensor in got.values())
@@ -216,9 +217,9 @@ def test_what_a_pool_holds_is_copied_from_there(
         assert gdsload.prefetch(source, tier="pool", names=names, cache="direct").wait()
         got = gdsload.load_file(source, "cuda:0", backend="posix", cache="direct", options=SMALL)
         report = gdsload.last_report()
-        held = report.roads.pop("pool")  # and what it read to fill a gap
+        held = report.paths.pop("pool")  # and what it read to fill a gap
         assert sum(expected[name].nbytes for name in names) <= held < report.wanted_bytes
-        assert report.roads and report.read_bytes > 0
+        assert report.paths and report.read_bytes > 0
         assert_same(got, expected)
 
 
@@ -238,7 +239,7 @@ def test_other_devices_read_for_themselves(
     with ahead_of(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         got = gdsload.load_file(source, device, cache="direct")
-        assert "prefetched" not in gdsload.last_report().roads
+        assert "prefetched" not in gdsload.last_report().paths
         assert_same(got, expected)
         assert ahead.progress().claimed_bytes == 0
         assert_same(by_load_file(source), expected)
@@ -247,9 +248,9 @@ def test_other_devices_read_for_themselves(
 
 def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
     """Rows are a view of where they lie; columns are runs, which are copied side by side."""
-    from gdsload.integrations.transformers.device_queue import DeviceStage
-    from gdsload.integrations.transformers.readahead_queue import Feed
-    from gdsload.planning.tensor_slices import cut
+    from gdsload.integrations.transformers.device_queue import DeviceReadWindow
+    from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+    from gdsload.planning.tensor_slices import slice_of
     from gdsload.report import LoadReport
 
     values = torch.arange(8 * 40_000, dtype=torch.float32).reshape(8, 40_000)
@@ -270,9 +271,9 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
             ) as session,
         ):
             assert ahead.wait(PATIENCE_SECONDS)
-            wanted = cut(checkpoint.tensors["a"], index)
+            wanted = slice_of(checkpoint.tensors["a"], index)
             assert len(wanted.parts) == 8
-            with Feed(session, [wanted], stages=DeviceStage) as feed:
+            with ReadaheadQueue(session, [wanted], stages=DeviceReadWindow) as feed:
                 feed.start()
                 tensor = feed.take(wanted)
             assert torch.equal(tensor, values[index]) and on_device(doubles, tensor)
@@ -282,8 +283,8 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
 def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     doubles: Doubles, tmp_path: Path
 ) -> None:
-    from gdsload.integrations.transformers.device_queue import DeviceStage
-    from gdsload.integrations.transformers.readahead_queue import Feed
+    from gdsload.integrations.transformers.device_queue import DeviceReadWindow
+    from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
     from gdsload.planning.tensor_slices import whole
     from gdsload.report import LoadReport
 
@@ -296,13 +297,13 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
             checkpoint, LoadReport("m"), device="cuda:0", backend="gds_mt", cache="direct"
         ) as session,
     ):
-        cuts = [whole(info) for info in checkpoint.tensors.values()]
-        with Feed(session, cuts, stages=DeviceStage) as feed:
+        slices = [whole(info) for info in checkpoint.tensors.values()]
+        with ReadaheadQueue(session, slices, stages=DeviceReadWindow) as feed:
             feed.start()
             errors = []
-            for cut in (*cuts, *cuts):
+            for tensor_slice in (*slices, *slices):
                 with pytest.raises(ReadError) as caught:
-                    feed.take(cut)
+                    feed.take(tensor_slice)
                 errors.append(str(caught.value))
     assert len(set(errors)) == 1 and "5011" in errors[0]
 
@@ -375,7 +376,7 @@ def test_a_fault_in_the_middle(doubles: Doubles, source: Path, expected: Loaded)
     require_memory(doubles, before)
     with ahead_of(source, "auto") as other:
         assert other.wait(PATIENCE_SECONDS), "auto reads it by the next road"
-        assert other.report.rerouted
+        assert other.report.failovers
         assert_same(by_load_file(source), expected)
         assert gdsload.last_report().read_bytes == 0
 
@@ -444,7 +445,7 @@ def test_a_file_that_changed(
         for file in files:
             os.utime(file, ns=(0, 0))
         assert_same(by_load_file(source), expected)
-        assert "prefetched" not in gdsload.last_report().roads and not claimed.is_set()
+        assert "prefetched" not in gdsload.last_report().paths and not claimed.is_set()
     errors: list[BaseException] = []
 
     def loading() -> None:
@@ -610,7 +611,7 @@ def test_a_device_that_is_not_there(doubles: Doubles, source: Path, expected: Lo
         assert ahead.wait(PATIENCE_SECONDS)
         assert "CUDA sees 2" in ahead.report.refusals["cuda:7"]
         got = gdsload.load_file(source)
-        assert set(gdsload.last_report().roads) == {"prefetched"}
+        assert set(gdsload.last_report().paths) == {"prefetched"}
     assert_same(got, expected)
     with (
         gdsload.prefetch(source, "cuda:7", backend="gds_mt") as ahead,

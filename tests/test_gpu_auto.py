@@ -18,7 +18,7 @@ from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
 from gdsload.backends.auto import benchmark, failover
 from gdsload.backends.auto.backend import AutoBackend
 from gdsload.backends.auto.candidates import Part
-from gdsload.backends.staging import StagedRoad
+from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
@@ -45,20 +45,20 @@ def test_the_fastest_is_measured_taken_and_kept(
     assert set(report.rates) == {"gds_mt", "posix", "gds"}
     assert max(report.rates, key=lambda name: report.rates[name]) == fastest
     by_backend: dict[str, int] = {}
-    for road, size in report.roads.items():
+    for road, size in report.paths.items():
         name = road.partition("/")[0]
         by_backend[name] = by_backend.get(name, 0) + size
     assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
     assert by_backend.pop(fastest) > 2 * MIB
     assert set(by_backend.values()) == {benchmark.SAMPLE_BYTES}
     (kept,) = tuning_cache.kept()
-    assert (kept.road, kept.rates) == (fastest, report.rates)
+    assert (kept.choice, kept.rates) == (fastest, report.rates)
     assert kept.device == "Double 0 0000:01:00.0"
 
     again = load(checkpoint)
     assert again.backend == fastest
     assert "kept in" in again.choice
-    assert {road.partition("/")[0] for road, size in again.roads.items() if size} == {fastest}
+    assert {road.partition("/")[0] for road, size in again.paths.items() if size} == {fastest}
     assert len(tuning_cache.kept()) == 1
 
 
@@ -71,7 +71,7 @@ def test_close_rates_keep_the_order_of_the_house(
 
 def test_what_is_in_the_page_cache_is_not_measured(doubles: Doubles, checkpoint: Path) -> None:
     report = load(checkpoint, cache="buffered")
-    assert {road.partition("/")[0] for road in report.roads} == {"posix"}
+    assert {road.partition("/")[0] for road in report.paths} == {"posix"}
     assert report.rates == {} and tuning_cache.kept() == []
     assert doubles.cufile_log["opens"] == 0
 
@@ -178,7 +178,7 @@ def test_compatibility_mode_that_shows_itself_late_is_left(
     report = load(checkpoint)
     assert report.backend != "gds_mt"
     assert "compatibility mode for" in report.refusals["gds_mt"]
-    assert report.roads["gds_mt/posix"] <= benchmark.SAMPLE_BYTES
+    assert report.paths["gds_mt/posix"] <= benchmark.SAMPLE_BYTES
 
 
 @pytest.mark.parametrize(("most_bytes", "reads"), [(0, 1), (256 << 10, 4)])
@@ -192,7 +192,7 @@ def test_a_few_reads_by_posix_do_not_condemn_cufile(
     doubles.fault("cuFileRead", STRANGE, skip=10 if reads == 1 else 0, times=reads)
     report = load(checkpoint)
     assert report.backend == "gds_mt" and "gds_mt" not in report.refusals
-    assert 0 < report.roads["gds_mt/posix"] <= reads * (64 << 10)
+    assert 0 < report.paths["gds_mt/posix"] <= reads * (64 << 10)
 
 
 def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:
@@ -272,9 +272,9 @@ def test_every_road_copies_after_the_stream_of_its_caller(
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
     told: set[tuple[str, int]] = set()
     answers: list[bool] = []
-    real_road, real_auto = StagedRoad.follow, AutoBackend.follow
+    real_road, real_auto = StagingPipeline.follow, AutoBackend.follow
 
-    def road_follows(self: StagedRoad, handle: int) -> bool:
+    def road_follows(self: StagingPipeline, handle: int) -> bool:
         told.add((self.name, handle))
         return real_road(self, 0)
 
@@ -282,7 +282,7 @@ def test_every_road_copies_after_the_stream_of_its_caller(
         answers.append(real_auto(self, device, handle))
         return answers[-1]
 
-    monkeypatch.setattr(StagedRoad, "follow", road_follows)
+    monkeypatch.setattr(StagingPipeline, "follow", road_follows)
     monkeypatch.setattr(AutoBackend, "follow", auto_follows)
     for _ in gdsload.stream(checkpoint, "cuda:0", cache="direct", options=SMALL, window_bytes=MIB):
         pass
@@ -299,7 +299,7 @@ def test_a_road_whose_device_takes_no_order_is_left(
     doubles.fault("cuStreamWaitEvent", CODE, 1)
     report = load(checkpoint)
     assert "takes no order between its streams" in report.refusals["gds_mt"]
-    assert "gds_mt" not in {road.partition("/")[0] for road, size in report.roads.items() if size}
+    assert "gds_mt" not in {road.partition("/")[0] for road, size in report.paths.items() if size}
 
 
 class Measuring(AutoBackend):

@@ -29,7 +29,7 @@ def doubles(measuring: Doubles) -> Doubles:
 def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
     mount = mount_of(path)
     assert mount is not None
-    result = tuning_cache.Verdict(
+    result = tuning_cache.TunedChoice(
         mount.key, "Double 0 0000:01:00.0", cheapest(rates), rates, benchmark.versions(),
         time.time(), fixed,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_cached_choice_is_the_fastest_of_the_cached_rates(
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     first = load(checkpoint)
     (kept,) = tuning_cache.kept()
-    assert kept.road == cheapest(kept.rates) == "posix"
+    assert kept.choice == cheapest(kept.rates) == "posix"
     assert kept.fixed_seconds.keys() == kept.rates.keys()
     assert all(seconds > 0 for seconds in kept.fixed_seconds.values())
     rates_are(monkeypatch, gds_mt=0.1, posix=5.0, gds=0.1)

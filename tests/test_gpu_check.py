@@ -141,14 +141,14 @@ def test_a_prefetch_that_is_of_no_use(
 ) -> None:
     """What it brought was not adopted; or it could not bring it to the device."""
     with monkeypatch.context() as patch:
-        patch.setattr(device_init.Opening, "landing", lambda *_: "cuda:1")
+        patch.setattr(device_init.DeviceInit, "landing", lambda *_: "cuda:1")
         row = script.check_ahead(tiny_checkpoint, "cuda:0")
     assert row["verdict"].startswith("FAILED: the load read "), row["verdict"]
 
-    def refused(self: device_init.Opening) -> None:
+    def refused(self: device_init.DeviceInit) -> None:
         self.refusal = "somebody else has it"
 
-    monkeypatch.setattr(device_init.Opening, "_run", refused)
+    monkeypatch.setattr(device_init.DeviceInit, "_run", refused)
     row = script.check_ahead(tiny_checkpoint, "cuda:0")
     assert row["verdict"] == "FAILED: it went to host memory: somebody else has it"
 

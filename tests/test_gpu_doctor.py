@@ -14,7 +14,7 @@ from command import run
 from gdsload import doctor
 from gdsload.backends import tuning_cache
 from gdsload.backends.auto import benchmark
-from gdsload.backends.tuning_cache import Verdict
+from gdsload.backends.tuning_cache import TunedChoice
 from gdsload.doctor import cufile, vram
 from gdsload.doctor.finding import Finding
 from gdsload.system import shared_libraries
@@ -44,7 +44,7 @@ def test_devices_and_the_native_path(doubles: Doubles) -> None:
 def test_only_compatibility_mode_and_why(doubles: Doubles, tmp_path: Path) -> None:
     (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
     native = found()["native path"]
-    assert native.verdict == "no" and native.mend
+    assert native.verdict == "no" and native.hint
     assert "only cuFile's compatibility mode" in native.detail
     assert "nvidia-fs is not loaded" in native.detail
 
@@ -66,7 +66,7 @@ def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpudoubles.forget(monkeypatch)
     monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
-    names = {each.name: each for each in vram.roads()}
+    names = {each.name: each for each in vram.paths()}
     assert list(names) == ["native path", "CUDA"]
     assert names["CUDA"].verdict == "no"
     assert vram.measured() == []
@@ -76,13 +76,15 @@ def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) 
     versions = benchmark.versions()
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
-        tuning_cache.keep(Verdict(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at))
+        tuning_cache.keep(
+            TunedChoice(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at)
+        )
     findings = found()
     good = findings["measured from xfs /dev/md0 9:0 to Double 0 0000:01:00.0"]
     assert good.verdict == "yes"
     assert good.detail.startswith("gds_mt is taken: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
     old = findings["measured from ext4 /dev/sda 8:0 to Double 0 0000:01:00.0"]
-    assert old.verdict == "partly" and "30 days ago" in old.detail and old.mend
+    assert old.verdict == "partly" and "30 days ago" in old.detail and old.hint
     shown = json.loads(run("doctor", "--json").stdout)
     assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
         good.detail

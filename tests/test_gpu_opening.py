@@ -89,7 +89,7 @@ def test_the_mode_is_told(
         assert load.finish() == {}
         assert backend.engine == mode
         road = "posix" if mode == "compat" else mode
-        assert backend.roads(load.request) == {f"gds_mt/{road}": SIZE}
+        assert backend.paths(load.request) == {f"gds_mt/{road}": SIZE}
         assert ("gds_mt/native" in backend.refusals) == (mode == "compat")
         backend.release(load.request)
 
@@ -241,7 +241,7 @@ def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Pa
     (tmp_path / "root/run/udev").rmdir()
     facts = {each.name: each for each in cufile_module.facts("cuda:9")}
     assert "not in this container" in facts["native path"].detail
-    assert "/run/udev" in facts["opening cuFile"].mend
+    assert "/run/udev" in facts["opening cuFile"].hint
     assert "CUDA sees 2" in facts["cuda:9"].detail
     assert {facts[name].verdict for name in ("native path", "opening cuFile", "cuda:9")} == {"no"}
     with PosixBackend(**SMALL) as backend:

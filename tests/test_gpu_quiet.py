@@ -59,10 +59,10 @@ def test_users_rest_before_what_they_use() -> None:
         rest = wake = lambda self: None
 
     deep, load, middle, other = Thing(), Thing(), Thing(), Thing()
-    quiesce.hold(deep, quiesce.DRIVER)
-    quiesce.hold(load)
-    quiesce.hold(middle, quiesce.RING)
-    quiesce.hold(other)
+    quiesce.register(deep, quiesce.DRIVER)
+    quiesce.register(load)
+    quiesce.register(middle, quiesce.RING)
+    quiesce.register(other)
     mine = [each for each in quiesce.holders() if isinstance(each, Thing)]
     assert mine == [load, other, middle, deep]
 

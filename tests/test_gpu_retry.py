@@ -1,4 +1,4 @@
-"""What "auto" into VRAM does when a road fails in the middle of a load, and what no road mends."""
+"""What "auto" into VRAM does when a road fails in the middle of a load, and what no road hints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gdsload.backends.auto.backend import AutoBackend
 from gdsload.backends.auto.candidates import Candidate
 from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
-from gdsload.backends.staging import StagedRoad
+from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
@@ -61,12 +61,12 @@ def test_a_failed_range_goes_by_the_next_road(
     doubles.fault(f"cuFileRead at {MIB}", kind, value, times=-1)
     report = load(checkpoint)
     assert report.backend == "gds_mt"
-    assert report.rerouted == {"gds_mt -> posix": 2 * (64 << 10)}  # one of each file
+    assert report.failovers == {"gds_mt -> posix": 2 * (64 << 10)}  # one of each file
     assert report.refusals["gds_mt/ranges"].startswith("2 failed, first ")
     assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
     assert why in report.refusals["gds_mt/ranges"]
     assert "failed, and read again: gds_mt -> posix, 131,072 bytes" in report.summary()
-    assert sum(report.roads.values()) == report.read_bytes
+    assert sum(report.paths.values()) == report.read_bytes
 
 
 def test_an_end_of_file_that_is_none_goes_by_the_next_road(
@@ -75,7 +75,7 @@ def test_an_end_of_file_that_is_none_goes_by_the_next_road(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     doubles.fault(f"cuFileRead at {MIB}", SHORT, 0, times=-1)
     report = load(checkpoint)
-    assert report.rerouted == {"gds_mt -> posix": 2 * (64 << 10)}
+    assert report.failovers == {"gds_mt -> posix": 2 * (64 << 10)}
     assert "though the file goes on" in report.refusals["gds_mt/ranges"]
 
 
@@ -98,7 +98,7 @@ def test_a_road_that_fails_for_good_is_left(
     assert report.backend == "posix"
     assert "ranges failed, first" in report.refusals["gds_mt"]
     assert "cuFile error 5008" in report.refusals["gds_mt"]
-    assert report.rerouted["gds_mt -> posix"] >= 3 * (64 << 10)
+    assert report.failovers["gds_mt -> posix"] >= 3 * (64 << 10)
     assert "gds_mt" not in report.rates
 
 
@@ -133,7 +133,7 @@ def test_batches_fall_back_on_single_reads(
     load(checkpoint)
     doubles.fault("event", CODE, 5044, skip=10, times=-1)
     report = load(checkpoint)
-    assert report.rerouted["gds -> gds_mt"] >= 3 * (64 << 10)
+    assert report.failovers["gds -> gds_mt"] >= 3 * (64 << 10)
     assert report.backend == "gds_mt"
 
 
@@ -146,7 +146,7 @@ def test_a_read_that_hangs_goes_by_the_next_road(
     doubles.fault("cuFileRead", HANG, skip=9)
     report = load(checkpoint)
     assert "no byte has come for" in report.refusals["gds_mt"]
-    assert report.rerouted["gds_mt -> posix"] > 0
+    assert report.failovers["gds_mt -> posix"] > 0
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
     assert "no staging ring" in report.refusals["gds_mt"]
 
 
-# What no other road would mend.
+# What no other road would hint.
 
 
 def test_a_file_that_was_cut_is_an_error_at_once(
@@ -194,7 +194,7 @@ def test_a_file_that_was_cut_is_an_error_at_once(
     with pytest.raises(ShortRead, match="the file ended at byte 1") as caught:
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert caught.value.path.endswith("model-1.safetensors")
-    assert gdsload.last_report().rerouted == {}
+    assert gdsload.last_report().failovers == {}
 
 
 def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpoint: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpo
     doubles.fault("cuMemcpyAsync", CODE, 719, skip=8, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
-    assert gdsload.last_report().rerouted == {}
+    assert gdsload.last_report().failovers == {}
     assert staging._kept == []
     gdsload.quiesce(5.0)
     after = doubles.cuda_log
@@ -265,18 +265,18 @@ def test_parts_follow_the_stream_of_their_own_request(
     """Whatever was followed since, by this thread or by another: also those read again."""
     followed: dict[str, int] = {}
     prepared: list[tuple[str, int, int]] = []  # backend, stream, address
-    real_follow, real_prepare = StagedRoad.follow, StagedRoad.prepare
+    real_follow, real_prepare = StagingPipeline.follow, StagingPipeline.prepare
 
-    def follow(self: StagedRoad, stream: int) -> bool:
+    def follow(self: StagingPipeline, stream: int) -> bool:
         followed[self.name] = stream
         return real_follow(self, 0)
 
-    def prepare(self: StagedRoad, transfers: Any, files: Any, memory: Any) -> Any:
+    def prepare(self: StagingPipeline, transfers: Any, files: Any, memory: Any) -> Any:
         prepared.append((self.name, followed[self.name], memory[0].what.address))
         return real_prepare(self, transfers, files, memory)
 
-    monkeypatch.setattr(StagedRoad, "follow", follow)
-    monkeypatch.setattr(StagedRoad, "prepare", prepare)
+    monkeypatch.setattr(StagingPipeline, "follow", follow)
+    monkeypatch.setattr(StagingPipeline, "prepare", prepare)
     doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         loads = []
@@ -343,7 +343,7 @@ def test_named_backends_do_not_fall_back(doubles: Doubles, checkpoint: Path) -> 
         gdsload.load_file(checkpoint, "cuda:0", backend="gds_mt", cache="direct", options=SMALL)
     report = gdsload.last_report()
     assert report.choice == "gds_mt: asked for by name"
-    assert report.rerouted == {}
+    assert report.failovers == {}
 
 
 def test_a_device_that_is_too_full_is_known_before_a_byte_is_read(

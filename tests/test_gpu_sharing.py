@@ -157,7 +157,7 @@ def test_a_fork_is_refused(kind: type[Backend], doubles: Doubles, file: OpenFile
 def test_a_whole_load_after_a_fork_is_refused(
     backend: str, measuring: Doubles, checkpoint: Path
 ) -> None:
-    """By gdsload, with the mend, and not by what torch says when it is to move the bytes."""
+    """By gdsload, with the hint, and not by what torch says when it is to move the bytes."""
     options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
     gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=options)
     reading, writing = os.pipe()

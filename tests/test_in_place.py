@@ -24,7 +24,7 @@ from gdsload import api
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
-from gdsload.integrations.transformers.model_reader import Options, Weights
+from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.loading import device_batch, io_mode
 from gdsload.memory import (
     device_buffers,
@@ -35,7 +35,7 @@ from gdsload.memory import (
 from gdsload.memory import (
     managed as managed_module,
 )
-from gdsload.planning.read_plan import Limits, Piece, plan_reads
+from gdsload.planning.read_plan import ByteRange, Limits, plan_reads
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
 from test_vram import device_tensor, odd_tensors, raw
 
@@ -97,7 +97,7 @@ def ways() -> dict[str, int]:
     report = gdsload.last_report()
     assert report.backend == "posix" and "staged" not in report.summary()
     return {
-        road.removeprefix(f"posix/{report.engine}/"): n for road, n in report.roads.items() if n
+        road.removeprefix(f"posix/{report.engine}/"): n for road, n in report.paths.items() if n
     }
 
 
@@ -112,7 +112,7 @@ def test_whole_checkpoints(
         assert_there(doubles, got, source)
         report = gdsload.last_report()
         assert set(ways()) <= {"direct in place", "buffered in place"}
-        assert sum(report.roads.values()) == report.read_bytes >= report.wanted_bytes
+        assert sum(report.paths.values()) == report.read_bytes >= report.wanted_bytes
         assert report.choice == "posix: in_place was asked for"
         assert "in place" not in report.refusals
 
@@ -136,7 +136,7 @@ def test_what_they_do_not_reach_goes_through_the_page_cache(
     is no way, and it is copied to a border by the device."""
     real = io_mode.open_direct
     monkeypatch.setattr(io_mode, "open_direct", lambda s: real(s)._replace(address_block=512))
-    monkeypatch.setattr(io_mode.Roads, "road_of", lambda *_: "direct")
+    monkeypatch.setattr(io_mode.ShardAccess, "io_mode_of", lambda *_: "direct")
     for shard in checkpoint.glob("*.safetensors"):
         begins_at(shard, 8)
     got = gdsload.load_file(checkpoint, "cuda:0", options=IN_PLACE)
@@ -153,20 +153,24 @@ def test_what_they_do_not_reach_goes_through_the_page_cache(
 
 def test_a_disk_that_takes_any_address(doubles: Doubles) -> None:
     """As NVMe does, of 4 bytes: reads stay direct, and what is off by 8 is slid to a border."""
-    pieces = [Piece("a", 0, 3080, 8192), Piece("b", 0, 11272, 4), Piece("c", 0, 11276, 100)]
+    pieces = [
+        ByteRange("a", 0, 3080, 8192),
+        ByteRange("b", 0, 11272, 4),
+        ByteRange("c", 0, 11276, 100),
+    ]
     plan = plan_reads(pieces, [1 << 20], Limits())
     file = Registration(OpenFile("", -1, 1 << 20, -1, 512, 4))
     for reroute in (True, False):
         laid = managed_module.lay_out("cuda:0", plan, pieces, [file], reroute=reroute)
-        assert laid.plan is plan and laid.rerouted_bytes == 0
+        assert laid.plan is plan and laid.buffered_bytes == 0
         (memory,) = laid.memory
         assert (memory.kind, memory.device, memory.address % 512) == (DRAM, "cuda:0", 248)
-        off = {name: (spot.region.address + spot.offset) % 256 for name, spot in laid.spots.items()}
+        off = {name: (view.region.address + view.offset) % 256 for name, view in laid.views.items()}
         assert off == {"a": 0, "b": 0, "c": 4}
     refused = Registration(OpenFile("", -1, 1 << 20, -1, 512, 512))
     laid = managed_module.lay_out("cuda:0", plan, pieces, [refused], reroute=True)
-    assert {transfer.road for transfer in laid.plan.transfers} == {"buffered"}
-    assert laid.rerouted_bytes == plan.read_bytes
+    assert {transfer.io_mode for transfer in laid.plan.transfers} == {"buffered"}
+    assert laid.buffered_bytes == plan.read_bytes
     laid = managed_module.lay_out("cuda:0", plan, pieces, [refused], reroute=False)
     assert laid.plan is plan and laid.memory[0].address % 4096 == 0
 
@@ -205,8 +209,8 @@ def test_what_a_prefetch_brings_is_adopted(doubles: Doubles, tiny_checkpoint: Pa
             assert ahead.wait(PATIENCE_SECONDS)
             taken = doubles.cuda_log["allocations"]
             got = gdsload.load_file(tiny_checkpoint, "cuda:0", options=options)
-        assert all(road.endswith(" in place") for road in ahead.report.roads)
-        assert gdsload.last_report().roads == {"prefetched": ahead.progress().wanted_bytes}
+        assert all(road.endswith(" in place") for road in ahead.report.paths)
+        assert gdsload.last_report().paths == {"prefetched": ahead.progress().wanted_bytes}
         assert doubles.cuda_log["allocations"] == taken
         assert_there(doubles, got, tiny_checkpoint)
     with gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", options=IN_PLACE) as ahead:
@@ -240,21 +244,21 @@ def test_models(
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     stock = type(model).from_pretrained(tmp_path, dtype=dtype)
-    begin, settled = Weights.begin, set[str]()
+    begin, settled = ModelReader.begin, set[str]()
 
-    def noted(self: Weights) -> None:
+    def noted(self: ModelReader) -> None:
         settled.update(self.settled_parameters())
         begin(self)
 
-    monkeypatch.setattr(Weights, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin", noted)
     with gdsload.accelerated(options={**IN_PLACE, **SMALL}, window_bytes=1 << 14):
         ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
     report = gdsload.last_report()
-    assert (report.path, report.device) == ("seam", "cuda:0")
+    assert (report.integration, report.device) == ("hook", "cuda:0")
     assert "buffered in place" in ways()
     assert tinymodels.differences(stock, ours) == []
     kept = [t for key, t in ours.state_dict().items() if key in settled]
-    assert len(kept) == report.labels["keep"] and (kept or dtype == "bfloat16")
+    assert len(kept) == report.fates["keep"] and (kept or dtype == "bfloat16")
     copied = ways().get("copied on cuda:0", 0)
     assert sum(t.nbytes for t in kept if not managed(doubles, t)) <= copied < report.wanted_bytes
 
@@ -296,7 +300,10 @@ def test_what_it_cannot_be(doubles: Doubles, tiny_checkpoint: Path) -> None:
         gdsload.load_file(tiny_checkpoint, "cuda:0", options={"in_place": "no"})
     files = [str(path) for path in sorted(tiny_checkpoint.glob("*.safetensors"))]
     report = gdsload.LoadReport("tiny")
-    with Weights(files[:1], Options(options=IN_PLACE), report) as weights, weights.opened() as file:
+    with (
+        ModelReader(files[:1], Options(options=IN_PLACE), report) as weights,
+        weights.opened() as file,
+    ):
         assert file.get_tensor(file.keys()[0]).nbytes
     assert "moved by torch" in report.refusals["in place"]
 
@@ -362,4 +369,4 @@ def test_a_file_that_was_cut(
 def test_it_can_be_told_to_programs(doubles: Doubles, tiny_checkpoint: Path) -> None:
     gdsload.load_file(tiny_checkpoint, "cuda:0", options=IN_PLACE)
     told = json.loads(gdsload.last_report().to_json())
-    assert told["device"] == "cuda:0" and any("in place" in road for road in told["roads"])
+    assert told["device"] == "cuda:0" and any("in place" in road for road in told["paths"])

@@ -148,7 +148,7 @@ def test_a_gpu_without_a_driver(machine: Machine) -> None:
     machine.put("sys/bus/pci/devices/0000:41:00.0/class", "0x030200\n")
     answer = machine.check()
     assert "0000:41:00.0" in finding(answer, "GPU")["detail"]
-    assert "open kernel modules" in finding(answer, "driver")["mend"]
+    assert "open kernel modules" in finding(answer, "driver")["hint"]
     assert answer["exit_code"] == 2
 
 
@@ -160,7 +160,7 @@ def test_driver_without_nvidia_fs(machine: Machine) -> None:
     assert finding(answer, "driver")["detail"] == "570.86.15, open"
     assert rules_out(answer, "nvidia-fs") == {"nvidia-fs"}
     assert finding(answer, "nvidia-fs")["installable"]
-    assert "--add-repo" in finding(answer, "apt repository")["mend"]
+    assert "--add-repo" in finding(answer, "apt repository")["hint"]
 
 
 def test_nvidia_fs_is_not_installed_below_a_proprietary_driver(machine: Machine) -> None:
@@ -218,7 +218,7 @@ def test_what_p2pdma_cannot_do_without(machine: Machine, path: str, text: str, n
     machine.put(path, text)
     answer = machine.check()
     assert rules_out(answer, "p2pdma") == {name}
-    assert finding(answer, name)["mend"]
+    assert finding(answer, name)["hint"]
 
 
 def test_p2pdma_needs_cuda_12_8_and_ampere(machine: Machine) -> None:
@@ -237,13 +237,13 @@ def test_a_kernel_tells_of_p2pdma_in_its_configuration(machine: Machine) -> None
 def test_settings_that_wait_for_a_reboot(machine: Machine) -> None:
     machine.with_gpu()
     machine.put("etc/modprobe.d/p2p.conf", f"options nvidia NVreg_{STATIC_BAR1}")
-    assert "reboot" in finding(machine.check(), "static BAR1")["mend"]
+    assert "reboot" in finding(machine.check(), "static BAR1")["hint"]
 
 
 def test_the_iommu(machine: Machine) -> None:
     assert finding(machine.check(), "IOMMU")["verdict"] == "yes"
     machine.put("sys/class/iommu/dmar0/name", "")
-    assert "iommu=off" in finding(machine.check(), "IOMMU")["mend"]
+    assert "iommu=off" in finding(machine.check(), "IOMMU")["hint"]
     machine.put("proc/cmdline", "quiet iommu=pt\n")
     assert "passing through" in finding(machine.check(), "IOMMU")["detail"]
 
@@ -257,7 +257,7 @@ def test_container_without_udev(machine: Machine) -> None:
     answer = machine.check()
     assert answer["exit_code"] == 2
     assert rules_out(answer, "nvidia-fs") == {"udev"}
-    assert "-v /run/udev:/run/udev:ro" in finding(answer, "udev")["mend"]
+    assert "-v /run/udev:/run/udev:ro" in finding(answer, "udev")["hint"]
 
 
 def test_container_without_the_devices(machine: Machine) -> None:
@@ -265,7 +265,7 @@ def test_container_without_the_devices(machine: Machine) -> None:
     machine.put("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
     answer = machine.check()
     assert "container" in finding(answer, "host")["detail"]
-    assert "--device=/dev/nvidia-fs0" in finding(answer, "nvidia-fs")["mend"]
+    assert "--device=/dev/nvidia-fs0" in finding(answer, "nvidia-fs")["hint"]
 
 
 def test_modules_that_cannot_be_read(machine: Machine) -> None:
@@ -306,7 +306,7 @@ def test_a_batch_that_the_cache_cannot_hold(machine: Machine) -> None:
     machine.put("own.json", '{"properties": {"per_buffer_cache_size_kb": 4096}}\n')
     found = finding(machine.check(CUFILE_ENV_PATH_JSON="/own.json"), "cufile.json")
     assert found["verdict"] == "partly"
-    assert str(4096 * 128) in found["mend"]
+    assert str(4096 * 128) in found["hint"]
 
 
 def test_a_check_tells_people_and_changes_nothing(machine: Machine) -> None:
@@ -316,7 +316,7 @@ def test_a_check_tells_people_and_changes_nothing(machine: Machine) -> None:
     assert ran.code == 1
     assert (machine.changes(), sorted(machine.root.rglob("*"))) == ([], before)
     assert "no      nvidia-fs       not installed\n" in ran.out
-    assert "mend: sh scripts/install_gds.sh\n" in ran.out
+    assert "hint: sh scripts/install_gds.sh\n" in ran.out
     assert "\nnvidia-fs:  no: nvidia-fs\n" in ran.out
 
 

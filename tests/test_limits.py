@@ -260,7 +260,7 @@ def test_a_disk_with_blocks_of_4096(mounted: Callable[..., Path], tmp_path: Path
         for engine in ENGINES:
             got = gdsload.load_file(path, cache="direct", options={"engine": engine, **SMALL})
             assert is_full_of(got, 3)
-            roads = gdsload.last_report().roads
+            roads = gdsload.last_report().paths
             assert roads[f"posix/{engine}/direct"] >= 2_400_000
             assert roads[f"posix/{engine}/buffered"] == 0
     finally:

@@ -329,12 +329,12 @@ def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
     with kept_warm(path):
         gdsload.load_file(path)
     report = gdsload.last_report()
-    assert report.roads == {"mapped": report.wanted_bytes}
+    assert report.paths == {"mapped": report.wanted_bytes}
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
     got = gdsload.load_file(path)
     report = gdsload.last_report()
-    assert report.roads[f"posix/{report.engine}/direct"] >= report.wanted_bytes
+    assert report.paths[f"posix/{report.engine}/direct"] >= report.wanted_bytes
     # What is there came with the header, by the kernel's read-ahead.
     assert page_cache.resident_bytes(path) < report.wanted_bytes // 2, "it went past the page cache"
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
@@ -358,7 +358,7 @@ def test_the_report(path: Path, tmp_path: Path) -> None:
         4 * (50_000 + i) for i in range(10)
     )
     assert facts["backend"] == "posix" and facts["engine"] == "threads" and facts["failure"] == ""
-    assert facts["read_bytes"] == sum(facts["roads"].values()) == os.path.getsize(path)
+    assert facts["read_bytes"] == sum(facts["paths"].values()) == os.path.getsize(path)
     assert {"open", "plan", "read", "hand over"} <= set(facts["phases"])
     assert "10 tensors" in report.summary() and "posix/threads/direct" in report.summary()
     report.save_trace(tmp_path / "trace.json")

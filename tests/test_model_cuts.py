@@ -10,7 +10,7 @@ import torch
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.planning.read_plan import GAP_BYTES
-from gdsload.planning.tensor_slices import MAX_RUNS, Cut, cut, whole
+from gdsload.planning.tensor_slices import MAX_RUNS, TensorSlice, slice_of, whole
 
 
 def info_of(tensor: torch.Tensor) -> TensorInfo:
@@ -19,7 +19,7 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo("w", names[tensor.dtype], tuple(tensor.shape), 0, 128, nbytes)
 
 
-def assembled(tensor: torch.Tensor, wanted: Cut) -> torch.Tensor:
+def assembled(tensor: torch.Tensor, wanted: TensorSlice) -> torch.Tensor:
     """What a cut makes of the bytes of a file that holds the tensor at offset 128."""
     raw = bytes(128) + tensor.contiguous().numpy().tobytes()
     parts = []
@@ -44,7 +44,7 @@ INDEXES: list[Any] = [
 def test_a_cut_is_what_torch_gives(index: Any) -> None:
     tensor = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
     expected = tensor[index]
-    found = assembled(tensor, cut(info_of(tensor), index))
+    found = assembled(tensor, slice_of(info_of(tensor), index))
     assert torch.equal(found, expected)
     assert found.shape == expected.shape
 
@@ -61,7 +61,7 @@ def test_any_ranges(seed: int) -> None:
         ends = sorted((dice.randint(0, size), dice.randint(0, size)))
         index.append(slice(*ends) if dice.random() < 0.7 else slice(None))
     expected = tensor[tuple(index)]
-    wanted = cut(info_of(tensor), tuple(index))
+    wanted = slice_of(info_of(tensor), tuple(index))
     assert torch.equal(assembled(tensor, wanted), expected)
     assert wanted.nbytes <= tensor.numel()
     assert len({part.name for part in wanted.parts}) == len(wanted.parts)
@@ -69,32 +69,32 @@ def test_any_ranges(seed: int) -> None:
 
 def test_rows_bring_only_rows() -> None:
     info = info_of(torch.empty(100, 7, dtype=torch.int16))
-    assert cut(info, slice(10, 20)).parts[0].nbytes == 10 * 7 * 2
-    assert cut(info, (slice(10, 20), slice(0, 3))).parts[0].nbytes == 10 * 7 * 2
-    assert cut(info, slice(5, 5)).nbytes == 0
+    assert slice_of(info, slice(10, 20)).parts[0].nbytes == 10 * 7 * 2
+    assert slice_of(info, (slice(10, 20), slice(0, 3))).parts[0].nbytes == 10 * 7 * 2
+    assert slice_of(info, slice(5, 5)).nbytes == 0
 
 
 def test_columns_bring_what_they_need_where_it_pays() -> None:
     near = info_of(torch.empty(8, 100, dtype=torch.uint8))
-    assert cut(near, (slice(None), slice(0, 50))).nbytes == near.nbytes
+    assert slice_of(near, (slice(None), slice(0, 50))).nbytes == near.nbytes
     far = info_of(torch.empty(8, 4 * GAP_BYTES, dtype=torch.uint8))
-    half = cut(far, (slice(None), slice(0, 2 * GAP_BYTES)))
+    half = slice_of(far, (slice(None), slice(0, 2 * GAP_BYTES)))
     assert half.nbytes == far.nbytes // 2
     assert len(half.parts) == 8
     inner = info_of(torch.empty(3, 4, GAP_BYTES, dtype=torch.uint8))
-    assert cut(inner, (slice(None), slice(0, 2))).nbytes == inner.nbytes // 2
+    assert slice_of(inner, (slice(None), slice(0, 2))).nbytes == inner.nbytes // 2
     rows = MAX_RUNS + 1
     many = TensorInfo("w", "U8", (rows, 2 * GAP_BYTES), 0, 0, rows * 2 * GAP_BYTES)
-    assert len(cut(many, (slice(None), slice(0, 8))).parts) == 1
+    assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == 1
 
 
 def test_the_same_part_has_the_same_key() -> None:
     info = info_of(torch.empty(4, 6))
-    assert cut(info, slice(0, 4)) == whole(info) == cut(info, ...)
-    assert cut(info, slice(0, 2)).key == cut(info, (slice(0, 2), slice(None))).key
-    assert cut(info, slice(0, 2)).key != cut(info, slice(1, 3)).key
+    assert slice_of(info, slice(0, 4)) == whole(info) == slice_of(info, ...)
+    assert slice_of(info, slice(0, 2)).key == slice_of(info, (slice(0, 2), slice(None))).key
+    assert slice_of(info, slice(0, 2)).key != slice_of(info, slice(1, 3)).key
 
 
 def test_what_has_no_rows_in_bytes_is_read_whole() -> None:
     packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
-    assert cut(packed, slice(0, 2)).nbytes == 16
+    assert slice_of(packed, slice(0, 2)).nbytes == 16

@@ -16,13 +16,13 @@ import equal
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import (
-    Destinations,
     Kind,
+    ParameterBuffers,
     kinds_of,
     target_of,
 )
-from gdsload.integrations.transformers.parameter_writer import Filling
-from gdsload.integrations.transformers.readahead_queue import FeedClosed
+from gdsload.integrations.transformers.parameter_writer import ParameterWriter
+from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
 from gdsload.report import LoadReport
 from test_memory import resident_pages
@@ -31,7 +31,7 @@ from test_memory import resident_pages
 PAIR = (Kind(("g0", "g1", "g2"), (4, 6)), Kind(("u0", "u1", "u2"), (2, 6)))
 
 
-def put(places: Destinations, key: str, dtype: torch.dtype, tensor: torch.Tensor) -> Any:
+def put(places: ParameterBuffers, key: str, dtype: torch.dtype, tensor: torch.Tensor) -> Any:
     """What a filling does with a tensor that has arrived, and with somebody who asks for it."""
     if not places.expects(key, dtype):
         return None
@@ -54,7 +54,7 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
     assert target is not None
     assert target.shape == (3, 6, 6)
     gates, ups = tensors(PAIR[0], 0), tensors(PAIR[1], 100)
-    with Destinations([target]) as places:
+    with ParameterBuffers([target]) as places:
         loaded = gates | ups
         order = reversed(loaded) if backwards else iter(loaded)
         placed = {key: put(places, key, dtype, loaded[key]) for key in order}
@@ -73,7 +73,7 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
 def test_only_what_lies_right_is_merged_without_a_copy() -> None:
     target = target_of(PAIR, torch.bfloat16, merged=True)
     assert target is not None
-    with Destinations([target]) as places:
+    with ParameterBuffers([target]) as places:
         loaded = tensors(PAIR[0], 0) | tensors(PAIR[1], 9)
         placed = {key: put(places, key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
         gates = [placed[key] for key in PAIR[0].keys]
@@ -95,7 +95,7 @@ def test_only_what_lies_right_is_merged_without_a_copy() -> None:
 def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
     target = target_of([Kind(("a",), (3,))], torch.float32, merged=False)
     assert target is not None
-    with Destinations([target]) as places:
+    with ParameterBuffers([target]) as places:
         source = torch.tensor([1.5, 2.5, -0.0], dtype=torch.bfloat16)
         assert put(places, "a", torch.float16, source) is None
         assert put(places, "b", torch.float32, source) is None
@@ -119,7 +119,7 @@ def test_kinds_that_do_not_fit_have_no_place() -> None:
 def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
     size = 8 << 20
     targets = [target_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
-    with Destinations([target for target in targets if target is not None]) as places:
+    with ParameterBuffers([target for target in targets if target is not None]) as places:
         source = torch.ones(size, dtype=torch.int8)
         kept = put(places, "a", torch.uint8, source)
         gone = put(places, "b", torch.uint8, source)
@@ -161,8 +161,8 @@ def test_a_filling_brings_each_tensor_to_its_place(
         targets = [
             target_of([Kind((info.name,), info.shape)], dtype, merged=False) for info in infos
         ]
-        places = Destinations([target for target in targets if target is not None])
-        filling = Filling(
+        places = ParameterBuffers([target for target in targets if target is not None])
+        filling = ParameterWriter(
             session, places, infos, window_bytes=window_bytes, ahead_bytes=2 * window_bytes
         )
         with places, filling:
@@ -176,7 +176,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
                 assert torch.equal(found, expected[info.name].to(dtype))
                 assert filling.take(info.name, dtype) is None
         assert filling.taken == (len(infos), checkpoint.total_bytes)
-        with pytest.raises(FeedClosed, match="has ended"):
+        with pytest.raises(QueueClosed, match="has ended"):
             ended(session, infos).take(infos[0].name, torch.float32)
 
 
@@ -189,7 +189,7 @@ def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.Monk
         info = next(iter(checkpoint.tensors.values()))
         target = target_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
         assert target is not None
-        filling = Filling(session, Destinations([target]), [info])
+        filling = ParameterWriter(session, ParameterBuffers([target]), [info])
         filling.start()
         real = session.open().check
 
@@ -202,15 +202,15 @@ def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.Monk
             asked = pool.submit(filling.take, info.name, torch.float32)
             assert waiting.wait(10)
             filling.close()
-            with pytest.raises(FeedClosed, match="has ended"):
+            with pytest.raises(QueueClosed, match="has ended"):
                 asked.result(10)
 
 
-def ended(session: Session, infos: list[TensorInfo]) -> Filling:
+def ended(session: Session, infos: list[TensorInfo]) -> ParameterWriter:
     """A filling that was closed before it had begun."""
     target = target_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, merged=False)
     assert target is not None
-    filling = Filling(session, Destinations([target]), infos[:1])
+    filling = ParameterWriter(session, ParameterBuffers([target]), infos[:1])
     filling.close()
     return filling
 
@@ -239,7 +239,7 @@ def test_transformers_merges_without_copying(
             ours = transformers.AutoModelForCausalLM.from_pretrained(
                 tiny_moe_checkpoint, dtype="auto"
             )
-    assert gdsload.last_report().path == "seam"
+    assert gdsload.last_report().integration == "hook"
     wanted, found = stock.state_dict(), ours.state_dict()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], tensor) for name, tensor in found.items())

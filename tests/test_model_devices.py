@@ -25,7 +25,7 @@ import tinymodels
 from gdsload.backends import staging
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
-from gdsload.integrations.transformers.model_reader import Weights
+from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.loading import device_batch
 from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
@@ -94,14 +94,14 @@ def test_equal(name: str, doubles: Doubles, live: Callable[[Places], None], tmp_
         with equal.nothing_uninitialised():
             ours, told_us = loaded(tmp_path / "a", backend, output_loading_info=True)
         report = gdsload.last_report()
-        assert (report.path, report.backend, report.device) == ("seam", backend, "cuda:0")
-        assert all(road.startswith(backend) for road, size in report.roads.items() if size)
+        assert (report.integration, report.backend, report.device) == ("hook", backend, "cuda:0")
+        assert all(road.startswith(backend) for road, size in report.paths.items() if size)
         assert doubles.cuda_log["copied"] - before == report.wanted_bytes
         assert tinymodels.differences(stock, ours) == []
         assert told == told_us
         there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
         assert all(t.untyped_storage().data_ptr() % 256 == 0 for t in there)
-        assert len(there) >= report.labels["keep"] > 0
+        assert len(there) >= report.fates["keep"] > 0
 
 
 @pytest.mark.parametrize("backend", ROADS)
@@ -127,8 +127,8 @@ def test_equal_when_cast(
     ours = loaded(tmp_path, backend, dtype="bfloat16")
     report = gdsload.last_report()
     assert tinymodels.differences(stock, ours) == []
-    assert report.labels["transient"] > 0
-    assert report.roads and doubles.cuda_log["copied"] >= report.wanted_bytes
+    assert report.fates["convert"] > 0
+    assert report.paths and doubles.cuda_log["copied"] >= report.wanted_bytes
     # The ring with what aligns it, what is kept, two windows of 16 KiB, and the largest tensor.
     kept = sum(p.nbytes for p in ours.parameters() if device_of(doubles, p))
     largest = max(2 * p.nbytes for p in ours.parameters())
@@ -159,10 +159,10 @@ def test_several_devices_side_by_side(
     What is for the CPU does not go by a backend that reaches devices alone."""
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     live(spread)
-    begin = Weights.begin
+    begin = ModelReader.begin
     filled: list[str] = []
 
-    def noted(self: Weights) -> None:
+    def noted(self: ModelReader) -> None:
         begin(self)
         deadline = time.monotonic() + 20
         for device, feed in self._device_feeds.items():
@@ -173,7 +173,7 @@ def test_several_devices_side_by_side(
             assert feed.taken.tensors == 0
             filled.append(device)
 
-    monkeypatch.setattr(Weights, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin", noted)
     ours = loaded(qwen, backend)
     assert filled == ["cuda:0", "cuda:1"]
     report = gdsload.last_report()
@@ -182,7 +182,7 @@ def test_several_devices_side_by_side(
     for name, parameter in ours.named_parameters():
         assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
     assert sorted(made.ordinal for made in staging_ring.rings()) == [0, 1]
-    assert sum(report.roads.values()) > 0
+    assert sum(report.paths.values()) > 0
 
 
 def test_what_leads_to_devices_alone(qwen: Path, doubles: Doubles) -> None:
@@ -198,7 +198,7 @@ def test_nothing_is_registered_twice(
     """Whichever way a load takes: the ring, the road and what they registered are there."""
     live(spread)
     opened: list[str] = []
-    for kind in (staging_ring.StagingRing, staging.StagedRoad):
+    for kind in (staging_ring.StagingRing, staging.StagingPipeline):
         make = kind.__init__
 
         def noted(self: Any, *args: Any, make: Any = make, **named: Any) -> None:
@@ -207,7 +207,7 @@ def test_nothing_is_registered_twice(
 
         monkeypatch.setattr(kind, "__init__", noted)
     loaded(qwen, backend)
-    assert sorted(opened) == ["StagedRoad", "StagedRoad", "StagingRing", "StagingRing"]
+    assert sorted(opened) == ["StagingPipeline", "StagingPipeline", "StagingRing", "StagingRing"]
     pins, buffers = doubles.cuda_log["pins"], doubles.cufile_log["buffers"]
     loaded(qwen, backend)
     how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
@@ -230,7 +230,7 @@ def test_host_memory_is_the_ring(
         raise AssertionError("host memory was taken")
 
     live(lambda _: "cuda:0")
-    monkeypatch.setattr(host_buffers.Arena, "__init__", never)
+    monkeypatch.setattr(host_buffers.HostBuffers, "__init__", never)
     monkeypatch.setattr(host_buffers, "map_shard", never)
     how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
     loaded(qwen, backend)
@@ -279,7 +279,7 @@ def test_what_was_prefetched_is_not_read_again(
     second memory is taken, neither by torch's allocator nor ahead of it."""
     live(lambda _: "cuda:0")
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen, dtype=dtype)
-    begin = Weights.begin
+    begin = ModelReader.begin
     gc.collect()
     before = doubles.cuda_log
     doubles.hold_copies(lands == "meanwhile")
@@ -287,22 +287,22 @@ def test_what_was_prefetched_is_not_read_again(
         assert ahead.wait() if lands == "before" else ahead._posted.wait(20)
         landed = doubles.cuda_log
 
-        def claimed(self: Weights) -> None:
+        def claimed(self: ModelReader) -> None:
             begin(self)
             assert ahead.progress().claimed_bytes > 0
             doubles.hold_copies(False)
 
-        monkeypatch.setattr(Weights, "begin", claimed)
+        monkeypatch.setattr(ModelReader, "begin", claimed)
         ours = loaded(qwen, "posix", dtype=dtype)
-        monkeypatch.setattr(Weights, "begin", begin)
+        monkeypatch.setattr(ModelReader, "begin", begin)
     report = gdsload.last_report()
-    assert report.roads == {"prefetched": report.wanted_bytes}
+    assert report.paths == {"prefetched": report.wanted_bytes}
     assert report.read_bytes == 0 and report.device == "cuda:0"
     assert tinymodels.differences(stock, ours) == []
     assert doubles.cuda_log["allocations"] == landed["allocations"]
-    assert (report.labels["keep"] > 0) == (dtype == "float32")
+    assert (report.fates["keep"] > 0) == (dtype == "float32")
     there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
-    assert len(there) >= report.labels["keep"]
+    assert len(there) >= report.fates["keep"]
     del ours, there
     gc.collect()
     staging_ring.release_rings()
@@ -324,9 +324,9 @@ def test_part_of_a_model_was_prefetched(
             assert ahead.wait()
             ours = loaded(qwen, "posix")
         report = gdsload.last_report()
-        adopted = report.roads.pop("prefetched", 0)
+        adopted = report.paths.pop("prefetched", 0)
         assert adopted == (0 if device == "cuda:1" else ahead.progress().wanted_bytes)
-        assert report.roads and report.read_bytes > 0
+        assert report.paths and report.read_bytes > 0
         assert tinymodels.differences(stock, ours) == []
         for name, parameter in ours.named_parameters():
             assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
@@ -345,15 +345,15 @@ def test_no_memory_is_warmed_up_for_what_is_there(
         asked.append(expanded_device_map)
 
     inner.caching_allocator_warmup = warm_up  # type: ignore[attr-defined]
-    (swap,) = patches.swaps_of_warmup(inner)
-    begin = Weights.begin
+    (swap,) = patches.replacements_of_warmup(inner)
+    begin = ModelReader.begin
 
-    def noted(self: Weights) -> None:
+    def noted(self: ModelReader) -> None:
         wanted = {name: spread(name) for name in self.forecast.parameters.values()}
         swap.value(None, wanted, None)
         begin(self)
 
-    monkeypatch.setattr(Weights, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin", noted)
     loaded(qwen, "posix")
     with gdsload.prefetch(qwen, "cuda:1", cache="direct") as ahead:
         assert ahead.wait()
@@ -372,14 +372,14 @@ def test_reads_to_devices_begin_where_the_check_for_threads_does_not_fit(
     from transformers import core_model_loading
 
     live(spread)
-    begun: list[Weights] = []
-    begin, is_true = Weights.begin, core_model_loading.is_env_variable_true
+    begun: list[ModelReader] = []
+    begin, is_true = ModelReader.begin, core_model_loading.is_env_variable_true
 
-    def noted(self: Weights) -> None:
+    def noted(self: ModelReader) -> None:
         begun.append(self)
         begin(self)
 
-    monkeypatch.setattr(Weights, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin", noted)
     monkeypatch.setattr(core_model_loading, "is_env_variable_true", lambda *names: is_true(*names))
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     ours = loaded(qwen, "posix")
@@ -400,7 +400,7 @@ def test_what_a_pool_has_is_not_read_again(
             with gdsload.accelerated(cache="direct"):
                 ours = gdsload.from_pretrained(qwen)
             report = gdsload.last_report()
-            assert report.roads["pool"] == report.wanted_bytes
+            assert report.paths["pool"] == report.wanted_bytes
             assert report.read_bytes == 0
             assert tinymodels.differences(stock, ours) == []
 
@@ -415,5 +415,5 @@ def test_where_there_is_no_cuda_torch_moves_what_was_read(
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     ours = gdsload.from_pretrained(qwen)
     report = gdsload.last_report()
-    assert report.labels["keep"] == 0 and report.labels["transient"] > 0
+    assert report.fates["keep"] == 0 and report.fates["convert"] > 0
     assert tinymodels.differences(stock, ours) == []

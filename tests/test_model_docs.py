@@ -61,7 +61,7 @@ def architectures(directory: Path) -> str:
     for name, (class_name, _) in tinymodels.ARCHITECTURES.items():
         tinymodels.build(name).save_pretrained(directory / name)
         model = gdsload.from_pretrained(directory / name)
-        labels = gdsload.last_report().labels
+        labels = gdsload.last_report().fates
         kinds = {
             type(operation).__name__
             for conversion in getattr(model, "_weight_conversions", None) or ()

@@ -22,9 +22,9 @@ import gdsload
 import tinymodels
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.lazy_slices import LazySlice, PlacedSlice
-from gdsload.integrations.transformers.model_reader import Weights
-from gdsload.integrations.transformers.parameter_writer import Filling
-from gdsload.integrations.transformers.readahead_queue import Feed, Stage
+from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.parameter_writer import ParameterWriter
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue, ReadWindow
 
 
 @pytest.fixture(autouse=True)
@@ -63,15 +63,15 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
 
 # Ours, and transformers' on the way: before the weights, among them, and after them.
 PLACES: dict[str, tuple[Any, str]] = {
-    "opened": (Weights, "__init__"),
-    "foreseen": (Weights, "foresee"),
-    "posted": (Filling, "_batch_of") if equal.NEW else (Stage, "of"),
+    "opened": (ModelReader, "__init__"),
+    "foreseen": (ModelReader, "foresee"),
+    "posted": (ParameterWriter, "_batch_of") if equal.NEW else (ReadWindow, "of"),
     "asked": (PlacedSlice, "placed") if equal.NEW else (LazySlice, "__getitem__"),
-    "taken": (Filling, "take") if equal.NEW else (Feed, "take"),
-    "finished": (Weights, "finish"),
+    "taken": (ParameterWriter, "take") if equal.NEW else (ReadaheadQueue, "take"),
+    "finished": (ModelReader, "finish"),
     "config": (transformers.MixtralConfig, "__init__"),
     "model": (transformers.MixtralModel, "__init__"),
-    "cast": (Filling, "_cast") if equal.NEW else (torch.Tensor, "to"),
+    "cast": (ParameterWriter, "_cast") if equal.NEW else (torch.Tensor, "to"),
     "initialised": (transformers.PreTrainedModel, "_initialize_missing_keys"),
     "tied": (transformers.PreTrainedModel, "tie_weights"),
 }
@@ -162,4 +162,4 @@ def test_entered_and_left_in_any_order(mixture: Path) -> None:
         gdsload.uninstall()
         gdsload.uninstall()
         transformers.AutoModelForCausalLM.from_pretrained(mixture)
-        assert gdsload.last_report().path == equal.FIRST
+        assert gdsload.last_report().integration == equal.FIRST

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.integrations.transformers.readahead_queue import Feed, FeedClosed
+from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
 from gdsload.loading.session import Session
-from gdsload.planning.tensor_slices import Cut, cut, whole
+from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.report import LoadReport
 
 
@@ -37,7 +37,7 @@ def expected(tiny_moe_checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def wholes(session: Session) -> list[Cut]:
+def wholes(session: Session) -> list[TensorSlice]:
     return [whole(info) for info in session.checkpoint.tensors.values()]
 
 
@@ -46,10 +46,10 @@ def wholes(session: Session) -> list[Cut]:
 def test_any_order_by_many_threads(
     session: Session, expected: dict[str, torch.Tensor], window_bytes: int, seed: int
 ) -> None:
-    cuts = wholes(session)
-    asked = list(cuts)
+    slices = wholes(session)
+    asked = list(slices)
     random.Random(seed).shuffle(asked)
-    feed = Feed(session, cuts, window_bytes=window_bytes, ahead_bytes=20_000)
+    feed = ReadaheadQueue(session, slices, window_bytes=window_bytes, ahead_bytes=20_000)
     with feed, ThreadPoolExecutor(5) as pool:
         feed.start()
         found = dict(zip((c.key for c in asked), pool.map(feed.take, asked), strict=True))
@@ -57,15 +57,15 @@ def test_any_order_by_many_threads(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert feed.untaken == []
     assert feed.unexpected == []
-    assert feed.taken.tensors == len(cuts)
+    assert feed.taken.tensors == len(slices)
 
 
 def test_no_more_is_on_its_way_than_is_allowed(session: Session) -> None:
-    cuts = wholes(session)
-    with Feed(session, cuts, window_bytes=10_000, ahead_bytes=40_000) as feed:
+    slices = wholes(session)
+    with ReadaheadQueue(session, slices, window_bytes=10_000, ahead_bytes=40_000) as feed:
         feed.start()
         assert 0 < len(feed._stages) < len(feed._sizes)
-        for wanted in cuts:
+        for wanted in slices:
             feed.take(wanted)
             held = sum(feed._sizes[number] for number in feed._stages)
             assert held <= 40_000 or len(feed._stages) == 1
@@ -77,13 +77,13 @@ def test_the_same_twice_and_what_nobody_expected(
 ) -> None:
     """Each tensor owns its memory: changing one does not change what is read after it."""
     info = max(session.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-    with Feed(session, [whole(info)], window_bytes=1) as feed:
+    with ReadaheadQueue(session, [whole(info)], window_bytes=1) as feed:
         feed.start()
         first = feed.take(whole(info))
         first.zero_()
         second = feed.take(whole(info))
-        rows = feed.take(cut(info, slice(1, 3)))
-        columns = feed.take(cut(info, (slice(None), slice(0, 2))))
+        rows = feed.take(slice_of(info, slice(1, 3)))
+        columns = feed.take(slice_of(info, (slice(None), slice(0, 2))))
     wanted = expected[info.name]
     assert torch.equal(second, wanted)
     assert torch.equal(rows, wanted[1:3])
@@ -97,27 +97,27 @@ def test_the_same_twice_and_what_nobody_expected(
 
 def test_a_mapped_tensor(session: Session, expected: dict[str, torch.Tensor]) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
-    with Feed(session) as feed:
+    with ReadaheadQueue(session) as feed:
         tensor = feed.mapped(info)
     assert torch.equal(tensor, expected[info.name])
 
 
 def test_closing_wakes_whoever_waits(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuts = wholes(session)
-    feed = Feed(session, cuts, window_bytes=1)
+    slices = wholes(session)
+    feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()
-    monkeypatch.setattr(Feed, "_is_ready", lambda *_: False)
+    monkeypatch.setattr(ReadaheadQueue, "_is_ready", lambda *_: False)
     monkeypatch.setattr(
-        "gdsload.integrations.transformers.readahead_queue.Stage.look", lambda _: waiting.set()
+        "gdsload.integrations.transformers.readahead_queue.ReadWindow.look", lambda _: waiting.set()
     )
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(feed.take, cuts[0])
+        taken = pool.submit(feed.take, slices[0])
         assert waiting.wait(10)
         feed.close()
-        with pytest.raises(FeedClosed, match="has ended"):
+        with pytest.raises(QueueClosed, match="has ended"):
             taken.result(10)
-    with pytest.raises(FeedClosed):
-        feed.take(cuts[1])
-    with pytest.raises(FeedClosed):
-        feed.mapped(cuts[1].parts[0])
+    with pytest.raises(QueueClosed):
+        feed.take(slices[1])
+    with pytest.raises(QueueClosed):
+        feed.mapped(slices[1].parts[0])
     feed.close()

@@ -62,8 +62,8 @@ def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> N
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
     assert len(started) == 1 and started[0]
-    assert "prefetched" not in report.roads, "the bytes took a road, and that is what is reported"
-    assert total <= sum(report.roads.values()) <= 2 * total
+    assert "prefetched" not in report.paths, "the bytes took a road, and that is what is reported"
+    assert total <= sum(report.paths.values()) <= 2 * total
     assert report.requests >= 2
     assert prefetches() == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(cold, dtype="auto").state_dict()

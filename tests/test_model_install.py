@@ -14,7 +14,7 @@ import transformers
 import gdsload
 import tinymodels
 
-FIRST = "seam" if transformers.__version__[0] > "4" else "safe_open"
+FIRST = "hook" if transformers.__version__[0] > "4" else "safe_open"
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,13 @@ def test_install(qwen: Path) -> None:
 
         def load() -> None:
             transformers.AutoModelForCausalLM.from_pretrained(qwen)
-            found.append(gdsload.last_report().path)
+            found.append(gdsload.last_report().integration)
 
         thread = threading.Thread(target=load)
         thread.start()
         thread.join()
         assert found == [FIRST]
-        assert gdsload.last_report().roads.get("mapped", 0) == 0
+        assert gdsload.last_report().paths.get("mapped", 0) == 0
     finally:
         gdsload.uninstall()
     gdsload.uninstall()
@@ -56,7 +56,7 @@ import sys
 from transformers import AutoModelForCausalLM
 import gdsload
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(gdsload.last_report().path, sys.argv[1:], __name__)
+print(gdsload.last_report().integration, sys.argv[1:], __name__)
 """
 
 
@@ -149,13 +149,13 @@ def test_installing_imports_nothing_heavy() -> None:
 
 
 def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdsload.integrations.transformers.monkeypatch import Patch, Swap, Swaps
+    from gdsload.integrations.transformers.monkeypatch import Patch, Patcher, Replacement
 
     (tmp_path / "latecomer.py").write_text("value = 1\nother = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    patches = [Patch("value", lambda module: [Swap(module, "value", 7)]),
-               Patch("none", lambda module: [Swap(module, "none", 0)])]  # fmt: skip
-    swaps = Swaps({"latecomer": patches})
+    patches = [Patch("value", lambda module: [Replacement(module, "value", 7)]),
+               Patch("none", lambda module: [Replacement(module, "none", 0)])]  # fmt: skip
+    swaps = Patcher({"latecomer": patches})
     before = list(sys.meta_path)
     swaps.enter("one")
     swaps.enter("other")
@@ -191,14 +191,14 @@ class _Interrupted:
 
 @pytest.mark.parametrize("after", range(1, 6))
 def test_ctrl_c_while_names_are_replaced_or_put_back(after: int) -> None:
-    from gdsload.integrations.transformers.monkeypatch import Patch, Swap, Swaps
+    from gdsload.integrations.transformers.monkeypatch import Patch, Patcher, Replacement
 
     owner = _Interrupted()
     for name, value in (("first", 1), ("second", 2)):
         object.__setattr__(owner, name, value)
-    swaps = Swaps(
-        {"sys": [Patch("first", lambda _: [Swap(owner, "first", 7)])],
-         "os": [Patch("second", lambda _: [Swap(owner, "second", 8)])], "not.there": []}
+    swaps = Patcher(
+        {"sys": [Patch("first", lambda _: [Replacement(owner, "first", 7)])],
+         "os": [Patch("second", lambda _: [Replacement(owner, "second", 8)])], "not.there": []}
     )  # fmt: skip
     before = list(sys.meta_path)
     _Interrupted.left = after

@@ -56,7 +56,7 @@ def test_equal(name: str, tmp_path: Path) -> None:
             stock, told = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
         with gdsload.accelerated(**windows(tmp_path)):
             ours, told_us = gdsload.from_pretrained(tmp_path / "a", output_loading_info=True)
-    assert gdsload.last_report().roads.get("mapped", 0) == 0
+    assert gdsload.last_report().paths.get("mapped", 0) == 0
     equal.require_same(stock, ours)
     assert told == told_us
     stock.save_pretrained(tmp_path / "b", max_shard_size="60KB")
@@ -74,8 +74,8 @@ def test_equal_when_cast(name: str, dtype: Any, tmp_path: Path) -> None:
     with gdsload.accelerated(**windows(tmp_path)):
         ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
     assert tinymodels.differences(stock, ours) == []
-    labels = gdsload.last_report().labels
-    assert labels.get("transient", labels.get("materialised")) > 0
+    labels = gdsload.last_report().fates
+    assert labels.get("convert", labels.get("materialised")) > 0
 
 
 def test_the_oracle_sees_a_difference(tmp_path: Path) -> None:

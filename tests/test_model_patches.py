@@ -18,7 +18,13 @@ import gdsload
 import tinymodels
 from equal import NEW, names_replaced
 from gdsload.integrations.transformers import hooks
-from gdsload.integrations.transformers.monkeypatch import Misfit, Patch, Swap, Swaps, function_of
+from gdsload.integrations.transformers.monkeypatch import (
+    Misfit,
+    Patch,
+    Patcher,
+    Replacement,
+    function_of,
+)
 
 pytestmark = pytest.mark.skipif(not NEW, reason="4.57 has other inner parts")
 
@@ -93,11 +99,11 @@ def rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return code.replace(co_names=names, co_consts=inner)
 
     module = modeling_utils if isinstance(owner, type) else owner
-    homes = {owner, *(one for one in vars(module).values() if isinstance(one, type))}
-    for home in homes:  # methods may have the name, too
-        if function in vars(home):
+    locations = {owner, *(one for one in vars(module).values() if isinstance(one, type))}
+    for location in locations:  # methods may have the name, too
+        if function in vars(location):
             monkeypatch.setattr(
-                home, f"{function}_of_tomorrow", vars(home)[function], raising=False
+                location, f"{function}_of_tomorrow", vars(location)[function], raising=False
             )
     for used in codes_in(module):
         changed = with_names(used.__code__)
@@ -153,9 +159,9 @@ def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
     # Without these functions nothing can be said of the load before it begins.
     is_foretold = function not in FORETELLING or how == "other parameters"
     expected = (
-        hooks.SEAM if is_foretold and function != "_load_pretrained_model" else hooks.SAFE_OPEN
+        hooks.HOOK if is_foretold and function != "_load_pretrained_model" else hooks.SAFE_OPEN
     )
-    assert report.path == expected
+    assert report.integration == expected
 
 
 def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
@@ -172,7 +178,7 @@ def test_nothing_is_reported_of_this_transformers(mixture: Path) -> None:
     gdsload.from_pretrained(mixture)
     report = gdsload.last_report()
     assert not [name for name in report.refusals if name.startswith("transformers.")]
-    assert report.path == hooks.SEAM
+    assert report.integration == hooks.HOOK
 
 
 def test_slices_begin_reads_to_devices_once_when_first_looked_at() -> None:
@@ -190,8 +196,8 @@ def test_slices_begin_reads_to_devices_once_when_first_looked_at() -> None:
 # --- the mechanism -------------------------------------------------------------------------------
 
 
-def patched(module: types.ModuleType, *patches: Patch) -> Swaps:
-    swaps = Swaps({module.__name__: patches})
+def patched(module: types.ModuleType, *patches: Patch) -> Patcher:
+    swaps = Patcher({module.__name__: patches})
     swaps.enter("test")
     swaps.leave("test")
     return swaps
@@ -211,11 +217,11 @@ def refuse(*_: Any) -> Any:
 
 
 def test_each_patch_is_judged_alone(package: types.ModuleType) -> None:
-    def swap(module: types.ModuleType, name: str, *front: str) -> list[Swap]:
+    def swap(module: types.ModuleType, name: str, *front: str) -> list[Replacement]:
         function_of(module, name, *front)
-        return [Swap(module, name, None)]
+        return [Replacement(module, name, None)]
 
-    swaps = Swaps(
+    swaps = Patcher(
         {
             package.__name__: (
                 Patch("a", lambda m: swap(m, "a")),

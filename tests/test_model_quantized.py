@@ -91,7 +91,7 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
     quantized(tmp_path, tinymodels.build(name), config, change)
     stock, ours = both(tmp_path)
     require_same(stock, ours)
-    assert gdsload.last_report().labels["transient"] > 0
+    assert gdsload.last_report().fates["convert"] > 0
 
 
 @needs_new
@@ -163,7 +163,7 @@ def test_compressed_tensors(name: str, is_kept: bool, tmp_path: Path) -> None:
         words["quantization_config"] = transformers.CompressedTensorsConfig(run_compressed=False)
     stock, ours = both(tmp_path, **words)
     require_same(stock, ours)
-    kept = gdsload.last_report().labels["keep"]
+    kept = gdsload.last_report().fates["keep"]
     assert kept > 0 if is_kept else kept == 0
 
 
@@ -235,4 +235,4 @@ def test_gptq_and_awq(method: str, tmp_path: Path) -> None:
     quantized(tmp_path, llama(), config, change)
     stock, ours = both(tmp_path)
     require_same(stock, ours)
-    assert gdsload.last_report().labels["keep"] > 14
+    assert gdsload.last_report().fates["keep"] > 14

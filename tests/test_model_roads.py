@@ -71,7 +71,7 @@ def test_what_is_on_disk_stays_there(qwen: Path, tmp_path: Path) -> None:
         pytest.skip("transformers 4.57 reads what it leaves on disk")
     both(qwen, device_map=MAPS["disk"], offload_folder=str(tmp_path))
     report = gdsload.last_report()
-    assert report.labels["skip"] > 0
+    assert report.fates["skip"] > 0
     total = sum(p.stat().st_size for p in qwen.glob("*.safetensors"))
     assert report.wanted_bytes < 0.75 * total
 
@@ -221,7 +221,7 @@ def test_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert type(ours).__name__ == "OwnModel"
     assert tinymodels.differences(stock, ours) == []
     assert torch.equal(ours.inner.weight, tensors["inner.weight"])
-    assert gdsload.last_report().path == FIRST
+    assert gdsload.last_report().integration == FIRST
 
 
 def test_adapters(qwen: Path, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_rank_reads_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
             assert found["wrong"] == [], model.name
             assert found["same_keys"]
             assert found["same_logits"]
-            assert found["path"] == "seam"
+            assert found["path"] == "hook"
             assert found["held_bytes"] < 0.9 * whole
             # Rows are read for this rank alone; of columns in rows this short, the whole row.
             assert found["wanted_bytes"] < 0.9 * whole

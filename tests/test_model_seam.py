@@ -78,25 +78,25 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip(f"this transformers has no {name}")
     from transformers import core_model_loading as loading
 
-    from gdsload.integrations.transformers.readahead_queue import Feed
+    from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 
     # Before 5.4 what a converter merges comes out of a set, in an order of its own each time.
     has_order = "in set(" not in inspect.getsource(loading.WeightTransform.materialize_tensors)
 
     asked: list[str] = []
     foreseen: list[str] = []
-    take, forecast = Feed.take, load_plan.forecast
+    take, forecast = ReadaheadQueue.take, load_plan.forecast
 
-    def noted_take(self: Feed, cut: Any) -> Any:
+    def noted_take(self: ReadaheadQueue, cut: Any) -> Any:
         asked.append(cut.key)
         return take(self, cut)
 
     def noted_forecast(*args: Any) -> Any:
         found = forecast(*args)
-        foreseen.extend(cut.key for cut in found.cuts)
+        foreseen.extend(cut.key for cut in found.slices)
         return found
 
-    monkeypatch.setattr(Feed, "take", noted_take)
+    monkeypatch.setattr(ReadaheadQueue, "take", noted_take)
     monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", noted_forecast)
     with equal.by_transformers_alone():
         model = tinymodels.build(name)
@@ -126,9 +126,9 @@ def test_the_way_is_in_the_report_and_in_the_log(
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
             gdsload.from_pretrained(qwen)
-    assert gdsload.last_report().path == FIRST
+    assert gdsload.last_report().integration == FIRST
     assert len(caplog.records) == (0 if NEW else 1)
-    assert sum(gdsload.last_report().labels.values()) > 0
+    assert sum(gdsload.last_report().fates.values()) > 0
     assert f"path into transformers: {FIRST}" in gdsload.last_report().summary()
 
 
@@ -146,8 +146,8 @@ def test_the_second_way_where_inner_parts_are_strange(
         for _ in range(2):
             ours = gdsload.from_pretrained(mixture)
     report = gdsload.last_report()
-    assert report.path == "safe_open"
-    assert "weight_mapping" in report.path_reason
+    assert report.integration == "safe_open"
+    assert "weight_mapping" in report.integration_reason
     assert report.tensors > 0
     assert len([r for r in caplog.records if "safe_open" in r.getMessage()]) == 1
     assert tinymodels.differences(stock, ours) == []
@@ -167,8 +167,8 @@ def test_the_second_way_where_the_seam_is_gone(
     monkeypatch.setattr(base, "_load_pretrained_model", staticmethod(another))
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     ours = gdsload.from_pretrained(mixture)
-    assert gdsload.last_report().path == "safe_open"
-    assert "model, weights, files, config" in gdsload.last_report().path_reason
+    assert gdsload.last_report().integration == "safe_open"
+    assert "model, weights, files, config" in gdsload.last_report().integration_reason
     assert tinymodels.differences(stock, ours) == []
     monkeypatch.undo()
     assert open_files(mixture) == []
@@ -183,13 +183,13 @@ def test_the_third_way(tmp_path: Path) -> None:
     stock = type(model).from_pretrained(tmp_path)
     ours = gdsload.from_pretrained(tmp_path)
     report = gdsload.last_report()
-    assert report.path == "stock"
-    assert "pytorch_model.bin is not a .safetensors file" in report.path_reason
+    assert report.integration == "stock"
+    assert "pytorch_model.bin is not a .safetensors file" in report.integration_reason
     assert tinymodels.differences(stock, ours) == []
     with pytest.raises(OSError, match=r"model\.safetensors"):
         gdsload.from_pretrained(tmp_path, use_safetensors=True)
     ours = gdsload.from_pretrained(None, cls=type(model), config=model.config, state_dict=state)
-    assert "transformers had the weights already" in gdsload.last_report().path_reason
+    assert "transformers had the weights already" in gdsload.last_report().integration_reason
 
 
 def test_zero3_is_left_alone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +208,8 @@ def test_no_backend(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gdsload.loading.accounting.choose", none)
         with gdsload.accelerated(cache="buffered"):
             gdsload.from_pretrained(qwen)
-        assert gdsload.last_report().path == "stock"
-        assert "no backend can load" in gdsload.last_report().path_reason
+        assert gdsload.last_report().integration == "stock"
+        assert "no backend can load" in gdsload.last_report().integration_reason
         monkeypatch.undo()
     with pytest.raises(gdsload.BackendUnavailable, match="nonsense"):
         gdsload.from_pretrained(qwen, backend="nonsense")
@@ -256,13 +256,13 @@ def test_an_error_in_the_middle(which: str, request: pytest.FixtureRequest) -> N
 
 
 def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdsload.integrations.transformers.readahead_queue import Stage
+    from gdsload.integrations.transformers.readahead_queue import ReadWindow
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stage, "look", lambda _: None)
-    monkeypatch.setattr(Stage, "pause", interrupted)
+    monkeypatch.setattr(ReadWindow, "look", lambda _: None)
+    monkeypatch.setattr(ReadWindow, "pause", interrupted)
     with pytest.raises(KeyboardInterrupt), gdsload.accelerated(cache="buffered"):
         transformers.AutoModelForCausalLM.from_pretrained(qwen)
     assert open_files(qwen) == []
@@ -270,15 +270,15 @@ def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tinymodels.build("qwen3").save_pretrained(tmp_path)
-    from gdsload.integrations.transformers.readahead_queue import Feed
+    from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 
-    take = Feed.take
+    take = ReadaheadQueue.take
 
-    def touching(self: Feed, cut: Any) -> Any:
+    def touching(self: ReadaheadQueue, cut: Any) -> Any:
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         return take(self, cut)
 
-    monkeypatch.setattr(Feed, "take", touching)
+    monkeypatch.setattr(ReadaheadQueue, "take", touching)
     with pytest.raises(gdsload.CheckpointError, match="changed while it was read"):
         gdsload.from_pretrained(tmp_path)
 

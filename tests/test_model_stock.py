@@ -1,4 +1,5 @@
-"""Weights that transformers reads by itself: the report says so and why; the model is the same."""
+"""ModelReader that transformers reads by itself: the report says so and why; the model is the
+same."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_bin(tmp_path: Path) -> None:
     equal.require_same(*equal.both(tmp_path, use_safetensors=True))
     for words in ({"use_safetensors": False}, {"use_safetensors": False, "weights_only": False}):
         equal.require_same(*equal.both(tmp_path, **words), "stock")
-        assert "pytorch_model.bin is not a .safetensors" in gdsload.last_report().path_reason
+        assert "pytorch_model.bin is not a .safetensors" in gdsload.last_report().integration_reason
     (tmp_path / "model.safetensors").unlink()
     equal.require_same(*equal.both(tmp_path, dtype="bfloat16"), "stock")
 
@@ -76,7 +77,7 @@ def test_gguf(tmp_path: Path) -> None:
     with equal.by_transformers_alone():
         stock, ours = equal.both(tmp_path, gguf_file="model.gguf")
     equal.require_same(stock, ours, "stock")
-    assert "gguf" in gdsload.last_report().path_reason
+    assert "gguf" in gdsload.last_report().integration_reason
     by_config = gdsload.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert tinymodels.differences(stock, by_config) == []
 
@@ -85,7 +86,7 @@ def test_state_dict() -> None:
     model = tinymodels.build("qwen2")
     words = {"config": model.config, "state_dict": model.state_dict(), "auto": type(model)}
     equal.require_same(*equal.both(None, **words), "stock")
-    assert "state_dict=" in gdsload.last_report().path_reason
+    assert "state_dict=" in gdsload.last_report().integration_reason
 
 
 ZERO3 = """
@@ -106,7 +107,8 @@ pairs = list(zip(stock.parameters(), ours.parameters(), strict=True))
 with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair]):
     same = all(torch.equal(one, other) for one, other in pairs)
 print(json.dumps({
-    "path": report.path, "reason": report.path_reason, "same": same, "count": len(pairs),
+    "path": report.integration, "reason": report.integration_reason,
+    "same": same, "count": len(pairs),
     "spread": all(hasattr(p, "ds_id") for p in ours.parameters()),
 }))
 """
@@ -148,5 +150,5 @@ def test_zero3_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="handed to deepspeed"):
         gdsload.from_pretrained(tmp_path)
     assert seen
-    assert gdsload.last_report().path == "stock"
-    assert "ZeRO-3" in gdsload.last_report().path_reason
+    assert gdsload.last_report().integration == "stock"
+    assert "ZeRO-3" in gdsload.last_report().integration_reason

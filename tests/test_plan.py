@@ -14,11 +14,11 @@ import gdsload
 from gdsload.planning.read_plan import (
     GAP_BYTES,
     TARGET_GAP_BYTES,
-    Home,
+    ByteRange,
     Limits,
-    Piece,
+    Location,
     ReadPlan,
-    extents_of,
+    merged_ranges_of,
     plan_reads,
 )
 
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Piece], list[int]]:
+def layouts(draw: st.DrawFn) -> tuple[list[ByteRange], list[int]]:
     """Pieces of up to three files, in any order, with holes of every size between them."""
     sizes, pieces = [], []
     for shard in range(draw(st.integers(1, 3))):
@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[Piece], list[int]]:
                 | st.integers(0, 100_000)
             )
             nbytes = draw(st.sampled_from([0, 1, 4096]) | st.integers(0, 60_000))
-            pieces.append(Piece(f"{shard}.{number}", shard, at, nbytes))
+            pieces.append(ByteRange(f"{shard}.{number}", shard, at, nbytes))
             at += nbytes
         sizes.append(at + draw(st.integers(0, 3)))
     return draw(st.permutations(pieces)), sizes
@@ -58,7 +58,7 @@ limits = st.builds(
     st.none() | st.lists(st.sampled_from([1, 512, 4096, 65536]), min_size=3, max_size=3),
 )
 def test_any_plan(
-    layout: tuple[list[Piece], list[int]],
+    layout: tuple[list[ByteRange], list[int]],
     limits: Limits,
     window_bytes: int,
     gap_bytes: int,
@@ -73,7 +73,7 @@ def test_any_plan(
 
     plan = made()
     assert plan == made(), "the same input gives the same plan"
-    assert set(plan.homes) == {piece.name for piece in pieces}
+    assert set(plan.locations) == {piece.name for piece in pieces}
     assert plan.wanted_bytes == sum(piece.nbytes for piece in pieces)
     check_transfers(plan, sizes, limits, blocks)
     check_homes(plan, pieces)
@@ -108,36 +108,36 @@ def check_transfers(
             assert following - start - length <= TARGET_GAP_BYTES
 
 
-def check_homes(plan: ReadPlan, pieces: list[Piece]) -> None:
+def check_homes(plan: ReadPlan, pieces: list[ByteRange]) -> None:
     """Each piece lies at its home, and the transfers named there bring all of it, and no others."""
     for piece in pieces:
-        home = plan.homes[piece.name]
+        location = plan.locations[piece.name]
         if piece.nbytes == 0:
-            assert home == Home(-1, 0, 0, -1)
+            assert location == Location(-1, 0, 0, -1)
             continue
-        target = plan.targets[home.target]
+        target = plan.targets[location.target]
         assert target.shard == piece.shard
-        assert target.offset + home.offset == piece.offset
+        assert target.offset + location.offset == piece.offset
         at = piece.offset
-        for read in plan.transfers[home.first : home.last + 1]:
-            assert read.target == home.target
+        for read in plan.transfers[location.first : location.last + 1]:
+            assert read.target == location.target
             assert read.offset <= at < read.offset + read.wanted, "no read that it does not need"
             at = read.offset + read.wanted
         assert at >= piece.offset + piece.nbytes
 
 
-def check_windows(plan: ReadPlan, pieces: list[Piece], window_bytes: int) -> None:
+def check_windows(plan: ReadPlan, pieces: list[ByteRange], window_bytes: int) -> None:
     """Windows follow the caller's order and share no memory."""
     assert [first for first, _ in plan.windows] == [0, *(end for _, end in plan.windows)][:-1] or (
         not plan.windows
     )
     assert (plan.windows[-1][1] if plan.windows else 0) == len(plan.transfers)
     place = {read: number for number, window in enumerate(plan.windows) for read in range(*window)}
-    homes = [plan.homes[piece.name] for piece in pieces if piece.nbytes]
-    order = [place[home.first] for home in homes]
+    locations = [plan.locations[piece.name] for piece in pieces if piece.nbytes]
+    order = [place[location.first] for location in locations]
     assert order == sorted(order)
-    for home in homes:
-        assert place[home.first] == place[home.last]
+    for location in locations:
+        assert place[location.first] == place[location.last]
     owners: dict[int, int] = {}
     for read in plan.transfers:
         assert owners.setdefault(read.target, place[read.tag]) == place[read.tag]
@@ -146,15 +146,17 @@ def check_windows(plan: ReadPlan, pieces: list[Piece], window_bytes: int) -> Non
             (plan.transfers[i].shard, plan.transfers[i].offset) for i in range(*window)
         ]
         assert shard_offsets == sorted(shard_offsets), "file order inside a window"
-        held = [p.nbytes for p in pieces if p.nbytes and place[plan.homes[p.name].first] == number]
+        held = [
+            p.nbytes for p in pieces if p.nbytes and place[plan.locations[p.name].first] == number
+        ]
         assert not window_bytes or sum(held) <= window_bytes or len(held) == 1
     if not window_bytes:
         assert len(plan.windows) <= 1
 
 
-def check_gaps(plan: ReadPlan, pieces: list[Piece], gap: int) -> None:
+def check_gaps(plan: ReadPlan, pieces: list[ByteRange], gap: int) -> None:
     """What is read beyond the wanted bytes lies in a gap that the rule allows, or at an edge."""
-    for extent in plan.extents:
+    for extent in plan.merged_ranges:
         inside = sorted(
             (piece.offset, piece.offset + piece.nbytes)
             for piece in pieces
@@ -167,39 +169,42 @@ def check_gaps(plan: ReadPlan, pieces: list[Piece], gap: int) -> None:
 
 
 def test_one_window_reads_no_byte_twice() -> None:
-    pieces = [Piece(str(i), 0, 100 + 5000 * i, 4000) for i in range(50)]
+    pieces = [ByteRange(str(i), 0, 100 + 5000 * i, 4000) for i in range(50)]
     plan = plan_reads(pieces, [260_000], Limits())
     assert plan.read_bytes <= 260_000
-    assert len(plan.extents) == len(plan.transfers) == len(plan.targets) == 1
+    assert len(plan.merged_ranges) == len(plan.transfers) == len(plan.targets) == 1
 
 
 @pytest.mark.parametrize(
-    ("hole", "extents"), [(GAP_BYTES, 1), (GAP_BYTES + 1, 2), (0, 1), (TARGET_GAP_BYTES * 2, 2)]
+    ("hole", "merged_ranges"),
+    [(GAP_BYTES, 1), (GAP_BYTES + 1, 2), (0, 1), (TARGET_GAP_BYTES * 2, 2)],
 )
-def test_the_gap_rule(hole: int, extents: int) -> None:
-    pieces = [Piece("a", 0, 0, 10_000), Piece("b", 0, 10_000 + hole, 10_000)]
+def test_the_gap_rule(hole: int, merged_ranges: int) -> None:
+    pieces = [ByteRange("a", 0, 0, 10_000), ByteRange("b", 0, 10_000 + hole, 10_000)]
     plan = plan_reads(pieces, [hole + 20_000], Limits())
-    assert len(plan.extents) == len(extents_of(pieces)) == extents
+    assert len(plan.merged_ranges) == len(merged_ranges_of(pieces)) == merged_ranges
     assert len(plan.targets) == (2 if hole > TARGET_GAP_BYTES else 1)
 
 
 def test_roads_are_asked_for_each_transfer() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def road_of(shard: int, offset: int, length: int) -> str:
+    def io_mode_of(shard: int, offset: int, length: int) -> str:
         asked.append((shard, offset, length))
         return "buffered" if offset else "direct"
 
-    plan = plan_reads([Piece("a", 0, 10, 20_000)], [20_010], Limits(8192), road_of=road_of)
+    plan = plan_reads(
+        [ByteRange("a", 0, 10, 20_000)], [20_010], Limits(8192), io_mode_of=io_mode_of
+    )
     assert asked == [(0, 0, 8192), (0, 8192, 8192), (0, 16384, 4096)]
-    assert [read.road for read in plan.transfers] == ["direct", "buffered", "buffered"]
+    assert [read.io_mode for read in plan.transfers] == ["direct", "buffered", "buffered"]
     assert [read.wanted for read in plan.transfers] == [8192, 8192, 20_010 - 16384]
 
 
 def test_nothing_wanted() -> None:
     assert plan_reads([], [], Limits()) == ReadPlan()
-    plan = plan_reads([Piece("empty", 0, 100, 0)], [100], Limits())
-    assert not plan.transfers and plan.homes == {"empty": Home(-1, 0, 0, -1)}
+    plan = plan_reads([ByteRange("empty", 0, 100, 0)], [100], Limits())
+    assert not plan.transfers and plan.locations == {"empty": Location(-1, 0, 0, -1)}
 
 
 @pytest.mark.parametrize(
@@ -222,12 +227,12 @@ def test_limits_that_cannot_be(bad: Callable[[], Limits]) -> None:
 def test_a_plan_of_a_checkpoint(tiny_checkpoint: Path) -> None:
     plan = gdsload.plan(tiny_checkpoint)
     with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
-        assert list(plan.homes) == list(checkpoint.tensors)
+        assert list(plan.locations) == list(checkpoint.tensors)
         assert plan.wanted_bytes == checkpoint.total_bytes
         last = list(checkpoint.tensors)[-1]
-    assert f"{len(plan.homes)} tensors" in plan.summary()
+    assert f"{len(plan.locations)} tensors" in plan.summary()
     backwards = gdsload.plan(tiny_checkpoint, [last, last], window_bytes=1)
-    assert list(backwards.homes) == [last]
+    assert list(backwards.locations) == [last]
     with pytest.raises((KeyError, gdsload.CheckpointError)):
         gdsload.plan(tiny_checkpoint, ["nonsense"])
 
@@ -239,10 +244,10 @@ def test_what_lies_at_one_place_modulo_a_border_shares_a_target(
     the block on which two of them meet is read twice."""
     sizes = [100_000, 8, 100_000, 256, 99_992, 8, 8]
     ends = list(itertools.accumulate(sizes))
-    pieces = [Piece(f"t{n}", 0, end - size, size)
+    pieces = [ByteRange(f"t{n}", 0, end - size, size)
               for n, (end, size) in enumerate(zip(ends, sizes, strict=True))]  # fmt: skip
     planned = plan_reads(pieces, [ends[-1]], Limits(border=32))
-    assert [planned.homes[piece.name].target for piece in pieces] == [0, 0, 1, 1, 1, 1, 1]
+    assert [planned.locations[piece.name].target for piece in pieces] == [0, 0, 1, 1, 1, 1, 1]
     assert [pieces[n].offset % 32 for n in (0, 2, 4)] == [0, 8, 8]
     assert [(target.offset, target.length) for target in planned.targets] == [
         (0, 102_400), (98_304, 204_800)

@@ -22,7 +22,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import host_buffers
 from gdsload.memory.host_buffers import current_pool
-from gdsload.planning.read_plan import pieces_of
+from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
 
 UNIT = 2 << 20
@@ -49,7 +49,7 @@ def require_same(got: dict[str, torch.Tensor], directory: Path) -> None:
 
 
 def from_pool() -> int:
-    return gdsload.last_report().roads.get("pool", 0)
+    return gdsload.last_report().paths.get("pool", 0)
 
 
 def by_load_file(source: Path) -> dict[str, torch.Tensor]:
@@ -357,13 +357,13 @@ def test_mappings_of_a_closed_pool_stand_for_no_later_segment(tiny_checkpoint: P
     with Checkpoint.open(tiny_checkpoint) as checkpoint:
         with warmup.HostPool(64 * UNIT) as pool:
             by_load_file(tiny_checkpoint)
-            assert pool.find(checkpoint, pieces_of(checkpoint, None), mappings)
+            assert pool.find(checkpoint, byte_ranges_of(checkpoint, None), mappings)
         first = [weakref.ref(segment) for segment in mappings]
         gc.collect()
         assert all(found() in mappings for found in first)
         with warmup.HostPool(64 * UNIT) as pool:
             by_load_file(tiny_checkpoint)
-            assert pool.find(checkpoint, pieces_of(checkpoint, None), mappings)
+            assert pool.find(checkpoint, byte_ranges_of(checkpoint, None), mappings)
     assert len(mappings) == 2 * len(first)
 
 

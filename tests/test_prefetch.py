@@ -24,7 +24,7 @@ from gdsload.loading import claims
 from gdsload.memory import page_cache
 from gdsload.readahead import prefetch
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
-from gdsload.readahead.prefetch_batch import Ahead
+from gdsload.readahead.prefetch_batch import PrefetchBatch
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -71,7 +71,7 @@ def test_what_has_landed_is_adopted_and_not_read_again(checkpoint: Path) -> None
         assert ahead.progress()[:3] == ("landed", wanted, wanted)
         got = gdsload.load_file(checkpoint)
         report = gdsload.last_report()
-        assert report.roads == {"prefetched": wanted} and report.requests == 0
+        assert report.paths == {"prefetched": wanted} and report.requests == 0
         assert ahead.progress().claimed_bytes == wanted
         assert prefetches() == []  # all is taken: nothing is held any more
     assert_same(got, reference(checkpoint))
@@ -109,17 +109,17 @@ def test_a_load_waits_for_a_prefetch_that_still_opens_the_files(
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert opening.wait(PATIENCE_SECONDS) and ahead.progress().state == "opening"
         monkeypatch.setattr(
-            claims.Landing, "await_opening", lambda self, s: (go.set(), self._known.wait(s))[1]
+            claims.Offer, "await_opening", lambda self, s: (go.set(), self._known.wait(s))[1]
         )
         gdsload.load_file(checkpoint)
-    assert set(gdsload.last_report().roads) == {"prefetched"}
+    assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
 def test_a_second_load_reads_for_itself_and_shares_nothing(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ):
         first = gdsload.load_file(checkpoint)
         second = gdsload.load_file(checkpoint, **READ)
-    assert "prefetched" not in gdsload.last_report().roads
+    assert "prefetched" not in gdsload.last_report().paths
     for name in first:
         first[name].view(torch.uint8).zero_()
     assert_same(second, reference(checkpoint))
@@ -129,10 +129,10 @@ def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
     wanted = reference(checkpoint)
     with gdsload.prefetch(checkpoint, **READ):
         assert_same(dict(gdsload.stream(checkpoint, window_bytes=100_000)), wanted)
-        assert set(gdsload.last_report().roads) == {"prefetched"}
+        assert set(gdsload.last_report().paths) == {"prefetched"}
     with gdsload.prefetch(checkpoint, **READ), gdsload.safe_open(checkpoint) as opened:
         assert_same(opened.get_tensors(), wanted)
-    assert set(gdsload.last_report().roads) == {"prefetched"}
+    assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
 def test_rows_are_adopted_one_by_one(checkpoint: Path) -> None:
@@ -154,11 +154,11 @@ def test_what_the_first_load_leaves_is_let_go_unless_kept(checkpoint: Path) -> N
     with gdsload.prefetch(checkpoint, **READ):
         gdsload.load_file(checkpoint, names=[name])
         gdsload.load_file(checkpoint, names=["model.embed_tokens.weight"], **READ)
-        assert "prefetched" not in gdsload.last_report().roads
+        assert "prefetched" not in gdsload.last_report().paths
     with gdsload.prefetch(checkpoint, keep=True, **READ):
         gdsload.load_file(checkpoint, names=[name])
         gdsload.load_file(checkpoint, names=["model.embed_tokens.weight"], **READ)
-        assert set(gdsload.last_report().roads) == {"prefetched"}
+        assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
 def test_another_version_of_the_file_is_not_adopted(checkpoint: Path) -> None:
@@ -172,7 +172,7 @@ def test_another_version_of_the_file_is_not_adopted(checkpoint: Path) -> None:
             changed.append(file)
         assert changed
         got = gdsload.load_file(checkpoint)
-        assert "prefetched" not in gdsload.last_report().roads
+        assert "prefetched" not in gdsload.last_report().paths
         assert ahead.progress().claimed_bytes == 0
     assert_same(got, reference(checkpoint))
 
@@ -255,7 +255,7 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
             gate.open(0)
             assert again.wait(PATIENCE_SECONDS) and len(gate.requests) == 1
             gdsload.load_file(checkpoint)
-            assert set(gdsload.last_report().roads) == {"prefetched"}
+            assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
 def test_one_that_relied_on_another_tells_what_became_of_it(checkpoint: Path, gate: Gate) -> None:
@@ -279,7 +279,9 @@ def test_who_waits_in_the_main_thread_imports_nothing(
     checkpoint: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
-    monkeypatch.setattr(Ahead, "hurry", lambda self: waits.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        PrefetchBatch, "hurry", lambda self: waits.append(threading.current_thread().name)
+    )
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
         gate.request()
         ahead.wait(0.0)
@@ -321,7 +323,7 @@ def test_page_cache_is_filled_and_counted(checkpoint: Path) -> None:
         assert claims.offered() == []
     assert sum(page_cache.resident_bytes(file) for file in files) >= progress.wanted_bytes
     gdsload.load_file(checkpoint)
-    assert set(gdsload.last_report().roads) == {"mapped"}
+    assert set(gdsload.last_report().paths) == {"mapped"}
 
 
 def test_page_cache_is_not_filled_past_the_limit(checkpoint: Path) -> None:
@@ -377,10 +379,10 @@ def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, g
 # The signal comes while its own thread is asking, with the locks that this takes.
 IN_A_HANDLER = """
 import signal, sys, threading, gdsload
-from gdsload.readahead.prefetch_batch import Ahead
+from gdsload.readahead.prefetch_batch import PrefetchBatch
 
 gdsload.warmup.limit_bandwidth(1000)
-ahead, look = gdsload.prefetch(sys.argv[1], cache="buffered"), Ahead._look
+ahead, look = gdsload.prefetch(sys.argv[1], cache="buffered"), PrefetchBatch._look
 raised, seen = [], []
 
 def handler(*_):
@@ -396,7 +398,7 @@ def looked(self):
     return look(self)
 
 signal.signal(signal.SIGUSR1, handler)
-Ahead._look = looked
+PrefetchBatch._look = looked
 while ahead.progress().state == "opening":
     pass
 while not seen:
@@ -498,7 +500,7 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
     ahead = gdsload.prefetch(checkpoint, **READ)
     assert ahead.wait(PATIENCE_SECONDS)
     (landing,) = claims.offered()
-    region = next(iter(landing._free.values()))[0].spot.region  # type: ignore[union-attr]
+    region = next(iter(landing._free.values()))[0].view.region  # type: ignore[union-attr]
     held = sys.getrefcount(region)
     ahead.close()
     # The name here and getrefcount's own argument: nobody else keeps the mapping.

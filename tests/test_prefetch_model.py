@@ -12,7 +12,7 @@ import torch
 import gdsload
 from gated import gated
 from gdsload.checkpoint import Checkpoint
-from gdsload.integrations.transformers.readahead_queue import Feed
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.session import Session
 from gdsload.planning.tensor_slices import whole
 from gdsload.readahead.prefetch import prefetches
@@ -29,7 +29,7 @@ def test_a_model_adopts_what_was_read_ahead(tiny_checkpoint: Path, tmp_path: Pat
     with gdsload.prefetch(checkpoint, cache="buffered") as ahead:
         model = gdsload.from_pretrained(checkpoint, dtype="auto")
         report = gdsload.last_report()
-        assert report.roads == {"prefetched": ahead.progress().wanted_bytes}
+        assert report.paths == {"prefetched": ahead.progress().wanted_bytes}
         assert prefetches() == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     got, wanted = model.state_dict(), stock.state_dict()
@@ -64,13 +64,13 @@ def test_what_a_prefetch_still_brings_is_waited_for(
         Session(checkpoint, LoadReport("model"), backend="posix", cache="buffered") as session,
     ):
         gate.request()
-        cuts = {name: whole(info) for name, info in checkpoint.tensors.items()}
-        with Feed(session, list(cuts.values()), window_bytes=window_bytes) as feed:
+        slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
+        with ReadaheadQueue(session, list(slices.values()), window_bytes=window_bytes) as feed:
             feed.start()
             for name in expected.keys() - set(names):
-                assert torch.equal(feed.take(cuts[name]), expected[name])
+                assert torch.equal(feed.take(slices[name]), expected[name])
             with ThreadPoolExecutor() as pool:
-                taking = pool.map(feed.take, (cuts[name] for name in names))
+                taking = pool.map(feed.take, (slices[name] for name in names))
                 gate.open()
                 for name, tensor in zip(names, taking, strict=True):
                     assert torch.equal(tensor, expected[name])

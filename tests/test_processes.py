@@ -67,13 +67,13 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
     program = """
         import gc, os, sys, gdsload
         from gdsload.loading.session import Session
-        from gdsload.plan import pieces_of
+        from gdsload.plan import byte_ranges_of
         from gdsload.report import LoadReport
         options = {"engine": sys.argv[2], "request_bytes": 4096, "depth": 2}
         for _ in range(10):
             with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
                 session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
-                pieces = pieces_of(checkpoint)
+                pieces = byte_ranges_of(checkpoint)
                 batch = session.start(pieces)
                 child = os.fork()
                 if child == 0:
@@ -90,7 +90,7 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
                     os._exit(0)
                 batch.wait()
                 for piece in pieces:
-                    region, offset = batch.spots[piece.name]
+                    region, offset = batch.views[piece.name]
                     assert region.read(offset, piece.nbytes) == b"\\1\\0\\0\\0" * 75_000
                 batch.release()
                 session.close()
@@ -103,12 +103,12 @@ def test_exit_with_a_load_in_flight(path: Path) -> None:
     program = """
         import sys, gdsload
         from gdsload.loading.session import Session
-        from gdsload.plan import pieces_of
+        from gdsload.plan import byte_ranges_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
         options = {"engine": sys.argv[2], "request_bytes": 4096}
         session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
-        batch = session.start(pieces_of(checkpoint))
+        batch = session.start(byte_ranges_of(checkpoint))
         sys.exit(7)
     """
     for engine in ENGINES:

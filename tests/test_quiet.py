@@ -99,7 +99,7 @@ def test_what_a_prefetch_has_landed_survives(checkpoint: Path) -> None:
         assert undumpable(checkpoint) == []
         gdsload.resume()
         got = gdsload.load_file(checkpoint)
-    assert set(gdsload.last_report().roads) == {"prefetched"}
+    assert set(gdsload.last_report().paths) == {"prefetched"}
     for name, tensor in wanted(checkpoint).items():
         assert torch.equal(got[name], tensor)
 

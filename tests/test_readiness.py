@@ -80,7 +80,9 @@ def test_what_is_told_is_final(kind: str, tmp_path: Path) -> None:
         model = gdsload.from_pretrained(source, on_module_ready=told)
     told.require_true(model)
     report = gdsload.last_report()
-    assert (report.modules_ready == AS_THEY_CAME) == (report.path == "seam"), report.modules_ready
+    assert (report.modules_ready == AS_THEY_CAME) == (report.integration == "hook"), (
+        report.modules_ready
+    )
 
 
 def test_casts_are_told_when_they_are_made(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_it_may_load_another_model(tmp_path: Path) -> None:
     def load(name: str, module: Any) -> None:
         if name.endswith("layers.0"):
             made.append(gdsload.from_pretrained(inner))
-            assert gdsload.last_report().path == ("seam" if NEW else "safe_open")
+            assert gdsload.last_report().integration == ("hook" if NEW else "safe_open")
 
     gdsload.from_pretrained(outer, on_module_ready=load)
     stock = transformers.AutoModelForCausalLM.from_pretrained(inner)
@@ -202,7 +204,7 @@ def test_on_the_stock_road_all_are_told_at_the_end(tmp_path: Path) -> None:
         tmp_path, cls=transformers.LlamaForCausalLM, on_module_ready=told
     )
     report = gdsload.last_report()
-    assert report.path == "stock" and report.modules_ready.startswith("at the end")
+    assert report.integration == "stock" and report.modules_ready.startswith("at the end")
     told.require_true(model)
 
 

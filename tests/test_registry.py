@@ -223,6 +223,6 @@ def test_the_one_registered_last_stands(entries: list[EntryPoint]) -> None:
 
 def test_what_support_says() -> None:
     assert str(Support(True)) == "usable"
-    assert str(Support(False, ("a", "b"), "mend it")) == "a; b (mend it)"
+    assert str(Support(False, ("a", "b"), "hint it")) == "a; b (hint it)"
     facts: dict[str, Any] = registry.probe_all()
     assert all(isinstance(answer, Support) for answer in facts.values())

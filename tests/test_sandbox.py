@@ -51,7 +51,7 @@ def test_the_doctor_in_a_sandbox_without_io_uring() -> None:
     found = {each["name"]: each for each in facts["findings"]}
     assert found["engine uring"]["verdict"] == "no"
     assert "Operation not permitted" in found["engine uring"]["detail"]
-    assert "seccomp" in found["engine uring"]["mend"]
+    assert "seccomp" in found["engine uring"]["hint"]
     assert found["engine threads"]["verdict"] == "yes"
     assert code == facts["exit_code"] == 1
 

@@ -182,7 +182,7 @@ def test_a_prefetch_yields_and_a_load_that_adopts_from_it_does_not(
     limit_traffic(0, 1)
     with gdsload.prefetch(checkpoint, cache="buffered", options={"engine": "threads"}) as ahead:
         got = gdsload.load_file(checkpoint)  # as a load it is out of that lane: or it would hang
-        assert set(gdsload.last_report().roads) == {"prefetched"}
+        assert set(gdsload.last_report().paths) == {"prefetched"}
         assert got.keys() and ahead.wait(PATIENCE_SECONDS)
     assert prefetches() == []
 

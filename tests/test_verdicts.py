@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from gdsload.backends import tuning_cache
-from gdsload.backends.tuning_cache import Verdict
+from gdsload.backends.tuning_cache import TunedChoice
 from gdsload.system import mountinfo
 
 VERSIONS = {"gdsload": "1", "cuFile": "1170"}
 NOW = time.time()
 
 
-def verdict(**changed: Any) -> Verdict:
+def verdict(**changed: Any) -> TunedChoice:
     facts: dict[str, Any] = {
-        "mount": "xfs /dev/md0 9:0", "device": "H200 0000:01:00.0", "road": "gds_mt",
+        "mount": "xfs /dev/md0 9:0", "device": "H200 0000:01:00.0", "choice": "gds_mt",
         "rates": {"gds_mt": 2e10, "posix": 1e10}, "versions": VERSIONS, "at": NOW,
     }  # fmt: skip
     facts.update(changed)
     if "rates" not in changed:  # what is chosen is the fastest
-        facts["rates"] = {road: 1e10 for road in facts["rates"]} | {facts["road"]: 2e10}
-    return Verdict(**facts)
+        facts["rates"] = {road: 1e10 for road in facts["rates"]} | {facts["choice"]: 2e10}
+    return TunedChoice(**facts)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gdsload" / tuning_cache.FILE
 
 
-def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> Verdict | None:
+def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> TunedChoice | None:
     return tuning_cache.verdict_on("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
 
 
@@ -45,7 +45,7 @@ def test_what_was_kept_is_found_again(cache: Path) -> None:
         assert tuning_cache.keep(each) == ""
     assert len(tuning_cache.kept()) == 2
     found = asked()
-    assert found is not None and found.road == "posix"
+    assert found is not None and found.choice == "posix"
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
     assert tuning_cache.drop(found.mount, found.device) == ""
     assert asked() is None and len(tuning_cache.kept()) == 1
@@ -74,9 +74,9 @@ def test_what_is_old_or_of_other_versions_says_nothing(
     [
         "", "{", "null", "[]", "{}", '{"format": 2, "verdicts": []}', "[" * 100_000, "\udcff",
         '{"format": 1, "verdicts": {}}', '{"format": 1, "verdicts": [1, null, {}, []]}',
-        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "road": "x", "rates": {},'
+        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "choice": "x", "rates": {},'
         ' "versions": {}, "at": 1}]}',
-        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "road": "x",'
+        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "choice": "x",'
         ' "rates": {"x": "fast"}, "versions": {}, "at": 1}]}',
     ],
 )  # fmt: skip
@@ -115,7 +115,7 @@ def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("road", "rates"),
+    ("choice", "rates"),
     [
         ("bounced", {"in place": 4.2e9, "bounced": 1.3e9}),
         ("posix", {"posix": 1e10, "gds": 1.1e10, "gds_mt": 0.0}),
@@ -124,14 +124,14 @@ def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
     ],
 )
 def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
-    road: str, rates: dict[str, float], cache: Path
+    choice: str, rates: dict[str, float], cache: Path
 ) -> None:
-    lie = verdict(road=road, rates=rates)
+    lie = verdict(choice=choice, rates=rates)
     assert tuning_cache.keep(lie) == "its rates say that another road is faster"
     assert not cache.exists()
     tuning_cache.keep(verdict())
     found = json.loads(cache.read_text())
-    found["verdicts"][0].update(road=road, rates=rates)  # as earlier versions kept it
+    found["verdicts"][0].update(choice=choice, rates=rates)  # as earlier versions kept it
     cache.write_text(json.dumps(found))
     assert asked() is None
 

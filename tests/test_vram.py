@@ -90,8 +90,8 @@ def test_whole_checkpoints(
             assert got[name].data_ptr() % 256 == 0
         report = gdsload.last_report()
         assert report.backend == backend
-        assert all(road.startswith(backend) for road, size in report.roads.items() if size)
-        assert sum(report.roads.values()) == report.read_bytes
+        assert all(road.startswith(backend) for road, size in report.paths.items() if size)
+        assert sum(report.paths.values()) == report.read_bytes
         del got
     assert staging_ring.release_rings() == 1 << 20
     assert doubles.cuda_log["used"] == before
@@ -232,7 +232,7 @@ def test_large_models_take_the_native_way(
     gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct", options=options)
     report = gdsload.last_report()
     assert (report.backend, report.engine) == ("gds_mt", "nvfs")
-    assert set(report.roads) == {"gds_mt/nvfs"}
+    assert set(report.paths) == {"gds_mt/nvfs"}
 
 
 def test_compatibility_mode_only_by_name(

@@ -23,8 +23,8 @@ from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError
-from gdsload.integrations.transformers.device_queue import DeviceStage
-from gdsload.integrations.transformers.readahead_queue import Feed
+from gdsload.integrations.transformers.device_queue import DeviceReadWindow
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
@@ -64,7 +64,7 @@ def test_a_stream(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """Window by window: never more of it on the device than two windows and what is kept."""
+    """PlannedWindow by window: never more of it on the device than two windows and what is kept."""
     names: list[str] = []
     before = doubles.cuda_log["used"]  # by other tests' tensors, that nothing has collected yet
     list(gdsload.stream(tiny_checkpoint, "cuda:0", backend=backend, options=options, names=[]))
@@ -80,7 +80,7 @@ def test_a_stream(
         del tensor
     assert set(names) == expected.keys()
     report = gdsload.last_report()
-    assert all(road.startswith(backend) for road, size in report.roads.items() if size)
+    assert all(road.startswith(backend) for road, size in report.paths.items() if size)
     assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
 
 
@@ -177,16 +177,16 @@ def test_two_allocations_that_touch_are_not_one(
             return block.address + (address - block.address) // 4096 * 4096, 4096
 
     shares: list[int] = []
-    memory = device_batch.Shelf.memory
+    memory = device_batch.DeviceTensors.memory
 
-    def noted(self: device_batch.Shelf, plan: Any) -> Any:
+    def noted(self: device_batch.DeviceTensors, plan: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "device", lambda _: Halves())
             found = memory(self, plan)
         shares.extend(nbytes for entry in found for _, nbytes, _ in entry.shares)
         return found
 
-    monkeypatch.setattr(device_batch.Shelf, "memory", noted)
+    monkeypatch.setattr(device_batch.DeviceTensors, "memory", noted)
     got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
     assert shares == [4096, 4096]
     assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
@@ -300,8 +300,8 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
             checkpoint, LoadReport("m"), device="cuda:0", backend=backend, options=options
         ) as session,
     ):
-        cuts = [whole(info) for info in checkpoint.tensors.values()]
-        with Feed(session, cuts, window_bytes=0, stages=DeviceStage) as feed:
+        slices = [whole(info) for info in checkpoint.tensors.values()]
+        with ReadaheadQueue(session, slices, window_bytes=0, stages=DeviceReadWindow) as feed:
             feed.start()
             deadline = time.monotonic() + PATIENCE_SECONDS
             while doubles.cuda_log["copies"] == copies:

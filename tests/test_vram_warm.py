@@ -50,7 +50,7 @@ def test_io_uring_hands_copies_to_its_workers(doubles: Doubles, warm: Path) -> N
         pytest.skip(str(answer))
     got = gdsload.load_file(warm, "cuda:0", backend="posix", options={"engine": "uring"})
     assert workers() > 0
-    roads = gdsload.last_report().roads
+    roads = gdsload.last_report().paths
     assert roads["posix/uring/buffered"] > 0 and not roads["posix/uring/direct"]
     assert same(got, warm)
 
@@ -66,9 +66,9 @@ def test_without_io_uring_threads_copy(
 
     monkeypatch.setattr("gdsload.backends.posix.backend.try_engine", without)
     got = gdsload.load_file(warm, "cuda:0", backend="posix")
-    assert gdsload.last_report().roads["posix/threads/buffered"] > 0
+    assert gdsload.last_report().paths["posix/threads/buffered"] > 0
     assert same(got, warm)
     if not (answer := tried("linuxaio")).usable:
         pytest.skip(str(answer))
     gdsload.load_file(warm, "cuda:0", backend="posix", options={"engine": "linuxaio"})
-    assert gdsload.last_report().roads["posix/linuxaio/buffered"] > 0
+    assert gdsload.last_report().paths["posix/linuxaio/buffered"] > 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gdsload.api import stream
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
-from gdsload.system.cancellation import Stop, check
+from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     was loaded before CancelledError comes out of here: at the next tensor, or, while Python still
     imports or transformers reads by itself, when that is done. Cancelled again, it leaves at once.
     """
-    stop = Stop()
+    stop = CancelToken()
     # A future, not a task: whoever cancels all tasks of a loop must not lose the thread.
     loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
     try:

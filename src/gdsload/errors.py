@@ -7,7 +7,7 @@
     │       ├── CheckpointNotFound(FileNotFoundError)
     │       └── CheckpointAccessError(PermissionError)
     ├── PlacementError(ValueError)              it cannot fit, and by how many bytes
-    ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and the mend
+    ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and the hint
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
         ├── ShortRead
         ├── StallError
@@ -132,7 +132,7 @@ class PlacementError(GdsloadError, ValueError):
 
 
 class BackendUnavailable(GdsloadError, RuntimeError):
-    """No backend that was allowed can work. `reasons` maps each backend to why, and the mend."""
+    """No backend that was allowed can work. `reasons` maps each backend to why, and the hint."""
 
     reasons: dict[str, str]
 
@@ -144,7 +144,7 @@ class BackendUnavailable(GdsloadError, RuntimeError):
 class ReadError(GdsloadError, OSError):
     """A read failed: `wanted` bytes at byte `offset` of `path`, of which `got` came.
 
-    `errno` is the system's answer, or None; `hint` is a mend, or "". The text carries both.
+    `errno` is the system's answer, or None; `hint` is a hint, or "". The text carries both.
     """
 
     path: str

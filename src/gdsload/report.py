@@ -28,14 +28,14 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class LoadReport:
-    """One load. Bytes, seconds and counts; `roads` maps "backend/engine/way" to bytes.
+    """One load. Bytes, seconds and counts; `paths` maps "backend/engine/way" to bytes.
 
     `choice` says which backend cold bytes took and why, `rates` what was measured of backends in
-    bytes per second, `rerouted` how many bytes failed on one and were read by another.
+    bytes per second, `failovers` how many bytes failed on one and were read by another.
 
-    Of a model: `path` is the way into transformers that ran ("seam", "safe_open" or "stock"),
-    `path_reason` why it was not the first of these, `labels` how many tensors became parameters as
-    they are ("keep"), were converted or cast ("transient"), or were not read ("skip").
+    Of a model: `integration` is the way into transformers that ran ("hook", "safe_open" or
+    "stock"), `integration_reason` why it was not the first of these, `fates` how many tensors
+    became parameters as they are ("keep"), were converted or cast ("convert"), or were not read ("skip").
     `modules_ready` says, for `on_module_ready`, whether modules were told of as they came, or at
     the end and why.
     """
@@ -51,9 +51,9 @@ class LoadReport:
     requests: int = 0
     short_reads: int = 0
     retries: int = 0
-    roads: dict[str, int] = field(default_factory=dict)
+    paths: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-    rerouted: dict[str, int] = field(default_factory=dict)
+    failovers: dict[str, int] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class LoadReport:
     cpu_seconds: float = 0.0
     peak_rss_bytes: int = 0
     failure: str = ""
-    path: str = ""
-    path_reason: str = ""
+    integration: str = ""
+    integration_reason: str = ""
     modules_ready: str = ""
-    labels: dict[str, int] = field(default_factory=dict)
+    fates: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False)
 
     @property
@@ -88,13 +88,13 @@ class LoadReport:
             f" {self.wanted_bytes / 1e9:.3f} GB in {self.seconds:.3f} s"
             f" ({self.rate / 1e9:.2f} GB/s), {self.cpu_seconds:.2f} s CPU"
         ]
-        roads = [f"{road} {size / 1e9:.3f} GB" for road, size in self.roads.items() if size]
+        roads = [f"{road} {size / 1e9:.3f} GB" for road, size in self.paths.items() if size]
         lines.append("road: " + (", ".join(roads) or "no bytes were read"))
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
         lines += [
-            f"failed, and read again: {way}, {size:,} bytes" for way, size in self.rerouted.items()
+            f"failed, and read again: {way}, {size:,} bytes" for way, size in self.failovers.items()
         ]
         lines.append(
             "phases: " + ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
@@ -104,10 +104,12 @@ class LoadReport:
                 f"{self.requests} requests, {self.short_reads} short reads continued,"
                 f" {self.retries} retries"
             )
-        if self.path:
-            why = f" ({self.path_reason})" if self.path_reason else ""
-            counts = ", ".join(f"{count} {label}" for label, count in self.labels.items())
-            lines.append(f"path into transformers: {self.path}{why}; {counts or 'no labels'}")
+        if self.integration:
+            why = f" ({self.integration_reason})" if self.integration_reason else ""
+            counts = ", ".join(f"{count} {label}" for label, count in self.fates.items())
+            lines.append(
+                f"path into transformers: {self.integration}{why}; {counts or 'no labels'}"
+            )
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")

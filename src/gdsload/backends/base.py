@@ -36,16 +36,16 @@ class Option(NamedTuple):
 class Support:
     """What a backend said when it was asked whether it can work here.
 
-    `reasons` says why not, or what it will have to do without; `mend` what would help.
+    `reasons` says why not, or what it will have to do without; `hint` what would help.
     """
 
     usable: bool
     reasons: tuple[str, ...] = ()
-    mend: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         text = "; ".join(self.reasons) or ("usable" if self.usable else "not usable here")
-        return f"{text} ({self.mend})" if self.mend else text
+        return f"{text} ({self.hint})" if self.hint else text
 
 
 class OpenFile(NamedTuple):
@@ -213,7 +213,7 @@ class Backend(ABC):
         """The road that bytes take now: itself, unless it stands for several."""
         return self
 
-    def roads(self, request: Any) -> dict[str, int]:
+    def paths(self, request: Any) -> dict[str, int]:
         """Bytes by the road they took, for the report; empty where the backend does not tell."""
         return {}
 

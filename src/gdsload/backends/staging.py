@@ -1,6 +1,7 @@
 """The staged road, which every backend that reaches VRAM takes: a pump over a stage over an engine.
 
-A `StagedRoad` belongs to one device and to one backend at a time: it is opened and registered once,
+A `StagingPipeline` belongs to one device and to one backend at a time: it is opened and registered
+once,
 and used again by the next load. The ring that it passes through belongs to the process. A
 `StagedRequest` turns memory of a device into landings, so that the pump, which knows
 nothing of devices, reads to addresses as it always does.
@@ -35,7 +36,7 @@ DRAIN_SECONDS = 0.15
 Explain = Callable[[int], str]
 
 
-class StagedRoad:
+class StagingPipeline:
     """One device's way from files through a ring into memory. Close it when its requests are."""
 
     def __init__(
@@ -50,9 +51,9 @@ class StagedRoad:
         explain: Explain | None = None,
         kind: object = None,
     ) -> None:
-        """`engine` is the capsule of what reads into the slots; `register` hands it the ring;
-        `explain` says in words what its codes mean. Roads of the same `kind` stand for each other;
-        one of None is not used again. Raises OSError where it does not open."""
+        """`engine` is the capsule of what reads into the slots; `register` hands it the
+        ring; `explain` says in words what its codes mean. Pipelines of the same `kind` stand for
+        each other; one of None is not used again. Raises OSError where it does not open."""
         from gdsload.system import gpu
 
         self.name, self.ring, self.explain = name, ring, explain
@@ -115,12 +116,12 @@ class StagedRequest(PumpedRequest):
 
     def __init__(
         self,
-        road: StagedRoad,
+        road: StagingPipeline,
         transfers: Sequence[Transfer],
         files: Sequence[Registration],
         memory: Sequence[Registration],
     ) -> None:
-        self.road = road
+        self.io_mode = road
         self.populator = None
         self._transfers, self._files = transfers, files
         # Kept as long as something may be copied into it.
@@ -150,7 +151,7 @@ class StagedRequest(PumpedRequest):
             what = memory[transfer.target].what
             if transfer.target_offset + transfer.wanted > getattr(what, "length", 0):
                 raise ValueError(f"transfer {transfer.tag} leaves its memory")
-            lane = direct if transfer.road == "direct" else buffered
+            lane = direct if transfer.io_mode == "direct" else buffered
             ops.append(
                 (
                     lane[transfer.shard],
@@ -166,13 +167,13 @@ class StagedRequest(PumpedRequest):
 
     def failure(self, place: int) -> Failure:
         _, got, code = self.native.result(place)
-        if code < 0 and self.road.files is not None and self._goes_on(place):
+        if code < 0 and self.io_mode.files is not None and self._goes_on(place):
             return Failure(place, got, errno.EIO, "cuFile brought nothing, though the file goes on")
-        if self.road.explain is not None and code > 0:
-            text = self.road.explain(code)
+        if self.io_mode.explain is not None and code > 0:
+            text = self.io_mode.explain(code)
             if text:
                 return Failure(place, got, 0, text, code)
-        cuda_error = self.road.stage.cuda_error
+        cuda_error = self.io_mode.stage.cuda_error
         if cuda_error and code > 0:
             text = f"the device refused a copy: CUDA error {cuda_error}"
             return Failure(place, got, code, text, final=True)
@@ -189,7 +190,7 @@ class StagedRequest(PumpedRequest):
 
     def end(self) -> None:
         """After this nothing is copied into its memory any more."""
-        if self.road.pump.pid != os.getpid() or self._ended:
+        if self.io_mode.pump.pid != os.getpid() or self._ended:
             return
         self._ended = True
         native = self.native
@@ -197,7 +198,7 @@ class StagedRequest(PumpedRequest):
         native.cancel()
         native.quiet(DRAIN_SECONDS)
         landed = self._landing.end(DRAIN_SECONDS)
-        self.road.ended(whole and landed)
+        self.io_mode.ended(whole and landed)
         _kept[:] = [each for each in _kept if not each.landed]
         if not landed:
             # A device that is busy with other work: until it has ended the copies, their memory

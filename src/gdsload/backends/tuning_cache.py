@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FILE = "roads.json"
+FILE = "tuning.json"
 # Drives fill up, arrays are rebuilt, kernels are updated: what was measured is asked again.
 KEPT_SECONDS = 30 * 24 * 3600.0
 _FORMAT = 1
@@ -26,7 +26,7 @@ _MOST = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TunedChoice:
     """What was measured from `mount` to `device`, and the road that was chosen.
 
     `rates` are bytes per second by road (0.0: it failed), `versions` those of everything that had a
@@ -35,7 +35,7 @@ class Verdict:
 
     mount: str
     device: str
-    road: str
+    choice: str
     rates: Mapping[str, float]
     versions: Mapping[str, str]
     at: float
@@ -45,7 +45,7 @@ class Verdict:
     def consistent(self) -> bool:
         """Whether the road that was chosen is the fastest by these rates."""
         fastest = max(self.rates.values(), default=0.0)
-        return self.rates.get(self.road, 0.0) >= max(CLOSE_SHARE * fastest, 1.0)
+        return self.rates.get(self.choice, 0.0) >= max(CLOSE_SHARE * fastest, 1.0)
 
     def stale(self, versions: Mapping[str, str], now: float) -> str:
         """Why it says nothing any more; empty where it does."""
@@ -63,7 +63,7 @@ def directory() -> str:
     return os.path.join(base, "gdsload") if os.path.isabs(base) else ""
 
 
-def kept() -> list[Verdict]:
+def kept() -> list[TunedChoice]:
     """All that can be read, the newest first."""
     where = directory()
     if not where:
@@ -85,13 +85,13 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _verdict(row: Any) -> Verdict | None:
+def _verdict(row: Any) -> TunedChoice | None:
     try:
         rates = {str(road): float(rate) for road, rate in row["rates"].items()}
         versions = {str(name): str(value) for name, value in row["versions"].items()}
         fixed = {str(road): float(each) for road, each in row.get("fixed_seconds", {}).items()}
-        made = Verdict(
-            str(row["mount"]), str(row["device"]), str(row["road"]), rates, versions,
+        made = TunedChoice(
+            str(row["mount"]), str(row["device"]), str(row["choice"]), rates, versions,
             float(row["at"]), fixed,
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -104,7 +104,7 @@ def _verdict(row: Any) -> Verdict | None:
 
 def verdict_on(
     mount: str, device: str, versions: Mapping[str, str], now: float | None = None
-) -> Verdict | None:
+) -> TunedChoice | None:
     """The verdict that still holds; None where there is none."""
     now = time.time() if now is None else now
     for each in kept():
@@ -113,7 +113,7 @@ def verdict_on(
     return None
 
 
-def keep(verdict: Verdict) -> str:
+def keep(verdict: TunedChoice) -> str:
     """Keeps it in place of what there was: "" or why it could not be."""
     if not verdict.consistent:
         return "its rates say that another road is faster"
@@ -126,11 +126,11 @@ def drop(mount: str, device: str) -> str:
     return _write(others) if len(others) < len(kept()) else ""
 
 
-def _others(mount: str, device: str) -> list[Verdict]:
+def _others(mount: str, device: str) -> list[TunedChoice]:
     return [each for each in kept() if (each.mount, each.device) != (mount, device)]
 
 
-def _write(verdicts: list[Verdict]) -> str:
+def _write(verdicts: list[TunedChoice]) -> str:
     import tempfile  # every load looks into this module, and few write
 
     # Two processes that write at the same time lose one verdict, which is measured again.

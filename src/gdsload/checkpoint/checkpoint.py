@@ -54,7 +54,7 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata)
         self.total_bytes = sum(info.nbytes for info in self.tensors.values())
-        quiesce.hold(self)
+        quiesce.register(self)
 
     @classmethod
     def open(
@@ -184,19 +184,19 @@ class Checkpoint:
         """For `quiesce`: descriptors can be given back at any time."""
         return ""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Gives the descriptors back; each file is opened again when it is next asked for."""
         for shard in self.shards:
-            shard.rest()
+            shard.quiesce()
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """Opens the files again after `rest`. Raises FileChanged where they are others by now."""
         if not self.closed:
             self.verify_unchanged()
 
     def close(self) -> None:
         """Closes all files. May be called again."""
-        quiesce.let_go(self)
+        quiesce.unregister(self)
         for shard in self.shards:
             shard.close()
 

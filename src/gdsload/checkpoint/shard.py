@@ -69,7 +69,7 @@ class Shard:
     def closed(self) -> bool:
         return self._fd < 0 and not self._resting
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Gives the descriptor back until it is next asked for. It is then opened by name, and
         FileChanged is raised where that is no longer the same version of the same file."""
         if not self.closed:

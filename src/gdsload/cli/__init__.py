@@ -36,12 +36,12 @@ def main(ctx: click.Context) -> None:
                 out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
-@main.command(short_help="What this machine can do, and the mends.")
+@main.command(short_help="What this machine can do, and the hints.")
 @click.argument("path", required=False, type=click.Path())
 @json_of
 @common
 def doctor(path: str | None, as_json: bool) -> int:
-    """What this machine can do for a load, each road with yes or no, the reason and the mend.
+    """What this machine can do for a load, each road with yes or no, the reason and the hint.
 
     PATH is a file or a directory on the storage to be looked at. The exit code is 0 where the best
     road to DRAM works, 1 where only slower ones do, 2 where none does.

@@ -121,12 +121,12 @@ def plan(
         return show_json(
             {
                 "source": source,
-                "tensors": len(planned.homes),
+                "tensors": len(planned.locations),
                 "wanted_bytes": planned.wanted_bytes,
                 "read_bytes": planned.read_bytes,
                 "requests": len(planned.transfers),
-                "extents": [dict(extent._asdict(), shard=files[extent.shard])
-                            for extent in planned.extents],
+                "merged_ranges": [dict(extent._asdict(), shard=files[extent.shard])
+                            for extent in planned.merged_ranges],
                 "windows": [list(window) for window in planned.windows],
             } | ({"transfers": reads} if listed else {})
         )  # fmt: skip

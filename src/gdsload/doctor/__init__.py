@@ -1,4 +1,4 @@
-"""What this machine can do for a load, each road with yes or no, the reason and the mend.
+"""What this machine can do for a load, each road with yes or no, the reason and the hint.
 
 Every check is a function that looks and answers with a `Finding`; nothing is changed, loaded or
 printed. CUDA is asked what its devices are; cuFile is looked for but never opened. `root` stands
@@ -37,5 +37,5 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
     findings += software.backends()
     findings += [gpu.gpu(root), gpu.nvidia_fs(root), gpu.udev(root)]
     findings += [gpu.library(name, root) for name in ("libcuda", "libcudart", "libcufile")]
-    findings += [*vram.roads(), *vram.measured()]
+    findings += [*vram.paths(), *vram.measured()]
     return Diagnosis(tuple(findings))

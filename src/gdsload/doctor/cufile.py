@@ -15,12 +15,12 @@ YES, PARTLY, NO = "yes", "partly", "no"
 
 
 class Fact(NamedTuple):
-    """One thing looked at: `verdict` is "yes", "partly" or "no"; `mend` is "" or what helps."""
+    """One thing looked at: `verdict` is "yes", "partly" or "no"; `hint` is "" or what helps."""
 
     name: str
     verdict: str
     detail: str
-    mend: str = ""
+    hint: str = ""
 
 
 def facts(device: str = "cuda:0") -> list[Fact]:
@@ -56,8 +56,8 @@ def _opening() -> Fact:
     why = library.obstacle()
     if not why:
         return Fact("opening cuFile", YES, "nothing speaks against it")
-    mend = "mount the host's /run/udev, read-only" if "udev" in why else "use a readable /proc"
-    return Fact("opening cuFile", NO, why, mend)
+    hint = "mount the host's /run/udev, read-only" if "udev" in why else "use a readable /proc"
+    return Fact("opening cuFile", NO, why, hint)
 
 
 def native() -> Fact:
@@ -77,7 +77,7 @@ def _configuration() -> Fact:
     found = config.settings(library.ROOT)
     if found.fault:
         return Fact(name, NO, f"cuFile does not open with {found.source}: {found.fault}",
-                    "mend the file, or set CUFILE_ENV_PATH_JSON to another")  # fmt: skip
+                    "hint the file, or set CUFILE_ENV_PATH_JSON to another")  # fmt: skip
     log = config.log_file(found)
     detail = "; ".join(
         [found.source or "its defaults", *filter(None, [found.note, log and f"its log is {log}"])]
@@ -89,8 +89,8 @@ def _configuration() -> Fact:
         found.number("io_batchsize", 128),
     ).complaint()
     if complaint:
-        why, _, mend = complaint.partition(": ")
-        return Fact(name, PARTLY, f"{detail}; {why}", mend)
+        why, _, hint = complaint.partition(": ")
+        return Fact(name, PARTLY, f"{detail}; {why}", hint)
     return Fact(name, PARTLY if found.note else YES, detail)
 
 

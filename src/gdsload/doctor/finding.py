@@ -15,12 +15,12 @@ BEST_ENGINE = ENGINES[0]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: `verdict` is "yes", "partly" or "no"; `mend` is "" or what helps."""
+    """One thing looked at: `verdict` is "yes", "partly" or "no"; `hint` is "" or what helps."""
 
     name: str
     verdict: str
     detail: str = ""
-    mend: str = ""
+    hint: str = ""
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -55,13 +55,13 @@ class Diagnosis:
         return {"exit_code": self.exit_code, "findings": [asdict(each) for each in self.findings]}
 
     def summary(self) -> str:
-        """One line for each finding, its mend below it, and the verdict on the whole."""
+        """One line for each finding, its hint below it, and the verdict on the whole."""
         width = max((len(each.name) for each in self.findings), default=0)
         lines = []
         for each in self.findings:
             lines.append(f"{each.verdict:<6}  {each.name:<{width}}  {each.detail}".rstrip())
-            if each.mend and each.verdict != YES:
-                lines.append(f"{'':<6}  {'':<{width}}  mend: {each.mend}")
+            if each.hint and each.verdict != YES:
+                lines.append(f"{'':<6}  {'':<{width}}  hint: {each.hint}")
         return "\n".join([*lines, "", _CONCLUSIONS[self.exit_code]])
 
 

@@ -39,11 +39,11 @@ def nvidia_fs(root: str = "/") -> Finding:
     loaded = version is not None or re.search(r"^nvidia_fs ", modules or "", re.MULTILINE)
     if not loaded:
         unsure = "" if modules is not None else " (/proc/modules cannot be read)"
-        mend = "modprobe nvidia-fs; without it cuFile copies through DRAM"
-        return Finding("nvidia-fs", NO, f"not loaded{unsure}", mend)
+        hint = "modprobe nvidia-fs; without it cuFile copies through DRAM"
+        return Finding("nvidia-fs", NO, f"not loaded{unsure}", hint)
     if not glob.glob(os.path.join(root, "dev/nvidia-fs*")):
-        mend = "give the container --device=/dev/nvidia-fs0 and its siblings"
-        return Finding("nvidia-fs", PARTLY, "loaded, but there is no /dev/nvidia-fs*", mend)
+        hint = "give the container --device=/dev/nvidia-fs0 and its siblings"
+        return Finding("nvidia-fs", PARTLY, "loaded, but there is no /dev/nvidia-fs*", hint)
     return Finding("nvidia-fs", YES, f"loaded {version or ''}".rstrip())
 
 
@@ -51,8 +51,8 @@ def udev(root: str = "/") -> Finding:
     """Whether cuFile can ask udev which device a file is on."""
     if os.path.isdir(os.path.join(root, "run/udev")):
         return Finding("udev", YES, "/run/udev is there")
-    mend = "mount the host's /run/udev into the container, read-only"
-    return Finding("udev", NO, "no /run/udev: cuFile will not go past DRAM", mend)
+    hint = "mount the host's /run/udev into the container, read-only"
+    return Finding("udev", NO, "no /run/udev: cuFile will not go past DRAM", hint)
 
 
 def library(name: str, root: str = "/") -> Finding:
@@ -74,9 +74,9 @@ def library(name: str, root: str = "/") -> Finding:
         paths = []
     if paths:
         return Finding(name, YES, os.fsdecode(paths[0]))
-    mends = {
+    hints = {
         "libcuda": "install NVIDIA's driver",
         "libcudart": "pip install nvidia-cuda-runtime",
         "libcufile": "pip install nvidia-cufile",
     }
-    return Finding(name, NO, "not found", mends.get(name, ""))
+    return Finding(name, NO, "not found", hints.get(name, ""))

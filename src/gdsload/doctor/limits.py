@@ -19,15 +19,15 @@ _CAP_IPC_LOCK = 14
 
 def io_uring_allowed(root: str = "/") -> Finding:
     """The switch kernel.io_uring_disabled; a sandbox may forbid io_uring besides."""
-    name, mend = "io_uring_disabled", "sysctl kernel.io_uring_disabled=0"
+    name, hint = "io_uring_disabled", "sysctl kernel.io_uring_disabled=0"
     value = read_text(root, "proc/sys/kernel/io_uring_disabled")
     if value is None:
         return Finding(name, YES, "this kernel has no such switch")
     if value == "0":
         return Finding(name, YES, "0: every process may use io_uring")
     if value == "1":
-        return Finding(name, PARTLY, "1: only its group and CAP_SYS_ADMIN may use io_uring", mend)
-    return Finding(name, NO, f"{value}: no process may use io_uring", mend)
+        return Finding(name, PARTLY, "1: only its group and CAP_SYS_ADMIN may use io_uring", hint)
+    return Finding(name, NO, f"{value}: no process may use io_uring", hint)
 
 
 def aio_contexts(root: str = "/") -> Finding:
@@ -87,8 +87,8 @@ def page_cache() -> Finding:
             detail = f"{why}; mincore: {other.strerror}; every file is taken for cold"
             return Finding("page cache", NO, detail)
         blocked = error.errno == errno.ENOSYS
-        mend = "kernel 6.5 has cachestat" if blocked else "let the sandbox allow cachestat"
-        return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", mend)
+        hint = "kernel 6.5 has cachestat" if blocked else "let the sandbox allow cachestat"
+        return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", hint)
     finally:
         os.close(fd)
 

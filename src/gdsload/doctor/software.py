@@ -45,8 +45,8 @@ def engine(name: str) -> Finding:
     answer = try_engine(name)
     if answer.usable:
         return Finding(f"engine {name}", YES, "opened, and read with")
-    mend = answer.mend or "a load takes the next engine that works"
-    return Finding(f"engine {name}", NO, "; ".join(answer.reasons), mend)
+    hint = answer.hint or "a load takes the next engine that works"
+    return Finding(f"engine {name}", NO, "; ".join(answer.reasons), hint)
 
 
 def backends() -> list[Finding]:
@@ -63,7 +63,7 @@ def backends() -> list[Finding]:
         why = "; ".join(answer.reasons)
         verdict = (PARTLY if why else YES) if answer.usable else NO
         detail = f"reaches {reaches}{': ' if why else ''}{why}"
-        findings.append(Finding(f"backend {name}", verdict, detail, answer.mend))
+        findings.append(Finding(f"backend {name}", verdict, detail, answer.hint))
     findings += [
         Finding(f"plugin {name}", NO, f"left out: {reason}", "upgrade or remove it")
         for name, reason in left_out.items()

@@ -39,7 +39,7 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     In a directory a checkpoint's file is tried, or any other, or one without a name.
     """
     name = f"direct I/O on {os.fspath(path)}"
-    mend = "such files are read through the page cache; xfs and ext4 do direct I/O"
+    hint = "such files are read through the page cache; xfs and ext4 do direct I/O"
     try:
         fd = _sample(os.fspath(path))
     except (OSError, CheckpointError) as error:
@@ -47,7 +47,7 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     try:
         alignment = system.direct_alignment(fd)
         if alignment is not None and alignment[1] == 0:
-            return Finding(name, NO, "the filesystem says that it does none", mend)
+            return Finding(name, NO, "the filesystem says that it does none", hint)
         block = max(alignment or (mmap.PAGESIZE,))
         twin = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         try:
@@ -55,7 +55,7 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
         finally:
             os.close(twin)
     except OSError as error:
-        return Finding(name, NO, f"refused: {error.strerror}", mend)
+        return Finding(name, NO, f"refused: {error.strerror}", hint)
     finally:
         os.close(fd)
     if alignment is None:

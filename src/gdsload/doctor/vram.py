@@ -15,7 +15,7 @@ from gdsload.errors import BackendUnavailable
 from gdsload.system import gpu
 
 
-def roads() -> list[Finding]:
+def paths() -> list[Finding]:
     """What stands between this machine and each road into VRAM. Without a device the reason."""
     try:
         count = gpu.cuda().device_count
@@ -30,7 +30,7 @@ def roads() -> list[Finding]:
 
 
 def _finding(fact: cufile.Fact) -> Finding:
-    return Finding(fact.name, fact.verdict, fact.detail, fact.mend)
+    return Finding(fact.name, fact.verdict, fact.detail, fact.hint)
 
 
 def measured() -> list[Finding]:
@@ -44,10 +44,10 @@ def measured() -> list[Finding]:
         )
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
         name = f"measured from {each.mount} to {each.device}"
-        detail = f"{each.road} is taken: {rates}, on {day}"
+        detail = f"{each.choice} is taken: {rates}, on {day}"
         stale = each.stale(to_host if each.device == bounce_buffers.DEVICE else to_gpus, now)
         if stale:
             detail += f"; {stale}"
-        mend = "the next large load there measures again"
-        found[name] = Finding(name, PARTLY if stale else YES, detail, mend)
+        hint = "the next large load there measures again"
+        found[name] = Finding(name, PARTLY if stale else YES, detail, hint)
     return list(found.values())

@@ -15,7 +15,7 @@ from gdsload.backends import Backend, choose
 from gdsload.backends.base import Failure
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
-from gdsload.planning.read_plan import Piece, ReadPlan, Transfer
+from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
 _HINT = "stall_seconds sets the limit"
@@ -71,7 +71,7 @@ def stall_error(
     )
 
 
-def silence_error(checkpoint: Checkpoint, piece: Piece, idle_seconds: float) -> StallError:
+def silence_error(checkpoint: Checkpoint, piece: ByteRange, idle_seconds: float) -> StallError:
     """The error for a piece that a prefetch reads, but does not bring."""
     path = checkpoint.shards[piece.shard].path
     return StallError(
@@ -87,8 +87,8 @@ def silence_error(checkpoint: Checkpoint, piece: Piece, idle_seconds: float) -> 
 
 def tensor_at(plan: ReadPlan, transfer: Transfer) -> str:
     """A tensor that the transfer brings bytes of."""
-    for name, home in plan.homes.items():
-        if home.first <= transfer.tag <= home.last:
+    for name, location in plan.locations.items():
+        if location.first <= transfer.tag <= location.last:
             return name
     return "?"
 
@@ -134,7 +134,7 @@ def describe(report: LoadReport, backend: Backend) -> None:
     report.refusals.update(getattr(backend, "refusals", {}))
     report.choice = getattr(backend, "choice", report.choice)
     report.rates.update(getattr(backend, "rates", {}))
-    report.rerouted.update(getattr(backend, "rerouted", {}))
+    report.failovers.update(getattr(backend, "failovers", {}))
 
 
 def note(
@@ -142,8 +142,8 @@ def note(
 ) -> None:
     """Adds to the report what a request did, after its end: bytes by road, requests, pages."""
     describe(report, backend)
-    for road, size in backend.roads(request).items():
-        report.roads[road] = report.roads.get(road, 0) + size
+    for road, size in backend.paths(request).items():
+        report.paths[road] = report.paths.get(road, 0) + size
     report.read_bytes += plan.read_bytes
     parts = getattr(request, "parts", None)
     if parts is None:

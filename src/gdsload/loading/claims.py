@@ -1,8 +1,8 @@
 """What is being read ahead of its asking, and who takes it.
 
-    prefetch ── offers ──► Landing ── claim(file, bytes) ──► Claim ──► a load
+    prefetch ── offers ──► Offer ── claim(file, bytes) ──► Claim ──► a load
 
-A `Landing` is the bytes of one checkpoint, there or on their way, told apart from other versions
+A `Offer` is the bytes of one checkpoint, there or on their way, told apart from other versions
 of the same files by their identity. A load claims what it needs before it plans any reads; what is
 claimed is gone for others, because two tensors must never share memory. Nothing is read here.
 """
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.memory.host_buffers import Spot
-from gdsload.planning.read_plan import Piece
+from gdsload.memory.host_buffers import BufferView
+from gdsload.planning.read_plan import ByteRange
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 
@@ -42,13 +42,13 @@ class Flight(Protocol):
         """Somebody waits for it now."""
 
 
-class Stretch(NamedTuple):
+class OfferedRange(NamedTuple):
     """Bytes `start` to `end` of a file: where they land, and the transfers that bring them. A
     stretch without a `spot` lands in the page cache, from where everybody may take it."""
 
     start: int
     end: int
-    spot: Spot | None
+    view: BufferView | None
     first: int
     last: int
 
@@ -56,8 +56,8 @@ class Stretch(NamedTuple):
 class Claim(NamedTuple):
     """Bytes that a load has taken."""
 
-    piece: Piece
-    spot: Spot | None
+    piece: ByteRange
+    view: BufferView | None
     flight: Flight
     first: int
     last: int
@@ -71,7 +71,7 @@ class Claim(NamedTuple):
         self.flight.pause(self.first, self.last, seconds)
 
 
-class Landing:
+class Offer:
     """What one prefetch has to give. It is offered before its files are open, filled once they
     are, and withdrawn when all of it was taken or nobody wants it any more. What lands on a GPU is
     for loads to that `device` alone; the host's memory is for all."""
@@ -85,10 +85,10 @@ class Landing:
         self._lock = fork_safe_lock(self)
         self._known = threading.Event()
         self._flight: Flight | None = None
-        self._free: dict[Identity, list[Stretch]] = {}
+        self._free: dict[Identity, list[OfferedRange]] = {}
 
     def fill(
-        self, flight: Flight, stretches: dict[Identity, list[Stretch]], device: str = "cpu"
+        self, flight: Flight, stretches: dict[Identity, list[OfferedRange]], device: str = "cpu"
     ) -> None:
         """Says what there is, and where: for each file its stretches, which do not overlap."""
         with self._lock:
@@ -135,7 +135,7 @@ class Landing:
                     return True
         return False
 
-    def claim(self, file: Identity, piece: Piece, *, mapped: bool = True) -> Claim | None:
+    def claim(self, file: Identity, piece: ByteRange, *, mapped: bool = True) -> Claim | None:
         """Takes the piece's bytes, if they lie in one stretch and nobody has them yet. Without
         `mapped`, what lands in the page cache is left."""
         with self._lock:
@@ -147,23 +147,23 @@ class Landing:
             if place < 0 or rows[place].end < end:
                 return None
             found = rows[place]
-            if found.spot is None and not mapped:
+            if found.view is None and not mapped:
                 return None
             self.claimed_bytes += piece.nbytes
-            if found.spot is None:
+            if found.view is None:
                 return Claim(piece, None, self._flight, found.first, found.last)
-            region, offset = found.spot
+            region, offset = found.view
             rest = []
             if found.start < piece.offset:
                 rest.append(found._replace(end=piece.offset))
             if end < found.end:
-                after = Spot(region, offset + end - found.start)
-                rest.append(found._replace(start=end, spot=after))
+                after = BufferView(region, offset + end - found.start)
+                rest.append(found._replace(start=end, view=after))
             rows[place : place + 1] = rest
-            spot = Spot(region, offset + piece.offset - found.start)
-            return Claim(piece, spot, self._flight, found.first, found.last)
+            view = BufferView(region, offset + piece.offset - found.start)
+            return Claim(piece, view, self._flight, found.first, found.last)
 
-    def has(self, file: Identity, piece: Piece) -> bool:
+    def has(self, file: Identity, piece: ByteRange) -> bool:
         """Whether `claim` would give it."""
         with self._lock:
             rows = self._free.get(file, [])
@@ -171,21 +171,21 @@ class Landing:
             return place >= 0 and rows[place].end >= piece.offset + piece.nbytes
 
 
-def _start(row: Stretch) -> int:
+def _start(row: OfferedRange) -> int:
     return row.start
 
 
 _lock = fork_safe_lock(sys.modules[__name__])
-_offered: list[Landing] = []
+_offered: list[Offer] = []
 
 
-def offer(landing: Landing) -> None:
+def offer(landing: Offer) -> None:
     """Lets loads find it, from now on."""
     with _lock:
         _offered.append(landing)
 
 
-def withdraw(landing: Landing) -> None:
+def withdraw(landing: Offer) -> None:
     """Undoes `offer`; also where it was withdrawn before."""
     with _lock:
         if landing in _offered:
@@ -193,14 +193,14 @@ def withdraw(landing: Landing) -> None:
     landing.clear()
 
 
-def offered() -> list[Landing]:
+def offered() -> list[Offer]:
     """What is offered in this process, oldest first. What a fork has copied is not."""
     pid = os.getpid()
     with _lock:
         return [landing for landing in _offered if landing.pid == pid]
 
 
-def _opened(checkpoint: Checkpoint, seconds: float) -> list[Landing]:
+def _opened(checkpoint: Checkpoint, seconds: float) -> list[Offer]:
     """What is offered, once it is known of each what it holds that may be of these files."""
     found = offered()
     for landing in found:
@@ -210,9 +210,9 @@ def _opened(checkpoint: Checkpoint, seconds: float) -> list[Landing]:
 
 
 def claim_pieces(
-    checkpoint: Checkpoint, pieces: Sequence[Piece], seconds: float, *, mapped: bool = True,
+    checkpoint: Checkpoint, pieces: Sequence[ByteRange], seconds: float, *, mapped: bool = True,
     device: str = "cpu",
-) -> tuple[dict[str, Claim], list[Landing]]:  # fmt: skip
+) -> tuple[dict[str, Claim], list[Offer]]:  # fmt: skip
     """What others have read ahead of these pieces, by the pieces' names, and whose it was: into the
     memory of this device, or of the host.
 
@@ -221,7 +221,7 @@ def claim_pieces(
     """
     imports_done()
     claims: dict[str, Claim] = {}
-    givers: list[Landing] = []
+    givers: list[Offer] = []
     shards = checkpoint.shards
     landings = [found for found in _opened(checkpoint, seconds) if found.device in ("cpu", device)]
     # What is on the device itself comes before what would have to be copied there.
@@ -241,7 +241,7 @@ def claim_pieces(
 
 
 def waiting_on(
-    device: str, checkpoint: Checkpoint, pieces: Iterable[Piece], seconds: float
+    device: str, checkpoint: Checkpoint, pieces: Iterable[ByteRange], seconds: float
 ) -> set[str]:
     """The names of those pieces that are in the memory of this device, or on their way there.
 

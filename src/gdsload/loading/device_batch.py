@@ -22,9 +22,15 @@ from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.loading.session import Batch, Session
 from gdsload.memory import device_buffers, managed
-from gdsload.memory.host_buffers import Spot, bytes_at, hand_over, packed_shape, torch_dtype_of
-from gdsload.planning.read_plan import Piece, ReadPlan
-from gdsload.planning.tensor_slices import Cut, runs_of, whole
+from gdsload.memory.host_buffers import (
+    BufferView,
+    bytes_at,
+    hand_over,
+    packed_shape,
+    torch_dtype_of,
+)
+from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
@@ -68,18 +74,18 @@ def in_place(session: Session) -> bool:
 
 
 def arranged(
-    session: Session, pieces: Sequence[Piece], *, window_bytes: int = 0
-) -> tuple[ReadPlan, dict[str, Spot], list[Memory] | None]:
+    session: Session, pieces: Sequence[ByteRange], *, window_bytes: int = 0
+) -> tuple[ReadPlan, dict[str, BufferView], list[Memory] | None]:
     """The reads for these pieces, the spots of what others have read, and where reads are in place
     the memory behind each target; else None, and it is to be taken."""
     if not in_place(session):
         return *session.arrange(pieces, window_bytes=window_bytes), None
     # Each window is a block: it goes back with its last tensor, and so not all of them in one.
-    plan, spots = session.arrange(pieces, window_bytes=window_bytes or device_buffers.LEAST_BYTES)
+    plan, views = session.arrange(pieces, window_bytes=window_bytes or device_buffers.LEAST_BYTES)
     if not plan.transfers:
-        return plan, spots, None
+        return plan, views, None
     plan, there, memory = in_blocks(session, plan, pieces)
-    return plan, {**spots, **there}, memory
+    return plan, {**views, **there}, memory
 
 
 @collector_paused()
@@ -110,62 +116,62 @@ class DeviceBatch(Batch):
         self,
         session: Session,
         plan: ReadPlan,
-        spots: dict[str, Spot],
+        views: dict[str, BufferView],
         memory: list[Memory] | None,
-        cuts: Sequence[Cut],
+        slices: Sequence[TensorSlice],
     ) -> None:
         """Raises PlacementError, before anything is read, where the device is too full."""
-        self._shelf = Shelf(session, cuts, spots)
-        super().__init__(session, plan, spots, memory)
+        self._shelf = DeviceTensors(session, slices, views)
+        super().__init__(session, plan, views, memory)
 
     @classmethod
-    def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceBatch:
+    def of(cls, session: Session, slices: Sequence[TensorSlice]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        return cls(session, *arranged(session, runs_of(cuts)), cuts)
+        return cls(session, *arranged(session, runs_of(slices)), slices)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
 
-    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
         return read_to_blocks(self.session, pieces)
 
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
-        tensors = self._shelf.give([whole(info) for info in infos], self.spots)
-        self.spots.clear()
+        tensors = self._shelf.give([whole(info) for info in infos], self.views)
+        self.views.clear()
         return tensors
 
 
-def read_to_blocks(session: Session, pieces: Sequence[Piece]) -> Batch:
+def read_to_blocks(session: Session, pieces: Sequence[ByteRange]) -> Batch:
     """Puts pieces on their way into memory of the session's device that is no tensor's yet. Raises
     PlacementError where the device is too full."""
     return Batch(session, *in_blocks(session, session.plan(pieces), pieces))
 
 
 def in_blocks(
-    session: Session, plan: ReadPlan, pieces: Sequence[Piece]
-) -> tuple[ReadPlan, dict[str, Spot], list[Memory]]:
+    session: Session, plan: ReadPlan, pieces: Sequence[ByteRange]
+) -> tuple[ReadPlan, dict[str, BufferView], list[Memory]]:
     """Memory of the session's device for what a plan reads: the plan as it is to be read then,
     where each piece will lie, and what is behind each target. Raises PlacementError where the
     device is too full."""
     device = session.device
     if in_place(session):
-        read = [piece for piece in pieces if piece.name in plan.homes]
+        read = [piece for piece in pieces if piece.name in plan.locations]
         reroute = session.cache != "direct"
         laid = managed.lay_out(device, plan, read, session.files, reroute=reroute)
-        if laid.rerouted_bytes:
+        if laid.buffered_bytes:
             session.report.refusals["direct I/O in place"] = (
                 f"some tensors do not lie on {device_buffers.ALIGN_BYTES} bytes in their files, and"
                 " direct reads do not reach where they do: read through the page cache"
             )
-        return laid.plan, laid.spots, laid.memory
-    spots = device_buffers.take(gpu.ordinal_of(device), pieces)
+        return laid.plan, laid.views, laid.memory
+    views = device_buffers.take(gpu.ordinal_of(device), pieces)
     runs = [
-        (piece.name, piece.nbytes, spot.region.address + spot.offset)
+        (piece.name, piece.nbytes, view.region.address + view.offset)
         for piece in pieces
-        if (spot := spots.get(piece.name)) is not None
+        if (view := views.get(piece.name)) is not None
     ]
-    memory = memory_of(device, plan, runs, {spot.region for spot in spots.values()})
-    return plan, spots, memory
+    memory = memory_of(device, plan, runs, {view.region for view in views.values()})
+    return plan, views, memory
 
 
 @collector_paused()
@@ -179,9 +185,9 @@ def memory_of(
     owner = gpu.device(gpu.ordinal_of(device))
     rows = []
     for name, nbytes, address in runs:
-        home = plan.homes.get(name)
-        if home is not None and home.target >= 0:
-            rows.append((home.target, home.offset, nbytes, address))
+        location = plan.locations.get(name)
+        if location is not None and location.target >= 0:
+            rows.append((location.target, location.offset, nbytes, address))
     rows.sort()
     shares: list[list[tuple[int, int, int]]] = [[] for _ in plan.targets]
     at = held = to = limit = 0
@@ -204,17 +210,19 @@ def memory_of(
     ]
 
 
-class Shelf:
-    """Tensors of a device for some cuts, by their keys, and where in them each run of bytes goes.
+class DeviceTensors:
+    """Tensors of a device for some slices, by their keys, and where in them each run of bytes goes.
 
     The runs of a cut lie one behind the other in one tensor, so that nothing has to be stacked.
     What a prefetch, or a read in place, brings to the device is a tensor where it lies, if that is
     on a border; what is not, or a run among others, or in the memory of the host, is copied.
     """
 
-    def __init__(self, session: Session, cuts: Sequence[Cut], spots: Mapping[str, Spot]) -> None:
+    def __init__(
+        self, session: Session, slices: Sequence[TensorSlice], views: Mapping[str, BufferView]
+    ) -> None:
         """Takes memory for what is not on the device: it is first asked whether there is room for
-        all of it. `spots` are where others have runs of these cuts.
+        all of it. `spots` are where others have runs of these slices.
 
         Raises PlacementError where the device is too full, CheckpointError for a dtype that this
         torch lacks.
@@ -222,21 +230,27 @@ class Shelf:
         self.device = session.device
         self.tensors: dict[str, torch.Tensor] = {}
         self._session = session
-        self._cuts = [cut for cut in cuts if not _lies_there(cut, spots)]
+        self._cuts = [
+            tensor_slice for tensor_slice in slices if not _lies_there(tensor_slice, views)
+        ]
         ordinal = gpu.ordinal_of(self.device)
-        nbytes = sum(cut.nbytes for cut in self._cuts)
+        nbytes = sum(tensor_slice.nbytes for tensor_slice in self._cuts)
         if nbytes and in_place(session):
-            self._tell_copied(max(self._cuts, key=lambda cut: cut.nbytes), nbytes)
+            self._tell_copied(max(self._cuts, key=lambda tensor_slice: tensor_slice.nbytes), nbytes)
         if nbytes:
             reusable = reusable_bytes(ordinal)
             free = gpu.require_room(ordinal, nbytes, reusable)
-            have_whole(self.device, [cut.nbytes for cut in self._cuts], free, reusable)
-        for cut in sorted(self._cuts, key=lambda cut: cut.parts[0].place):
-            self.tensors[cut.key] = self._take(cut)
+            have_whole(
+                self.device, [tensor_slice.nbytes for tensor_slice in self._cuts], free, reusable
+            )
+        for tensor_slice in sorted(
+            self._cuts, key=lambda tensor_slice: tensor_slice.parts[0].place
+        ):
+            self.tensors[tensor_slice.key] = self._take(tensor_slice)
 
-    def _tell_copied(self, largest: Cut, nbytes: int) -> None:
+    def _tell_copied(self, largest: TensorSlice, nbytes: int) -> None:
         report, road = self._session.report, f"copied on {self.device}"
-        report.roads[road] = report.roads.get(road, 0) + nbytes
+        report.paths[road] = report.paths.get(road, 0) + nbytes
         report.refusals.setdefault(
             "in place",
             f"tensor {largest.parts[0].name!r}, and perhaps others, cannot stay where it was"
@@ -244,9 +258,9 @@ class Shelf:
             f" {device_buffers.ALIGN_BYTES} bytes, or is in the host's own memory",
         )
 
-    def _take(self, cut: Cut) -> torch.Tensor:
-        first = cut.parts[0]
-        shape = first.shape if cut.shape is None else cut.shape
+    def _take(self, tensor_slice: TensorSlice) -> torch.Tensor:
+        first = tensor_slice.parts[0]
+        shape = first.shape if tensor_slice.shape is None else tensor_slice.shape
         if first.dtype == "F4":
             shape = packed_shape(first)
         try:
@@ -256,57 +270,67 @@ class Shelf:
                 raise
             why = str(error).partition("\n")[0]
             raise PlacementError(
-                f"no {cut.nbytes:,} bytes on {self.device} for tensor {first.name!r}: {why}",
-                missing_bytes=cut.nbytes,
+                f"no {tensor_slice.nbytes:,} bytes on {self.device} for tensor"
+                f" {first.name!r}: {why}",
+                missing_bytes=tensor_slice.nbytes,
             ) from error
 
     def memory(self, plan: ReadPlan) -> list[Memory]:
         """The memory behind each target of the plan, whose reads are about to be posted."""
         follow(self._session)
         runs = []
-        for cut in self._cuts:
-            address = self.tensors[cut.key].data_ptr()
-            for part in cut.parts:
+        for tensor_slice in self._cuts:
+            address = self.tensors[tensor_slice.key].data_ptr()
+            for part in tensor_slice.parts:
                 runs.append((part.name, part.nbytes, address))
                 address += part.nbytes
         return memory_of(self.device, plan, runs, self.tensors)
 
-    def give(self, cuts: Sequence[Cut], spots: dict[str, Spot]) -> dict[str, torch.Tensor]:
-        """The tensors of these cuts, by their keys, when all bytes are there; each once."""
+    def give(
+        self, slices: Sequence[TensorSlice], views: dict[str, BufferView]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of these slices, by their keys, when all bytes are there; each once."""
         tensors: dict[str, torch.Tensor] = {}
-        lying: list[Cut] = []
-        for cut in cuts:
-            tensor = self.tensors.pop(cut.key, None)
+        lying: list[TensorSlice] = []
+        for tensor_slice in slices:
+            tensor = self.tensors.pop(tensor_slice.key, None)
             if tensor is None:
-                lying.append(cut)
+                lying.append(tensor_slice)
             else:
-                self._complete(tensor, cut, spots)
-                tensors[cut.key] = tensor
-        mine = {cut.parts[0].name: spots.pop(cut.parts[0].name) for cut in lying}
-        tensors.update(hand_over([cut.parts[0] for cut in lying], mine))
-        for cut in lying:
-            if cut.shape is not None:
-                tensors[cut.key] = tensors.pop(cut.parts[0].name).view(cut.shape)
+                self._complete(tensor, tensor_slice, views)
+                tensors[tensor_slice.key] = tensor
+        mine = {
+            tensor_slice.parts[0].name: views.pop(tensor_slice.parts[0].name)
+            for tensor_slice in lying
+        }
+        tensors.update(hand_over([tensor_slice.parts[0] for tensor_slice in lying], mine))
+        for tensor_slice in lying:
+            if tensor_slice.shape is not None:
+                tensors[tensor_slice.key] = tensors.pop(tensor_slice.parts[0].name).view(
+                    tensor_slice.shape
+                )
         return tensors
 
-    def _complete(self, tensor: torch.Tensor, cut: Cut, spots: dict[str, Spot]) -> None:
+    def _complete(
+        self, tensor: torch.Tensor, tensor_slice: TensorSlice, views: dict[str, BufferView]
+    ) -> None:
         """Copies the runs that were not read to where they belong."""
         place = 0
-        for part in cut.parts:
-            spot = spots.pop(part.name, None)
-            if spot is not None and part.nbytes:
+        for part in tensor_slice.parts:
+            view = views.pop(part.name, None)
+            if view is not None and part.nbytes:
                 raw = tensor.reshape(-1).view(torch_dtype("U8"))[place : place + part.nbytes]
-                raw.copy_(bytes_at(spot, part.nbytes))
+                raw.copy_(bytes_at(view, part.nbytes))
             place += part.nbytes
 
 
-def _lies_there(cut: Cut, spots: Mapping[str, Spot]) -> bool:
+def _lies_there(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
     """Whether a cut is one run that comes to the device by itself, to where a tensor may lie."""
-    spot = spots.get(cut.parts[0].name) if len(cut.parts) == 1 else None
+    view = views.get(tensor_slice.parts[0].name) if len(tensor_slice.parts) == 1 else None
     return (
-        spot is not None
-        and isinstance(spot.region, Block)
-        and (spot.region.address + spot.offset) % device_buffers.ALIGN_BYTES == 0
+        view is not None
+        and isinstance(view.region, Block)
+        and (view.region.address + view.offset) % device_buffers.ALIGN_BYTES == 0
     )
 
 

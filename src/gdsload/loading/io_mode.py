@@ -19,13 +19,13 @@ from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
 from gdsload.memory import page_cache
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, extents_of
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
 from gdsload.report import LoadReport
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 
 
-class Roads:
+class ShardAccess:
     """The shards of one checkpoint, registered with a backend as they are first read."""
 
     def __init__(self, checkpoint: Checkpoint, report: LoadReport, cache: str) -> None:
@@ -44,24 +44,24 @@ class Roads:
         """A registration for each shard, as `Backend.prepare` takes them."""
         return [entry or NO_FILE for entry in self._known]
 
-    def mapped(self, shard: int, pieces: Sequence[Piece]) -> bool:
+    def mapped(self, shard: int, pieces: Sequence[ByteRange]) -> bool:
         """Whether these pieces of a shard are mapped rather than read."""
         if self.cache != "auto":
             return self.cache == "mapped"
         fd = self._checkpoint.shards[shard].fd
         return all(
             page_cache.mostly_resident(fd, extent.offset, extent.length)
-            for extent in extents_of(pieces)
+            for extent in merged_ranges_of(pieces)
         )
 
-    def read_ahead(self, shard: int, pieces: Sequence[Piece]) -> None:
+    def read_ahead(self, shard: int, pieces: Sequence[ByteRange]) -> None:
         """Starts the kernel reading what was mapped cold: page faults would come one by one."""
         fd = self._checkpoint.shards[shard].fd
         with suppress(OSError):  # only a hint
-            for extent in extents_of(pieces):
+            for extent in merged_ranges_of(pieces):
                 os.posix_fadvise(fd, extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
 
-    def road_of(self, shard: int, offset: int, length: int) -> str:
+    def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest road for a transfer: warm bytes are copied, cold ones go direct."""
         if self.cache != "auto":
             return "buffered" if self.cache == "buffered" else "direct"
@@ -118,7 +118,7 @@ class Roads:
         self._twins.clear()
 
 
-class Twin(NamedTuple):
+class DirectFile(NamedTuple):
     """A second descriptor of a file, which bypasses the page cache and is its taker's to close; or
     None and the reason. Direct reads start and end on multiples of `block` bytes, in the file and,
     of `address_block`, in memory."""
@@ -129,16 +129,16 @@ class Twin(NamedTuple):
     refusal: str
 
 
-def open_direct(shard: Shard) -> Twin:
+def open_direct(shard: Shard) -> DirectFile:
     """Opens a shard's twin; where there can be none, it says why."""
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
         refusal = "its filesystem says that it does no direct I/O"
-        return Twin(None, DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES, refusal)
+        return DirectFile(None, DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES, refusal)
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
     address_block = (alignment[0] or block) if alignment is not None else block
     try:
         twin, refusal = shard.reopen_direct(), "its filesystem does no direct I/O"
     except OSError as error:
         twin, refusal = None, f"it cannot be opened for direct I/O: {error.strerror}"
-    return Twin(twin, block, address_block, refusal)
+    return DirectFile(twin, block, address_block, refusal)

@@ -26,12 +26,12 @@ from gdsload.loading.accounting import (
     silence_error,
     stall_error,
 )
-from gdsload.loading.claims import COMING, LOST, Claim, Landing, claim_pieces
-from gdsload.loading.io_mode import CACHES, Roads
+from gdsload.loading.claims import COMING, LOST, Claim, Offer, claim_pieces
+from gdsload.loading.io_mode import CACHES, ShardAccess
 from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import Arena, Spot, hand_over, map_shard
+from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over, map_shard
 from gdsload.memory.pool_segments import Intake, Segment
-from gdsload.planning.read_plan import Piece, ReadPlan, Transfer, plan_reads
+from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
@@ -71,7 +71,7 @@ class Session:
         backends are not worth opening for little. What a prefetch has of the same files is taken
         from it, unless `adopt` is False; what is warm is mapped, unless `maps` is False.
         """
-        self._roads = Roads(checkpoint, report, cache)
+        self._roads = ShardAccess(checkpoint, report, cache)
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
@@ -87,10 +87,10 @@ class Session:
         self._maps = maps
         self._pooled: dict[Segment, Region] = {}
         self._claims: dict[str, Claim] = {}
-        self._givers: list[Landing] = []
+        self._givers: list[Offer] = []
         # Batches whose reads may still be under way. One that is collected is no longer counted.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
-        quiesce.hold(self)
+        quiesce.register(self)
         if backend != "auto" or self.options:
             try:
                 self.open()  # a backend asked for by name must work, also when all is warm
@@ -110,18 +110,18 @@ class Session:
             return self.backend
 
     @collector_paused()
-    def sort(self, pieces: Sequence[Piece]) -> tuple[dict[str, Spot], list[Piece]]:
+    def sort(self, pieces: Sequence[ByteRange]) -> tuple[dict[str, BufferView], list[ByteRange]]:
         """Pieces that need no read of ours, with a prefetch or in the mapping of a warm shard; and
         those to be read. A prefetch's may still be on their way to their spots: the batch that gets
         them says when they are there (`Batch.settled`)."""
-        spots = self._adopt(pieces)
+        views = self._adopt(pieces)
         if self.device == "cpu" or self._adopts:
-            spots.update(self._kept([piece for piece in pieces if piece.name not in spots]))
+            views.update(self._kept([piece for piece in pieces if piece.name not in views]))
         if self.device != "cpu":  # what is mapped is read through the ring, which is quicker
-            return spots, [piece for piece in pieces if piece.name not in spots]
-        by_shard: dict[int, list[Piece]] = defaultdict(list)
+            return views, [piece for piece in pieces if piece.name not in views]
+        by_shard: dict[int, list[ByteRange]] = defaultdict(list)
         for piece in pieces:
-            if piece.name not in spots:
+            if piece.name not in views:
                 by_shard[piece.shard].append(piece)
         cold: set[int] = set()
         mapped_bytes = 0
@@ -133,13 +133,13 @@ class Session:
                 self._roads.read_ahead(shard, members)
             region = self._mapping(shard)
             for piece in members:
-                spots[piece.name] = Spot(region, piece.offset)
+                views[piece.name] = BufferView(region, piece.offset)
                 mapped_bytes += piece.nbytes
         if mapped_bytes:
-            self.report.roads["mapped"] = self.report.roads.get("mapped", 0) + mapped_bytes
-        return spots, [p for p in pieces if p.shard in cold and p.name not in spots]
+            self.report.paths["mapped"] = self.report.paths.get("mapped", 0) + mapped_bytes
+        return views, [p for p in pieces if p.shard in cold and p.name not in views]
 
-    def _adopt(self, pieces: Sequence[Piece]) -> dict[str, Spot]:
+    def _adopt(self, pieces: Sequence[ByteRange]) -> dict[str, BufferView]:
         """Claims what others have read ahead; it may still be on its way to these spots."""
         if not self._adopts:
             return {}
@@ -153,32 +153,32 @@ class Session:
         self._givers += [giver for giver in givers if giver not in self._givers]
         self._claims.update(claims)
         return {
-            name: claim.spot or Spot(self._mapping(claim.piece.shard), claim.piece.offset)
+            name: claim.view or BufferView(self._mapping(claim.piece.shard), claim.piece.offset)
             for name, claim in claims.items()
         }
 
-    def _kept(self, pieces: Sequence[Piece]) -> dict[str, Spot]:
+    def _kept(self, pieces: Sequence[ByteRange]) -> dict[str, BufferView]:
         """What an open pool holds of these."""
         if self.cache == "mapped":
             return {}
         # Whoever copies from there to a device can take the pinned memory itself.
         pinned = self.device != "cpu"
-        spots = host_pool.find(self.checkpoint, pieces, self._pooled, pinned=pinned)
-        nbytes = sum(piece.nbytes for piece in pieces if piece.name in spots)
+        views = host_pool.find(self.checkpoint, pieces, self._pooled, pinned=pinned)
+        nbytes = sum(piece.nbytes for piece in pieces if piece.name in views)
         if nbytes:
-            self.report.roads["pool"] = self.report.roads.get("pool", 0) + nbytes
-        return spots
+            self.report.paths["pool"] = self.report.paths.get("pool", 0) + nbytes
+        return views
 
-    def claims_of(self, spots: Mapping[str, Spot]) -> dict[str, Claim]:
+    def claims_of(self, views: Mapping[str, BufferView]) -> dict[str, Claim]:
         """The claims behind these spots, once: their bytes may still be on the way."""
-        return {name: self._claims.pop(name) for name in spots if name in self._claims}
+        return {name: self._claims.pop(name) for name in views if name in self._claims}
 
     def _mapping(self, shard: int) -> Region:
         if shard not in self._mapped:
             self._mapped[shard] = map_shard(self.checkpoint, shard)
         return self._mapped[shard]
 
-    def plan(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> ReadPlan:
+    def plan(self, pieces: Sequence[ByteRange], *, window_bytes: int = 0) -> ReadPlan:
         """The reads for these pieces, with the road of each as the page cache is now."""
         for shard in sorted({piece.shard for piece in pieces}):
             self.register(shard)
@@ -188,21 +188,21 @@ class Session:
             self.open().limits(self.device),
             blocks=self._roads.blocks,
             window_bytes=window_bytes,
-            road_of=self._roads.road_of,
+            io_mode_of=self._roads.io_mode_of,
         )
 
     def arrange(
-        self, pieces: Sequence[Piece], *, window_bytes: int = 0
-    ) -> tuple[ReadPlan, dict[str, Spot]]:
+        self, pieces: Sequence[ByteRange], *, window_bytes: int = 0
+    ) -> tuple[ReadPlan, dict[str, BufferView]]:
         """The reads for what `sort` does not find in memory, and the spots of what it does."""
         with self.report.phase("plan"):
-            spots, to_read = self.sort(pieces)
+            views, to_read = self.sort(pieces)
             try:
                 plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
             except BaseException:
-                self.claims_of(spots)  # no batch takes these claims
+                self.claims_of(views)  # no batch takes these claims
                 raise
-        return plan, spots
+        return plan, views
 
     @property
     def files(self) -> list[Registration]:
@@ -213,7 +213,7 @@ class Session:
         """Opens a shard's roads, once."""
         self._roads.register(self.open(), shard)
 
-    def start(self, pieces: Sequence[Piece], *, window_bytes: int = 0) -> Batch:
+    def start(self, pieces: Sequence[ByteRange], *, window_bytes: int = 0) -> Batch:
         """Puts pieces on their way and returns at once."""
         return Batch(self, *self.arrange(pieces, window_bytes=window_bytes))
 
@@ -221,7 +221,7 @@ class Session:
         """For `quiesce`: what is under way."""
         return f"{self.checkpoint.source} is being read" if self.posted else ""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Gives back the backend and all that it needed; the next batch opens it again."""
         backend, self.backend = self.backend, None
         self._roads.close(backend)
@@ -230,7 +230,7 @@ class Session:
         self._mapped.clear()
         self._pooled.clear()
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """Nothing is opened before it is needed."""
 
     def close(self) -> None:
@@ -241,8 +241,8 @@ class Session:
         for giver in self._givers:
             giver.leave(shard.identity for shard in self.checkpoint.shards)
         self._givers.clear()
-        quiesce.let_go(self)
-        self.rest()
+        quiesce.unregister(self)
+        self.quiesce()
 
     def __enter__(self) -> Session:
         return self
@@ -254,18 +254,18 @@ class Session:
 class Batch:
     """Pieces on their way: memory, one request, and what became of it."""
 
-    memory_of: ClassVar[type[Arena]] = Arena
+    memory_of: ClassVar[type[HostBuffers]] = HostBuffers
     ahead: ClassVar[bool] = False  # whether it yields to what somebody waits for
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot],
+        self, session: Session, plan: ReadPlan, views: dict[str, BufferView],
         memory: list[Memory] | None = None,
     ) -> None:  # fmt: skip
         """`memory` is there for each target of the plan, where it was taken already."""
         self.session = session
         self.plan = plan
-        self.spots = spots
-        self.claims = session.claims_of(spots)
+        self.views = views
+        self.claims = session.claims_of(views)
         self._memory: list[Registration] = []
         self._intake: Intake | None = None  # of the pool, where there is one
         self._backend: Backend | None = None  # of the request
@@ -298,7 +298,7 @@ class Batch:
             self._read_anew([c for c in self.claims.values() if c.state() == LOST])
         else:
             del self.claims[name]
-            roads = self.session.report.roads
+            roads = self.session.report.paths
             roads["prefetched"] = roads.get("prefetched", 0) + claim.piece.nbytes
         return True
 
@@ -307,20 +307,20 @@ class Batch:
         again = self._start_anew(pieces)
         try:
             again.wait()
-            self.spots.update(again.spots)
+            self.views.update(again.views)
         finally:
             again.release()
         for piece in pieces:
             del self.claims[piece.name]
 
-    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
         return Batch(self.session, self.session.plan(pieces), {})
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        self._intake = host_pool.keep(self.plan) if self.memory_of is Arena else None
+        self._intake = host_pool.keep(self.plan) if self.memory_of is HostBuffers else None
         arena = self._intake or self.memory_of(self.plan)
-        self.spots.update(arena.spots(self.plan))
+        self.views.update(arena.views(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
     def _post(self, memory: list[Memory]) -> None:
@@ -416,8 +416,8 @@ class Batch:
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         """Their tensors, once all of it is there: each owns its memory, and is given once."""
         # Given up first: where this is interrupted, tensors that were made drop their bytes.
-        spots, self.spots = self.spots, {}
-        return hand_over(infos, spots)
+        views, self.views = self.views, {}
+        return hand_over(infos, views)
 
     def _error(self, failure: Failure) -> ReadError:
         return read_error(self.session.checkpoint, self.plan, failure)

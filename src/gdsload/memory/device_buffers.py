@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload.errors import PlacementError
-from gdsload.memory.host_buffers import Spot
-from gdsload.planning.read_plan import PLACE, Piece
+from gdsload.memory.host_buffers import BufferView
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
@@ -26,7 +26,7 @@ LEAST_BYTES = 256 << 20
 MOST_BLOCKS = 16
 
 
-def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
+def grouped(pieces: Sequence[ByteRange]) -> list[tuple[int, list[tuple[str, int]]]]:
     """For each block its bytes, and the names of its pieces with their places in it.
 
     In file order, so that what is read by one request lies side by side. No piece is split.
@@ -34,7 +34,7 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
     most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
     groups: list[tuple[int, list[tuple[str, int]]]] = []
     held, members = 0, list[tuple[str, int]]()
-    for piece in sorted(pieces, key=PLACE):
+    for piece in sorted(pieces, key=FILE_ORDER):
         if not piece.nbytes:
             continue
         if members and held + piece.nbytes > most:
@@ -47,12 +47,12 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, list[tuple[str, int]]]]:
     return groups
 
 
-def _room(piece: Piece) -> int:
+def _room(piece: ByteRange) -> int:
     return -(-piece.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @collector_paused()
-def take(ordinal: int, pieces: Sequence[Piece]) -> dict[str, Spot]:
+def take(ordinal: int, pieces: Sequence[ByteRange]) -> dict[str, BufferView]:
     """Memory on a device for these pieces, by their names; those of no bytes are left out.
 
     Raises PlacementError, with the bytes that are missing and nothing taken, where the device is
@@ -62,7 +62,7 @@ def take(ordinal: int, pieces: Sequence[Piece]) -> dict[str, Spot]:
     gpu.require_room(ordinal, sum(length for length, _ in groups))
     blocks = allocated(ordinal, [length for length, _ in groups])
     return {
-        name: Spot(block, place)
+        name: BufferView(block, place)
         for block, (_, members) in zip(blocks, groups, strict=True)
         for name, place in members
     }

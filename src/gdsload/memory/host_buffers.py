@@ -33,7 +33,7 @@ POPULATE_THREADS = 2
 POPULATED_AHEAD_BYTES = 256 << 20
 
 
-class Spot(NamedTuple):
+class BufferView(NamedTuple):
     """Where the bytes of a tensor are: a region, or a block of a device, and the place in it."""
 
     region: Region | Block
@@ -56,7 +56,7 @@ _CODES = {
 }  # fmt: skip
 
 
-class Arena:
+class HostBuffers:
     """Regions for the targets of a plan, in their order."""
 
     def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
@@ -77,13 +77,13 @@ class Arena:
             raise PlacementError(str(error)) from error
 
     @collector_paused()
-    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
+    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """Where each piece of the plan lies; those of no bytes are left out."""
         regions = self.regions
         return {
-            name: Spot(regions[home.target], home.offset)
-            for name, home in plan.homes.items()
-            if home.target >= 0
+            name: BufferView(regions[location.target], location.offset)
+            for name, location in plan.locations.items()
+            if location.target >= 0
         }
 
 
@@ -99,7 +99,9 @@ def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
 
 
 @collector_paused()
-def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[str, torch.Tensor]:
+def hand_over(
+    infos: Iterable[TensorInfo], views: Mapping[str, BufferView]
+) -> dict[str, torch.Tensor]:
     """A tensor for each info, over the memory where its bytes are.
 
     Tensors whose file offset does not fit their dtype are copied to where it does; a tensor of no
@@ -124,9 +126,9 @@ def hand_over(infos: Iterable[TensorInfo], spots: Mapping[str, Spot]) -> dict[st
         if nbytes == 0:
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
-        region, offset = spots[name]
+        region, offset = views[name]
         if (region.address + offset) % recipe.align:
-            raw = bytes_at(spots[name], nbytes)
+            raw = bytes_at(views[name], nbytes)
             tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
             continue
         tensor = tensor_of(region.view(offset, nbytes, shape, recipe.code, recipe.bits))
@@ -142,9 +144,9 @@ def tensor_of(capsule: object) -> torch.Tensor:
     return found
 
 
-def bytes_at(spot: Spot, nbytes: int) -> torch.Tensor:
+def bytes_at(view: BufferView, nbytes: int) -> torch.Tensor:
     """A tensor of bytes over memory whose bytes are there, whatever they are of."""
-    return tensor_of(spot.region.view(spot.offset, nbytes, (nbytes,), 1, 8))
+    return tensor_of(view.region.view(view.offset, nbytes, (nbytes,), 1, 8))
 
 
 def _recipe(info: TensorInfo) -> _Recipe:

@@ -22,9 +22,9 @@ from gdsload._native.memory import Region
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import GdsloadError, PlacementError
 from gdsload.memory import host_buffers, page_cache
-from gdsload.memory.host_buffers import Spot
+from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.pool_segments import Intake, Run, Segment, whole_units
-from gdsload.planning.read_plan import Piece, ReadPlan
+from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -76,7 +76,7 @@ class HostPool:
         self._segments: list[Segment] = []  # the least recently used first
         self._stored: dict[Identity, list[_Stored]] = {}
         host_buffers.use_pool(self)
-        quiesce.hold(self)
+        quiesce.register(self)
 
     @property
     def held_bytes(self) -> int:
@@ -116,12 +116,12 @@ class HostPool:
             ]
 
     def find(
-        self, checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[Segment, Region],
+        self, checkpoint: Checkpoint, pieces: Iterable[ByteRange], mappings: dict[Segment, Region],
         *, pinned: bool = False,
-    ) -> dict[str, Spot]:  # fmt: skip
+    ) -> dict[str, BufferView]:  # fmt: skip
         """Where those of the pieces are that it holds. `mappings` are the caller's own, by segment;
         with `pinned`, what is pinned is that memory itself, which nobody may write to."""
-        spots: dict[str, Spot] = {}
+        views: dict[str, BufferView] = {}
         with self._lock:
             for piece in pieces:
                 found = self._at(checkpoint.shards[piece.shard].identity, piece)
@@ -135,11 +135,11 @@ class HostPool:
                     except OSError:  # no room to map it: the load reads the files
                         continue
                     mappings[segment] = region
-                spots[piece.name] = Spot(region, found.place + piece.offset - found.start)
+                views[piece.name] = BufferView(region, found.place + piece.offset - found.start)
                 self._use(segment)
-        return spots
+        return views
 
-    def _at(self, file: Identity, piece: Piece) -> _Stored | None:
+    def _at(self, file: Identity, piece: ByteRange) -> _Stored | None:
         rows = self._stored.get(file)
         if not rows or not piece.nbytes:
             return None
@@ -286,14 +286,14 @@ class HostPool:
     def close(self) -> None:
         """Gives all of it back; what tensors live in, when they die. May be called again."""
         host_buffers.drop_pool(self)
-        quiesce.let_go(self)
-        self.rest()
+        quiesce.unregister(self)
+        self.quiesce()
 
     def busy(self) -> str:
         """For `quiesce`: whoever reads into it says so himself."""
         return ""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Lets go of what a dump cannot carry: its memory files and its pins."""
         if self.pid != os.getpid():
             return
@@ -301,7 +301,7 @@ class HostPool:
             for segment in list(self._segments):
                 self._drop(segment)
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """It fills again with the next loads."""
 
     def __enter__(self) -> HostPool:
@@ -317,7 +317,7 @@ def keep(plan: ReadPlan) -> Intake | None:
     return pool.keep(plan) if pool is not None and plan.transfers else None
 
 
-def require(pieces: Iterable[Piece]) -> None:
+def require(pieces: Iterable[ByteRange]) -> None:
     """Raises PlacementError where the open pool is too small for these, even when it is empty."""
     pool = current()
     wanted = sum(piece.nbytes for piece in pieces)
@@ -330,8 +330,11 @@ def require(pieces: Iterable[Piece]) -> None:
 
 
 def find(
-    checkpoint: Checkpoint, pieces: Iterable[Piece], mappings: dict[Segment, Region], **words: Any
-) -> dict[str, Spot]:
+    checkpoint: Checkpoint,
+    pieces: Iterable[ByteRange],
+    mappings: dict[Segment, Region],
+    **words: Any,
+) -> dict[str, BufferView]:
     """`HostPool.find` of the open pool; nothing where there is none."""
     pool = current()
     return {} if pool is None else pool.find(checkpoint, pieces, mappings, **words)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from gdsload.backends.base import DRAM, Memory, OpenFile, Registration
 from gdsload.memory.device_buffers import ALIGN_BYTES, allocated
-from gdsload.memory.host_buffers import Spot, current_pool, require_room
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Piece, ReadPlan
+from gdsload.memory.host_buffers import BufferView, current_pool, require_room
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, ReadPlan
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
@@ -29,16 +29,16 @@ class Layout(NamedTuple):
     piece will lie; what is behind each target; and the bytes whose road was changed."""
 
     plan: ReadPlan
-    spots: dict[str, Spot]
+    views: dict[str, BufferView]
     memory: list[Memory]
-    rerouted_bytes: int
+    buffered_bytes: int
 
 
 @collector_paused()
 def lay_out(
     device: str,
     plan: ReadPlan,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ByteRange],
     files: Sequence[Registration],
     *,
     reroute: bool,
@@ -61,37 +61,37 @@ def lay_out(
         -block.address % DEFAULT_BLOCK_BYTES + slide
         for block, slide in zip(blocks, slides, strict=True)
     ]
-    spots = {
-        piece.name: Spot(blocks[home.target], starts[home.target] + home.offset)
+    views = {
+        piece.name: BufferView(blocks[location.target], starts[location.target] + location.offset)
         for piece in pieces
-        if (home := plan.homes[piece.name]).target >= 0
+        if (location := plan.locations[piece.name]).target >= 0
     }
     memory = [
         Memory(DRAM, block.address + start, target.length, block, device=device)
         for block, start, target in zip(blocks, starts, plan.targets, strict=True)
     ]
-    rerouted = [
+    failovers = [
         transfer
         for transfer in plan.transfers
-        if transfer.target in through_cache and transfer.road == "direct"
+        if transfer.target in through_cache and transfer.io_mode == "direct"
     ]
-    if rerouted:
+    if failovers:
         transfers = list(plan.transfers)
-        for transfer in rerouted:
-            transfers[transfer.tag] = transfer._replace(road="buffered")
+        for transfer in failovers:
+            transfers[transfer.tag] = transfer._replace(io_mode="buffered")
         plan = replace(plan, transfers=tuple(transfers))
-    return Layout(plan, spots, memory, sum(transfer.wanted for transfer in rerouted))
+    return Layout(plan, views, memory, sum(transfer.wanted for transfer in failovers))
 
 
 def _slides(
-    plan: ReadPlan, pieces: Sequence[Piece], files: Sequence[Registration], reroute: bool
+    plan: ReadPlan, pieces: Sequence[ByteRange], files: Sequence[Registration], reroute: bool
 ) -> tuple[list[int], set[int]]:
     """How far each target is slid, and which of them direct reads do not reach then."""
     wishes = [Counter[int]() for _ in plan.targets]
     for piece in pieces:
-        home = plan.homes[piece.name]
-        if home.target >= 0:
-            wishes[home.target][-home.offset % ALIGN_BYTES] += piece.nbytes
+        location = plan.locations[piece.name]
+        if location.target >= 0:
+            wishes[location.target][-location.offset % ALIGN_BYTES] += piece.nbytes
     slides: list[int] = []
     beyond: set[int] = set()
     for number, wish in enumerate(wishes):

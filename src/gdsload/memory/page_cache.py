@@ -66,8 +66,8 @@ def seen_bytes(fd: int, offset: int, length: int) -> int:
     try:
         return resident_bytes(fd, offset, length)
     except PermissionError:
-        spots = _spots(offset, length)
-        return length * sum(_answers(fd, spot) for spot in spots) // len(spots)
+        views = _spots(offset, length)
+        return length * sum(_answers(fd, view) for view in views) // len(views)
 
 
 def _spots(offset: int, length: int) -> list[int]:
@@ -77,10 +77,10 @@ def _spots(offset: int, length: int) -> list[int]:
     return [offset + int(step * place) for place in range(number)]
 
 
-def _answers(fd: int, spot: int) -> bool:
+def _answers(fd: int, view: int) -> bool:
     """Whether a byte of a file is there at once; no is also said where that cannot be asked."""
     try:
-        return os.preadv(fd, [bytearray(1)], spot, os.RWF_NOWAIT) == 1
+        return os.preadv(fd, [bytearray(1)], view, os.RWF_NOWAIT) == 1
     except OSError:
         return False
 
@@ -99,22 +99,22 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
 def mostly_resident(fd: int, offset: int, length: int) -> bool:
     """Whether a range is warm: all of its samples nearly so. A small range is asked about whole."""
     if length <= SAMPLES * SAMPLE_BYTES:
-        spots, size = [offset], length
+        views, size = [offset], length
     else:
         step = (length - SAMPLE_BYTES) / (SAMPLES - 1)
-        spots = [offset + int(step * number) for number in range(SAMPLES)]
+        views = [offset + int(step * number) for number in range(SAMPLES)]
         size = SAMPLE_BYTES
     found = 0
     try:
-        for number, spot in enumerate(spots, start=1):
-            found += resident_bytes(fd, spot, size)
+        for number, view in enumerate(views, start=1):
+            found += resident_bytes(fd, view, size)
             if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
                 return False
     except PermissionError:  # of somebody else's file the first cold page is the last that is tried
-        return length > 0 and all(_answers(fd, spot) for spot in _spots(offset, length))
+        return length > 0 and all(_answers(fd, view) for view in _spots(offset, length))
     except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
         return False
-    return found >= WARM_SHARE * size * len(spots)
+    return found >= WARM_SHARE * size * len(views)
 
 
 def partly_resident(fd: int) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gdsload._native.memory import Lease, Region
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.memory.host_buffers import Spot
+from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ReadPlan
 
 # Parts of a segment start on borders of this, which is what is made ready at a time.
@@ -75,12 +75,12 @@ class Intake:
         ]
         self._private = lend(segment.fd, 0, segment.length, False)
 
-    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
+    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """Where each piece of the plan will be seen."""
         return {
-            name: Spot(self._private, self._bases[home.target] + home.offset)
-            for name, home in plan.homes.items()
-            if home.target >= 0
+            name: BufferView(self._private, self._bases[location.target] + location.offset)
+            for name, location in plan.locations.items()
+            if location.target >= 0
         }
 
     def end(self, checkpoint: Checkpoint | None) -> None:

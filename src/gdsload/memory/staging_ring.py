@@ -1,6 +1,7 @@
 """The staging rings: memory that is registered once per process and device, and that every load
 passes through. A ring of DRAM is pinned and lies near its device; one of VRAM is registered with
-cuFile. Slots are lent to reads by native code and come back when their copies are done. Roads that
+cuFile. Slots are lent to reads by native code and come back when their copies are done.
+ShardAccess that
 nobody uses wait at their ring for the next load, with all that they have registered.
 """
 
@@ -269,8 +270,8 @@ def _fitting(
     ring = StagingRing(kind, ordinal, slot_bytes, count, register)
     with _lock:
         if not _rings:
-            quiesce.let_go(_still)
-            quiesce.hold(_still, quiesce.RING)
+            quiesce.unregister(_still)
+            quiesce.register(_still, quiesce.RING)
         _rings[kind, ordinal] = ring
     return ring
 
@@ -334,10 +335,10 @@ class _Rings:
             for ring in lent
         )
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         release_rings()
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """The next load makes the rings that it needs."""
 
 

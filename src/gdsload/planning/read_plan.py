@@ -2,9 +2,10 @@
 
     pieces (in the caller's order)
       -> windows   so many bytes of pieces at a time, so that the first wanted come first
-      -> extents   inside a window: sorted by file and offset, joined over small gaps
+      -> merged_ranges   inside a window: sorted by file and offset, joined over small gaps
       -> transfers aligned to the direct-I/O block, cut to the backend's largest request
-      -> targets   the memory that extents of a window land in, congruent to their file offsets
+      -> targets   the memory that merged_ranges of a window land in, congruent to their file
+      offsets
 
 The same input gives the same plan. No memory is taken here, and only `plan` opens a file.
 """
@@ -36,7 +37,7 @@ LITTLE_BYTES = 64 << 10
 DEFAULT_BLOCK_BYTES = 4096
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes that somebody wants: a tensor, or consecutive rows of one."""
 
     name: str
@@ -46,10 +47,10 @@ class Piece(NamedTuple):
 
 
 # What puts pieces in the order of the files; plans sort a hundred thousand of them by it.
-PLACE = attrgetter("shard", "offset")
+FILE_ORDER = attrgetter("shard", "offset")
 
 
-class Extent(NamedTuple):
+class MergedRange(NamedTuple):
     """A run of bytes in one shard."""
 
     shard: int
@@ -79,11 +80,11 @@ class Transfer(NamedTuple):
     wanted: int
     target: int
     target_offset: int
-    road: str
+    io_mode: str
     tag: int
 
 
-class Home(NamedTuple):
+class Location(NamedTuple):
     """Where a piece will be: its target, the place in it, and the transfers that bring it (both
     ends included; first > last for a piece of no bytes)."""
 
@@ -121,8 +122,8 @@ class ReadPlan:
 
     transfers: tuple[Transfer, ...] = ()
     targets: tuple[Target, ...] = ()
-    extents: tuple[Extent, ...] = ()
-    homes: dict[str, Home] = field(default_factory=dict)
+    merged_ranges: tuple[MergedRange, ...] = ()
+    locations: dict[str, Location] = field(default_factory=dict)
     windows: tuple[tuple[int, int], ...] = ()
     wanted_bytes: int = 0
 
@@ -136,8 +137,8 @@ class ReadPlan:
         sizes = [transfer.length for transfer in self.transfers]
         over = self.read_bytes - self.wanted_bytes
         lines = [
-            f"{len(self.homes)} tensors, {self.wanted_bytes:,} bytes wanted",
-            f"{len(self.extents)} extents in {len(self.targets)} targets,"
+            f"{len(self.locations)} tensors, {self.wanted_bytes:,} bytes wanted",
+            f"{len(self.merged_ranges)} merged_ranges in {len(self.targets)} targets,"
             f" {len(self.windows)} windows",
             f"{len(sizes)} requests, {self.read_bytes:,} bytes to read"
             f" ({over / max(self.wanted_bytes, 1):.3%} over)",
@@ -165,7 +166,7 @@ def plan(
     with Checkpoint.open(source, **where) as checkpoint:
         alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
         return plan_reads(
-            pieces_of(checkpoint, names),
+            byte_ranges_of(checkpoint, names),
             [shard.size for shard in checkpoint.shards],
             limits or Limits(),
             blocks=[max(pair) or DEFAULT_BLOCK_BYTES if pair else DEFAULT_BLOCK_BYTES
@@ -176,13 +177,13 @@ def plan(
 
 
 @collector_paused()
-def pieces_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[Piece]:
+def byte_ranges_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[ByteRange]:
     """The whole tensors of these names, in that order; all, in file order, where None.
 
     Raises CheckpointError for a name that the checkpoint does not have.
     """
     return [
-        Piece(info.name, info.shard, info.offset, info.nbytes)
+        ByteRange(info.name, info.shard, info.offset, info.nbytes)
         for info in wanted_infos(checkpoint, names)
     ]
 
@@ -211,34 +212,34 @@ def wanted_info(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 @collector_paused()
 def plan_reads(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ByteRange],
     sizes: Sequence[int],
     limits: Limits,
     *,
     blocks: Sequence[int] | None = None,
     window_bytes: int = 0,
     gap_bytes: int = GAP_BYTES,
-    road_of: Callable[[int, int, int], str] | None = None,
+    io_mode_of: Callable[[int, int, int], str] | None = None,
 ) -> ReadPlan:
     """Plans the reads that bring `pieces`, given in the order in which they will be asked for.
 
     `sizes` are the shards' file sizes, `blocks` their direct-I/O blocks where they differ from
     `limits.block`. A window closes when it holds `window_bytes` (0: one window for all).
-    `road_of(shard, offset, length)` says "direct" or "buffered" for each transfer.
+    `io_mode_of(shard, offset, length)` says "direct" or "buffered" for each transfer.
     """
     transfers: list[Transfer] = []
     targets: list[Target] = []
-    extents: list[Extent] = []
-    homes: dict[str, Home] = {}
+    merged_ranges: list[MergedRange] = []
+    locations: dict[str, Location] = {}
     windows: list[tuple[int, int]] = []
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
         last: int | None = None
-        ordered = sorted(window, key=PLACE)
+        ordered = sorted(window, key=FILE_ORDER)
         for extent, members, place in _extents(ordered, gap_bytes, limits.block, limits.border):
             wanted += sum(piece.nbytes for piece in members)
-            extents.append(extent)
+            merged_ranges.append(extent)
             block = blocks[extent.shard] if blocks else limits.block
             align = max(block, DEFAULT_BLOCK_BYTES)
             start = extent.offset // align * align
@@ -251,7 +252,7 @@ def plan_reads(
             step = max(limits.max_request // align * align, align)
             for offset in range(start, end, step):
                 length = min(step, end - offset)
-                road = road_of(extent.shard, offset, length) if road_of else "direct"
+                road = io_mode_of(extent.shard, offset, length) if io_mode_of else "direct"
                 need = min(offset + length, sizes[extent.shard]) - offset
                 transfers.append(
                     Transfer(
@@ -260,7 +261,7 @@ def plan_reads(
                     )
                 )  # fmt: skip
             for name, _, offset, nbytes in members:
-                homes[name] = Home(
+                locations[name] = Location(
                     target,
                     offset - base,
                     number + (offset - start) // step,
@@ -268,23 +269,25 @@ def plan_reads(
                 )
         for piece in ordered:
             if piece.nbytes == 0:
-                homes[piece.name] = Home(-1, 0, 0, -1)
+                locations[piece.name] = Location(-1, 0, 0, -1)
         if len(transfers) > first:
             windows.append((first, len(transfers)))
-    return ReadPlan(tuple(transfers), tuple(targets), tuple(extents), homes, tuple(windows), wanted)
+    return ReadPlan(
+        tuple(transfers), tuple(targets), tuple(merged_ranges), locations, tuple(windows), wanted
+    )
 
 
-def extents_of(pieces: Sequence[Piece], gap_bytes: int = GAP_BYTES) -> list[Extent]:
+def merged_ranges_of(pieces: Sequence[ByteRange], gap_bytes: int = GAP_BYTES) -> list[MergedRange]:
     """The runs of bytes that these pieces make up, in file order."""
-    ordered = sorted(pieces, key=PLACE)
+    ordered = sorted(pieces, key=FILE_ORDER)
     return [extent for extent, _, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
 
 
-def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Piece]]:
+def _windows(pieces: Sequence[ByteRange], window_bytes: int) -> Iterator[Sequence[ByteRange]]:
     if not window_bytes:
         yield pieces
         return
-    window: list[Piece] = []
+    window: list[ByteRange] = []
     held = 0
     for piece in pieces:
         if window and held + piece.nbytes > window_bytes:
@@ -297,17 +300,17 @@ def _windows(pieces: Sequence[Piece], window_bytes: int) -> Iterator[Sequence[Pi
 
 
 def _extents(
-    ordered: Sequence[Piece], gap_bytes: int, block: int, border: int = 1
-) -> Iterator[tuple[Extent, list[Piece], int | None]]:
+    ordered: Sequence[ByteRange], gap_bytes: int, block: int, border: int = 1
+) -> Iterator[tuple[MergedRange, list[ByteRange], int | None]]:
     """Joins pieces that lie close together, and at the same place modulo `border`, and says that
     place: None where all are little, and where there is but one. Pieces of no bytes are left out.
 
-    Never less than a block is a gap: two extents would read the same block twice, the second time
-    perhaps over a tensor that its owner has changed already. Those that are parted by the border
+    The merge gap is at least one block. Otherwise two ranges could both read a shared block, and
+    the later read would overwrite a tensor that its owner has modified already. Those that are parted by the border
     alone read it into targets of their own.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
-    members: list[Piece] = []
+    members: list[ByteRange] = []
     shard = start = end = -1
     place: int | None = None
     for piece in ordered:
@@ -323,11 +326,11 @@ def _extents(
             end = max(end, offset + nbytes)
             continue
         if members:
-            yield Extent(shard, start, end - start), members, place
+            yield MergedRange(shard, start, end - start), members, place
         members, place = [piece], wish
         shard, start, end = its_shard, offset, offset + nbytes
     if members:
-        yield Extent(shard, start, end - start), members, place
+        yield MergedRange(shard, start, end - start), members, place
 
 
 def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES
-from gdsload.planning.read_plan import GAP_BYTES, Piece
+from gdsload.planning.read_plan import GAP_BYTES, ByteRange
 from gdsload.system.gc_control import collector_paused
 
 # A tensor that falls into more runs than this is read by whole rows: the requests would cost more
@@ -26,12 +26,12 @@ from gdsload.system.gc_control import collector_paused
 MAX_RUNS = 8192
 
 
-class Cut(NamedTuple):
+class TensorSlice(NamedTuple):
     """What is wanted of a tensor.
 
     `parts` are runs of the file, each a small tensor of its own; there is one, or they are stacked
     and seen as `shape`. `index` is what remains to be applied in memory, None for nothing. `key`
-    tells two cuts apart.
+    tells two slices apart.
     """
 
     key: str
@@ -47,17 +47,21 @@ class Cut(NamedTuple):
 
 
 @collector_paused()
-def runs_of(cuts: Iterable[Cut]) -> list[Piece]:
-    """The runs of bytes that these cuts are made of, by the names of their parts."""
-    return [Piece(p.name, p.shard, p.offset, p.nbytes) for cut in cuts for p in cut.parts]
+def runs_of(slices: Iterable[TensorSlice]) -> list[ByteRange]:
+    """The runs of bytes that these slices are made of, by the names of their parts."""
+    return [
+        ByteRange(p.name, p.shard, p.offset, p.nbytes)
+        for tensor_slice in slices
+        for p in tensor_slice.parts
+    ]
 
 
-def whole(info: TensorInfo) -> Cut:
+def whole(info: TensorInfo) -> TensorSlice:
     """All of a tensor."""
-    return Cut(info.name, (info,))
+    return TensorSlice(info.name, (info,))
 
 
-def cut(info: TensorInfo, index: Any = ...) -> Cut:
+def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
     """What `tensor[index]` needs. An index that is not made of ranges is applied in memory."""
     if index is Ellipsis or index == () or not info.shape:
         return whole(info) if index is Ellipsis or index == () else _in_memory(info, index)
@@ -74,7 +78,9 @@ def cut(info: TensorInfo, index: Any = ...) -> Cut:
     return _ranged(info, ranges)
 
 
-def _leading_rows(info: TensorInfo, items: tuple[Any, ...], known: list[tuple[int, int]]) -> Cut:
+def _leading_rows(
+    info: TensorInfo, items: tuple[Any, ...], known: list[tuple[int, int]]
+) -> TensorSlice:
     """An index that only begins with a range of rows, or not even with that."""
     if not known:
         return _in_memory(info, items)
@@ -83,12 +89,12 @@ def _leading_rows(info: TensorInfo, items: tuple[Any, ...], known: list[tuple[in
     return rows._replace(key=key, parts=(rows.parts[0]._replace(name=key),))
 
 
-def _in_memory(info: TensorInfo, index: Any) -> Cut:
+def _in_memory(info: TensorInfo, index: Any) -> TensorSlice:
     key = f"{info.name}[{index}]"
-    return Cut(key, (info._replace(name=key),), index=index)
+    return TensorSlice(key, (info._replace(name=key),), index=index)
 
 
-def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> Cut:
+def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
     shape = info.shape
     partial = [d for d, (start, stop) in enumerate(ranges) if stop - start != shape[d]]
     if not partial:
@@ -96,7 +102,7 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> Cut:
     key = f"{info.name}[{', '.join(f'{start}:{stop}' for start, stop in ranges)}]"
     if any(start == stop for start, stop in ranges):
         lengths = tuple(stop - start for start, stop in ranges)
-        return Cut(key, (info._replace(name=key, shape=lengths, nbytes=0),))
+        return TensorSlice(key, (info._replace(name=key, shape=lengths, nbytes=0),))
     depth = _depth(info, ranges, partial)
     rest = tuple(
         slice(None) if d <= depth else slice(*ranges[d])
@@ -104,7 +110,7 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> Cut:
     )  # fmt: skip
     index = rest if max(partial) > depth else None
     if depth == 0:
-        return Cut(key, (rows_of(info, *ranges[0])._replace(name=key),), index=index)
+        return TensorSlice(key, (rows_of(info, *ranges[0])._replace(name=key),), index=index)
     inner = info.nbytes // prod(shape[: depth + 1])
     start, stop = ranges[depth]
     parts = []
@@ -121,7 +127,7 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> Cut:
             )
         )
     lengths = tuple(ranges[d][1] - ranges[d][0] for d in range(depth + 1))
-    return Cut(key, tuple(parts), (*lengths, *shape[depth + 1 :]), index)
+    return TensorSlice(key, tuple(parts), (*lengths, *shape[depth + 1 :]), index)
 
 
 def _depth(info: TensorInfo, ranges: list[tuple[int, int]], partial: list[int]) -> int:

@@ -2,7 +2,7 @@
 there, and the ring that a load will pass through is pinned, by a thread of its own while the
 process still imports.
 
-    prefetch ──► Opening: context ─► ring, pinned ─► road, which waits at the ring for the load
+    prefetch ──► DeviceInit: context ─► ring, pinned ─► road, which waits at the ring for the load
 
 Nobody has asked for the device yet. What goes wrong here is noted, goes wrong in the load again,
 and is raised there.
@@ -22,7 +22,7 @@ from gdsload.system.threads import start_thread
 OPEN_SECONDS = 30.0
 
 
-class Opening:
+class DeviceInit:
     """One device on its way to being ready."""
 
     def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:

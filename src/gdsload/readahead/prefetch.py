@@ -23,9 +23,9 @@ from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.memory import host_pool, page_cache
-from gdsload.planning.read_plan import Piece, pieces_of
+from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead import running
-from gdsload.readahead.prefetch_batch import Ahead, Warming, fitting
+from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
 from gdsload.readahead.progress import (
     CANCELLED,
     CLOSED,
@@ -34,7 +34,7 @@ from gdsload.readahead.progress import (
     OPENING,
     READING,
     PrefetchCancelled,
-    Progress,
+    PrefetchProgress,
 )
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
@@ -45,7 +45,7 @@ from gdsload.system.threads import start_thread
 if TYPE_CHECKING:
     import torch
 
-    from gdsload.readahead.device_init import Opening
+    from gdsload.readahead.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
 # Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
@@ -74,8 +74,8 @@ class Prefetch:
         self.report = LoadReport(source, device=device)
         self._arguments = dict(session), None if names is None else tuple(names), dict(where)
         self._limit_bytes = limit_bytes
-        self._landing = claims.Landing(source, keep=keep)
-        self._ahead: Ahead | None = None
+        self._landing = claims.Offer(source, keep=keep)
+        self._ahead: PrefetchBatch | None = None
         self._error: GdsloadError | None = None
         self._state = OPENING
         self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
@@ -90,7 +90,7 @@ class Prefetch:
     def _begin(self) -> None:
         try:
             claims.offer(self._landing)
-            quiesce.hold(self)
+            quiesce.register(self)
             running.begin(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
@@ -106,16 +106,16 @@ class Prefetch:
             self._stop(CLOSED)
             if self._thread is None:
                 self._ended.set()
-                quiesce.let_go(self)
+                quiesce.unregister(self)
             raise
 
     def _run(self) -> None:
         session, names, where = self._arguments
-        opening: Opening | None = None
+        opening: DeviceInit | None = None
         try:
             opening = self._open_device(session)
             with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
-                pieces = pieces_of(checkpoint, names)
+                pieces = byte_ranges_of(checkpoint, names)
                 if self.tier == "pagecache":
                     pieces = fitting(pieces, self._limit_bytes)
                 if self.tier == "pool":
@@ -142,16 +142,16 @@ class Prefetch:
                     self.report.refusals[self.report.device] = opening.refusal
             self._end(LANDED)
 
-    def _open_device(self, session: Mapping[str, Any]) -> Opening | None:
+    def _open_device(self, session: Mapping[str, Any]) -> DeviceInit | None:
         """Makes a GPU ready meanwhile: its context, and the ring that only its load will need."""
         if self.report.device.partition(":")[0] != "cuda":
             return None
-        from gdsload.readahead.device_init import Opening  # not before a device is asked for
+        from gdsload.readahead.device_init import DeviceInit  # not before a device is asked for
 
         ring = self.tier == "pagecache" and session["backend"] in ("auto", "posix")
-        return Opening(self.report.device, session["options"] or {}, ring=ring)
+        return DeviceInit(self.report.device, session["options"] or {}, ring=ring)
 
-    def _read(self, session: Session, pieces: Sequence[Piece]) -> None:
+    def _read(self, session: Session, pieces: Sequence[ByteRange]) -> None:
         """Puts the pieces on their way, offers them, and waits for them without the GIL."""
         # The threads that read and make memory ready are started by this one, and inherit it.
         # Those of a GPU's ring have little to do, and serve the loads that come later, too.
@@ -161,10 +161,10 @@ class Prefetch:
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         pieces, others = self._shared(session, pieces)
-        ahead = (Warming if self.tier == "pagecache" else Ahead).of(session, pieces)
+        ahead = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, pieces)
         try:
             stretches = ahead.stretches(pieces)
-            ahead.spots.clear()  # the landing holds the memory now, for as long as it is wanted
+            ahead.views.clear()  # the landing holds the memory now, for as long as it is wanted
             with self._lock:
                 self._ahead = ahead
                 self._wanted_bytes = sum(piece.nbytes for piece in pieces)
@@ -197,8 +197,8 @@ class Prefetch:
                 )
 
     def _shared(
-        self, session: Session, pieces: Sequence[Piece]
-    ) -> tuple[list[Piece], list[Prefetch]]:
+        self, session: Session, pieces: Sequence[ByteRange]
+    ) -> tuple[list[ByteRange], list[Prefetch]]:
         """The pieces without those that other prefetches read already, into the same tier and
         device; and these prefetches."""
         shards = session.checkpoint.shards
@@ -212,7 +212,7 @@ class Prefetch:
                 others.append(other)
         return mine, others
 
-    def _measure(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
+    def _measure(self, checkpoint: Checkpoint, pieces: Sequence[ByteRange]) -> None:
         if self.tier == "pagecache":
             self._resident_bytes = sum(
                 page_cache.seen_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
@@ -248,7 +248,7 @@ class Prefetch:
         claims.withdraw(self._landing)
         running.end(self)
 
-    def progress(self) -> Progress:
+    def progress(self) -> PrefetchProgress:
         """How far it is, at once."""
         ahead = self._ahead
         if ahead is not None and not self._ended.is_set():
@@ -257,7 +257,7 @@ class Prefetch:
         else:
             landed = min(self._landed_bytes, self._wanted_bytes)
         ended = self._ended.is_set()
-        return Progress(
+        return PrefetchProgress(
             self._state, self._wanted_bytes, landed, self._landing.claimed_bytes,
             self._resident_bytes, self._seconds if ended else time.monotonic() - self._start,
         )  # fmt: skip
@@ -308,12 +308,12 @@ class Prefetch:
         """For `quiesce`: reads under way; what has landed is memory, and stays."""
         return "" if self._ended.is_set() else f"{self.source} is being prefetched"
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Its files were closed with the last byte; its thread ends here."""
         if self._thread is not None:
             self._thread.join()
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """Nothing to take back."""
 
     @property
@@ -324,7 +324,7 @@ class Prefetch:
     def orphan(self) -> None:
         """In a child: what was read, or still is, stayed in the parent."""
         self._ended = threading.Event()
-        self._landing, self._ahead = claims.Landing(self.source), None
+        self._landing, self._ahead = claims.Offer(self.source), None
         if self._state in (OPENING, READING):
             self._state = CANCELLED
         self._ended.set()

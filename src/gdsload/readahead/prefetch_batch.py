@@ -1,7 +1,7 @@
 """Reads that nobody waits for yet: a batch whose transfers can be asked about from any thread.
 
-Ahead      into memory of its own, of the host or of a device, for a load to adopt
-Warming    through a small scratch buffer, for what it leaves in the page cache
+PrefetchBatch      into memory of its own, of the host or of a device, for a load to adopt
+PageCacheWarmup    through a small scratch buffer, for what it leaves in the page cache
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from gdsload._native.memory import Region
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.errors import ReadError
-from gdsload.loading.claims import COMING, LANDED, LOST, Stretch
+from gdsload.loading.claims import COMING, LANDED, LOST, OfferedRange
 from gdsload.loading.session import Batch, Session
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import Arena, Spot, available_bytes
-from gdsload.planning.read_plan import Home, Piece, ReadPlan, Target, Transfer, extents_of
+from gdsload.memory.host_buffers import BufferView, HostBuffers, available_bytes
+from gdsload.planning.read_plan import (
+    ByteRange,
+    Location,
+    ReadPlan,
+    Target,
+    Transfer,
+    merged_ranges_of,
+)
 from gdsload.system.lifecycle import fork_safe_lock
 
 # One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
@@ -25,13 +32,13 @@ WARM_REQUEST_BYTES = 4 << 20
 SCRATCH_BYTES = 64 << 20
 
 
-class Ahead(Batch):
+class PrefetchBatch(Batch):
     """Pieces on their way into memory that nobody has asked for yet. A `claims.Flight`."""
 
     ahead = True
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot],
+        self, session: Session, plan: ReadPlan, views: dict[str, BufferView],
         memory: list[Memory] | None = None,
     ) -> None:  # fmt: skip
         self.error: ReadError | None = None
@@ -39,10 +46,10 @@ class Ahead(Batch):
         self._lock = fork_safe_lock(self)
         self._failed: set[int] = set()
         self._idle_seconds = 0.0
-        super().__init__(session, plan, spots, memory)
+        super().__init__(session, plan, views, memory)
 
     @classmethod
-    def of(cls, session: Session, pieces: Sequence[Piece]) -> Ahead:
+    def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PrefetchBatch:
         """Puts them on their way and returns at once. Raises PlacementError, before anything is
         read, where there is no room for them."""
         if session.device == "cpu":
@@ -52,21 +59,21 @@ class Ahead(Batch):
             in_blocks,
         )
 
-        plan, spots, memory = arranged(session, pieces)
+        plan, views, memory = arranged(session, pieces)
         if memory is None and plan.transfers:
-            plan, spots, memory = in_blocks(session, plan, pieces)
-        return cls(session, plan, spots, memory)
+            plan, views, memory = in_blocks(session, plan, pieces)
+        return cls(session, plan, views, memory)
 
-    def stretches(self, pieces: Sequence[Piece]) -> dict[Identity, list[Stretch]]:
+    def stretches(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """What there is to claim, file by file."""
-        rows: dict[Identity, list[Stretch]] = {}
+        rows: dict[Identity, list[OfferedRange]] = {}
         shards = self.session.checkpoint.shards
         for name, shard, offset, nbytes in pieces:
             if nbytes:
-                home = self.plan.homes.get(name)
-                first, last = (home.first, home.last) if home else (0, -1)
+                location = self.plan.locations.get(name)
+                first, last = (location.first, location.last) if location else (0, -1)
                 rows.setdefault(shards[shard].identity, []).append(
-                    Stretch(offset, offset + nbytes, self.spots.get(name), first, last)
+                    OfferedRange(offset, offset + nbytes, self.views.get(name), first, last)
                 )
         return rows
 
@@ -137,23 +144,23 @@ class Ahead(Batch):
                 super().release()
 
 
-class _Scratch(Arena):
+class _Scratch(HostBuffers):
     """One small region for all transfers. Several may land in the same place at once."""
 
     def __init__(self, plan: ReadPlan) -> None:
         self.regions = [Region.anonymous(target.length) for target in plan.targets]
 
-    def spots(self, plan: ReadPlan) -> dict[str, Spot]:
+    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         return {}
 
 
-class Warming(Ahead):
+class PageCacheWarmup(PrefetchBatch):
     """Pieces on their way into the page cache."""
 
     memory_of = _Scratch
 
     @classmethod
-    def of(cls, session: Session, pieces: Sequence[Piece]) -> Warming:
+    def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PageCacheWarmup:
         """Reads what is not there yet. The kernel's own read-ahead calls do at most some 100 KiB
         each on many disks, and hold the interpreter up between two of them."""
         with session.report.phase("plan"):
@@ -163,13 +170,13 @@ class Warming(Ahead):
         return cls(session, plan, {})
 
 
-def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:
+def _warming_plan(session: Session, pieces: Sequence[ByteRange]) -> ReadPlan:
     """Buffered reads of all that is not in the page cache, in file order."""
     transfers: list[Transfer] = []
     ends: list[tuple[int, int]] = []
-    extents = extents_of(pieces, 0)
+    merged_ranges = merged_ranges_of(pieces, 0)
     slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
-    for extent in extents:
+    for extent in merged_ranges:
         fd = session.checkpoint.shards[extent.shard].fd
         for offset in range(extent.offset, extent.end, WARM_REQUEST_BYTES):
             length = min(WARM_REQUEST_BYTES, extent.end - offset)
@@ -181,21 +188,21 @@ def _warming_plan(session: Session, pieces: Sequence[Piece]) -> ReadPlan:
                 Transfer(extent.shard, offset, length, length, 0, place, "buffered", tag)
             )
             ends.append((extent.shard, offset + length))
-    homes = {}
+    locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]
     for name, shard, offset, nbytes in pieces:
         first = bisect_right(ends, (shard, offset))
         last = bisect_left(starts, (shard, offset + nbytes)) - 1
-        homes[name] = Home(-1, 0, first, last)
+        locations[name] = Location(-1, 0, first, last)
     targets = (Target(0, 0, min(len(transfers), slots) * WARM_REQUEST_BYTES),) if transfers else ()
     wanted = sum(piece.nbytes for piece in pieces)
-    return ReadPlan(tuple(transfers), targets, tuple(extents), homes, (), wanted)
+    return ReadPlan(tuple(transfers), targets, tuple(merged_ranges), locations, (), wanted)
 
 
-def fitting(pieces: Sequence[Piece], limit_bytes: int | None) -> list[Piece]:
+def fitting(pieces: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
     """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
     left = limit_bytes if limit_bytes is not None else available_bytes()
-    kept: list[Piece] = []
+    kept: list[ByteRange] = []
     for piece in pieces:
         size = piece.nbytes if left is None else min(piece.nbytes, left)
         if size < piece.nbytes:

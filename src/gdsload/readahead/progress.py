@@ -16,7 +16,7 @@ class PrefetchCancelled(GdsloadError, RuntimeError):
     """Somebody waited for a prefetch that was cancelled or closed before it had landed."""
 
 
-class Progress(NamedTuple):
+class PrefetchProgress(NamedTuple):
     """How far a prefetch is. `state` is "opening", "reading", "landed", "cancelled", "failed" or
     "closed". `wanted_bytes` is 0 while opening; `claimed_bytes` is what loads have taken;
     `resident_bytes` is what the page cache held at the end of a prefetch into it, else 0."""

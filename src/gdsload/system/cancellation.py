@@ -1,6 +1,7 @@
 """A load that somebody else may end: from another thread, or from an event loop.
 
-Whoever starts the load runs it in a context with a `Stop`; what waits inside it registers how it
+Whoever starts the load runs it in a context with a `CancelToken`; what waits inside it registers
+how it
 is ended. Native reads go on until then, and no thread is ever killed.
 """
 
@@ -18,11 +19,11 @@ from gdsload.system.threads import start_thread
 Result = TypeVar("Result")
 
 
-class LoadStopped(GdsloadError, RuntimeError):
+class LoadCancelled(GdsloadError, RuntimeError):
     """The load was told to end before it had. Whoever told it gets no model and no other error."""
 
 
-class Stop:
+class CancelToken:
     """The wish that a load ends. May be asked from any thread, once or more often."""
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Stop:
                 end()
 
     def run(self, call: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Calls with this stop in place. Raises LoadStopped where it was asked meanwhile, also if
+        """Calls with this stop in place. Raises LoadCancelled where it was asked meanwhile, also if
         the call did not look."""
         token = _current.set(self)
         try:
@@ -53,20 +54,20 @@ class Stop:
             _current.reset(token)
 
 
-_current: ContextVar[Stop | None] = ContextVar("gdsload.stop", default=None)
+_current: ContextVar[CancelToken | None] = ContextVar("gdsload.stop", default=None)
 
 
 def check() -> None:
-    """Raises LoadStopped where this load was told to end."""
+    """Raises LoadCancelled where this load was told to end."""
     stop = _current.get()
     if stop is not None and stop.asked:
-        raise LoadStopped("the load was cancelled")
+        raise LoadCancelled("the load was cancelled")
 
 
 @contextmanager
 def ended_by(end: Callable[[], object]) -> Iterator[None]:
     """Within it, `end` is called, from another thread, when this load is told to end. Raises
-    LoadStopped where it has been."""
+    LoadCancelled where it has been."""
     stop = _current.get()
     if stop is None:
         yield

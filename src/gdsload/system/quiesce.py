@@ -28,10 +28,10 @@ class Holder(Protocol):
     def busy(self) -> str:
         """What is under way, in a few words; empty where it can be made still now."""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Gives everything back. What is asked of it later takes it again."""
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """Takes back what it can only have if the world is still the same; raises if not."""
 
 
@@ -54,7 +54,7 @@ def quiesce(timeout: float = 30.0) -> None:
             raise GdsloadError(f"this process cannot be made still: {'; '.join(reasons)}")
         time.sleep(_LOOK_SECONDS)
     for holder in held:
-        holder.rest()
+        holder.quiesce()
 
 
 def resume() -> None:
@@ -64,10 +64,10 @@ def resume() -> None:
     Raises FileChanged, CheckpointNotFound and their kinds where they are not.
     """
     for holder in holders():
-        holder.wake()
+        holder.resume()
 
 
-def hold(holder: Holder, depth: int = LOAD) -> None:
+def register(holder: Holder, depth: int = LOAD) -> None:
     """Registers somebody, for as long as it lives. What others use is deeper, and rests later."""
     with _lock:
         _holders.append(_Held(weakref.ref(holder), depth))
@@ -82,7 +82,7 @@ def holders() -> list[Holder]:
     return [holder for _, holder in sorted(alive, key=lambda pair: pair[0].depth)]
 
 
-def let_go(holder: Holder) -> None:
+def unregister(holder: Holder) -> None:
     """Undoes `hold`; also where it was undone before."""
     with _lock:
         _holders[:] = [each for each in _holders if each.ref() not in (None, holder)]

@@ -5,7 +5,7 @@
 
 What the page cache holds is copied by posix. Cold transfers are read by the candidate that was the
 fastest from their storage: measured on the first of them (`contest`), or before (tuning cache).
-What fails is read by the next candidate (`retry`). Opening and posting is done in `lanes`.
+What fails is read by the next candidate (`retry`). DeviceInit and posting is done in `lanes`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 
-# Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
+# DeviceInit cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
 
 
@@ -95,8 +95,8 @@ class AutoBackend(Backend):
         return {name: rate for name, rate in found.items() if rate}
 
     @property
-    def rerouted(self) -> dict[str, int]:
-        return dict(self._failover.rerouted)
+    def failovers(self) -> dict[str, int]:
+        return dict(self._failover.failovers)
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -255,10 +255,10 @@ class AutoBackend(Backend):
             if request in self._failover.requests:
                 self._failover.requests.remove(request)
 
-    def roads(self, request: AutoRequest) -> dict[str, int]:
+    def paths(self, request: AutoRequest) -> dict[str, int]:
         found: Counter[str] = Counter()
         for part in request.parts:
-            found.update(part.roads)
+            found.update(part.paths)
         return dict(found)
 
     def close(self) -> None:
@@ -285,4 +285,4 @@ class AutoBackend(Backend):
 def _is_cold(transfer: Transfer, files: Sequence[Registration]) -> bool:
     """Whether it comes from storage: a read through the page cache says nothing about that."""
     file = files[transfer.shard].what
-    return transfer.road == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0
+    return transfer.io_mode == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0

@@ -101,7 +101,7 @@ class Benchmark:
         elif self.rates.keys() >= set(self._names):
             self.rates = {name: self.rates[name] for name in self._names}
             self.choice, self.why = cheapest(self.rates), "measured in this load"
-            result = tuning_cache.Verdict(
+            result = tuning_cache.TunedChoice(
                 self._mount, self._device, self.choice, self.rates, self._versions, time.time(),
                 self._fixed_seconds,
             )  # fmt: skip

@@ -33,7 +33,7 @@ class Part:
         """`taken` gives back the request and the registrations that it needs."""
         self.candidate, self.transfers, self.request = candidate, transfers, request
         self.ended, self.failures, self.idle_seconds = False, 0, 0.0
-        self.roads: dict[str, int] = {}  # when it has ended
+        self.paths: dict[str, int] = {}  # when it has ended
         self._taken = taken
         self._places = [transfer.tag for transfer in transfers]
         self._settled = bytearray(len(transfers))
@@ -75,7 +75,7 @@ class Part:
         """Ends it, settled or not: nothing is written to its memory any more."""
         self.ended, self._ended_at = True, time.monotonic()
         self._taken.close()
-        self.roads = self.candidate.backend.roads(self.request)
+        self.paths = self.candidate.backend.paths(self.request)
 
 
 class Candidate:

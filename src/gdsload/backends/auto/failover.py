@@ -95,11 +95,11 @@ class AutoRequest:
 
 
 class Failover:
-    """The requests of one load on their candidates. `rerouted` counts bytes by "from -> to"."""
+    """The requests of one load on their candidates. `failovers` counts bytes by "from -> to"."""
 
     def __init__(self, device: str, candidates: Candidates) -> None:
         self.requests: list[AutoRequest] = []
-        self.rerouted: Counter[str] = Counter()
+        self.failovers: Counter[str] = Counter()
         self._device, self._candidates = device, candidates
 
     @property
@@ -142,7 +142,7 @@ class Failover:
         again = self._settle(request, part, progress)
         if progress.finished:
             part.end()
-            for road, nbytes in part.roads.items():
+            for road, nbytes in part.paths.items():
                 part.candidate.read_bytes += nbytes
                 if road.rpartition("/")[2] in _COMPAT:
                     part.candidate.compat_bytes += nbytes
@@ -171,7 +171,7 @@ class Failover:
         if not transfers:
             return
         to = self._candidates.after(candidate)
-        self.rerouted[f"{candidate.name} -> {to.name}"] += sum(t.wanted for t in transfers)
+        self.failovers[f"{candidate.name} -> {to.name}"] += sum(t.wanted for t in transfers)
         self.post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
 
     def _reason_to_leave(self, candidate: Candidate) -> str:

@@ -25,7 +25,7 @@ from gdsload.backends.base import (
     Support,
 )
 from gdsload.backends.cufile import library
-from gdsload.backends.staging import StagedRequest, StagedRoad
+from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError
 from gdsload.memory.staging_ring import RING_BYTES, StagingRing, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
@@ -51,7 +51,7 @@ class CuFileBackend(Backend):
         self.engine = ""
         self._device = "cuda:0"
         self._driver: library.Driver | None = None
-        self._roads: dict[str, StagedRoad] = {}
+        self._roads: dict[str, StagingPipeline] = {}
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
         self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
         self._slots = 0
@@ -86,7 +86,7 @@ class CuFileBackend(Backend):
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
-            self._counted = self._driver.roads() or {}
+            self._counted = self._driver.paths() or {}
         if self._driver.pid != os.getpid():
             raise BackendUnavailable(
                 "this backend was opened before a fork",
@@ -141,7 +141,7 @@ class CuFileBackend(Backend):
     def _depth(self) -> int:
         """Reads that the pump keeps under way."""
 
-    def _road(self, device: str) -> StagedRoad:
+    def _road(self, device: str) -> StagingPipeline:
         known = self._roads.get(device)
         if known is not None:
             return known
@@ -157,7 +157,7 @@ class CuFileBackend(Backend):
             _registrar(driver, gpu.device(ordinal), self.refusals, self.name),
         ) as ring:
             road = ring.unpark(kind)
-            if not isinstance(road, StagedRoad):
+            if not isinstance(road, StagingPipeline):
                 road = self._open_road(driver, ring, kind, event_seconds)
         if road.files is not None:
             for slot, handle in self._handles.items():
@@ -167,10 +167,10 @@ class CuFileBackend(Backend):
 
     def _open_road(
         self, driver: library.Driver, ring: StagingRing, kind: object, event_seconds: float
-    ) -> StagedRoad:
+    ) -> StagingPipeline:
         table = driver.library.files(gpu.device(ring.ordinal), event_seconds)
         try:
-            return StagedRoad(
+            return StagingPipeline(
                 self.name, ring, self._new_engine(), self._depth(), files=table,
                 explain=library.explain, kind=kind,
             )  # fmt: skip
@@ -193,7 +193,7 @@ class CuFileBackend(Backend):
 
     def post(self, request: StagedRequest) -> None:
         if not self._under_way and self._driver is not None:
-            self._counted = self._driver.roads() or {}  # what others read meanwhile is theirs
+            self._counted = self._driver.paths() or {}  # what others read meanwhile is theirs
         self._under_way.add(id(request))
         request.start()
 
@@ -213,14 +213,14 @@ class CuFileBackend(Backend):
     def follow(self, device: str, stream: int) -> bool:
         return self._road(device).follow(stream)
 
-    def roads(self, request: StagedRequest) -> dict[str, int]:
+    def paths(self, request: StagedRequest) -> dict[str, int]:
         """Bytes by the road that cuFile's own counters tell of since they were last asked."""
         direct, buffered, _, _ = request.native.counts()
         total = direct + buffered
         driver = self._driver
         if driver is None:
             return {}
-        now = driver.roads()
+        now = driver.paths()
         if now is None:
             return {f"{self.name}/{driver.mode}": total}
         moved = {road: now[road] - self._counted.get(road, 0) for road in now}

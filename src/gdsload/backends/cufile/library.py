@@ -40,7 +40,7 @@ _ALLOW_COMPAT = 1
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
-# What a user is likely to meet. The codes are cuFile's; the rest is the mend.
+# What a user is likely to meet. The codes are cuFile's; the rest is the hint.
 MEANINGS = {
     5001: "nvidia-fs is not loaded, and compatibility mode was not allowed",
     5007: "GPUDirect Storage does not work on this platform",
@@ -150,7 +150,7 @@ class Driver:
         """For `quiesce`: what uses it says so itself."""
         return ""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Closes it; the next load opens it again. Raises GdsloadError where it cannot be."""
         with _lock:
             if _driver != [self] or self.pid != os.getpid():
@@ -178,10 +178,10 @@ class Driver:
             with suppress(BackendUnavailable):  # nobody is left to be told
                 self._close(EXIT_SECONDS)
 
-    def wake(self) -> None:
+    def resume(self) -> None:
         """The next load opens it."""
 
-    def roads(self) -> dict[str, int] | None:
+    def paths(self) -> dict[str, int] | None:
         """Reads that cuFile has counted so far, by road; None where it does not count."""
         gpus = self.library.statistics() if self.counts else None
         if gpus is None:
@@ -310,8 +310,8 @@ def support(device: str, allow_compat: bool) -> Support:
     try:
         found = library()
     except BackendUnavailable as error:
-        mend = "" if _library else "pip install nvidia-cufile"  # or it is there, and the parent's
-        return Support(False, (str(error),), mend)
+        hint = "" if _library else "pip install nvidia-cufile"  # or it is there, and the parent's
+        return Support(False, (str(error),), hint)
     if why := gpu.why_not(device):
         return Support(False, (why,))
     if _latched:
@@ -319,8 +319,8 @@ def support(device: str, allow_compat: bool) -> Support:
     if _driver:
         return _fits(_driver[0].mode, allow_compat)
     if why := obstacle():
-        mend = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
-        return Support(False, (why,), mend)
+        hint = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
+        return Support(False, (why,), hint)
     way, why = native_path()
     if way or allow_compat:
         return Support(True, (why,) if why else ())
@@ -354,7 +354,7 @@ def opened(device: str, allow_compat: bool) -> Driver:
             if _latched:
                 raise BackendUnavailable(_latched[0], {"cufile": _latched[0]})
             _driver.append(_open(_find(), device, allow_compat))
-            quiesce.hold(_driver[0], quiesce.DRIVER)
+            quiesce.register(_driver[0], quiesce.DRIVER)
         found = _driver[0]
     answer = _fits(found.mode, allow_compat)
     if not answer.usable:

@@ -73,7 +73,7 @@ class PosixBackend(Backend):
             raise ValueError(
                 f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
             )
-        self._bounced: bounce_buffers.Bounced | None = None
+        self._bounced: bounce_buffers.BounceBuffers | None = None
         self.refusals: dict[str, str] = {}
         self.engine = self._choose_engine(self.settings["engine"])
         self._pump: Pump | None = None
@@ -186,7 +186,7 @@ class PosixBackend(Backend):
         """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
         while True:
             engine = engines.engine_module(self.engine).engine()
-            way = bounce_buffers.Bounced(engine, self.settings)
+            way = bounce_buffers.BounceBuffers(engine, self.settings)
             try:
                 pump = Pump(way.engine, self.settings["depth"], way.buffers + self._buffers)
                 self._bounced = way
@@ -253,7 +253,7 @@ class PosixBackend(Backend):
     def follow(self, device: str, stream: int) -> bool:
         return bool(self._device_road(device).follow(stream))
 
-    def roads(self, request: Any) -> dict[str, int]:
+    def paths(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         way = " in place" if isinstance(request, PosixRequest) and request.shared else ""
         through = 0
@@ -297,7 +297,7 @@ class PosixRequest(PumpedRequest):
         bases = [entry.what.address for entry in memory if isinstance(entry.what, Memory)]
         ops = []
         for transfer in transfers:
-            lanes = direct if transfer.road == "direct" else buffered
+            lanes = direct if transfer.io_mode == "direct" else buffered
             target = transfer.target
             ops.append(
                 (

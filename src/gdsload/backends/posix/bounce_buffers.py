@@ -34,7 +34,7 @@ WAYS = ("in place", "bounced")
 WORTH_RATIO = 1.1
 
 
-class Bounced:
+class BounceBuffers:
     """The way of one pump's direct reads, and what was measured of it."""
 
     def __init__(self, engine: object, settings: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Bounced:
             return
         only = WAYS.index("bounced") if self._choice == "always" else -1
         if only < 0:
-            self._asked += sum(t.length for t in transfers if t.road == "direct")
+            self._asked += sum(t.length for t in transfers if t.io_mode == "direct")
             if self._asked < LEAST_KNOWN_BYTES:
                 return
             if self._mount is None:
@@ -78,8 +78,8 @@ class Bounced:
             mount = mount_of(registration.what.path)
             self._mount = mount.key if mount is not None else ""
         kept = tuning_cache.verdict_on(self._mount, DEVICE, versions()) if self._mount else None
-        if kept is not None and kept.road in WAYS:
-            self._known = WAYS.index(kept.road)
+        if kept is not None and kept.choice in WAYS:
+            self._known = WAYS.index(kept.choice)
 
     def news(self, most: int) -> int:
         """Bytes that went through the huge pages since it was last asked, `most` at most."""
@@ -102,7 +102,7 @@ class Bounced:
 
         # A load is no worse for a place where nothing can be kept.
         tuning_cache.keep(
-            tuning_cache.Verdict(self._mount, DEVICE, best, rates, versions(), time.time())
+            tuning_cache.TunedChoice(self._mount, DEVICE, best, rates, versions(), time.time())
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gdsload.backends.staging import StagedRoad
+from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu
@@ -31,7 +31,7 @@ def why_not_in_place(device: str) -> str:
 
 def open_road(
     device: str, engine: str, capsule: object, settings: Mapping[str, Any], notes: dict[str, str]
-) -> StagedRoad:
+) -> StagingPipeline:
     """A road to a device by an engine of the posix backend; what it has to do without goes into
     `notes`.
 
@@ -45,11 +45,11 @@ def open_road(
         if ring.notes:
             notes["posix/ring"] = "; ".join(ring.notes)
         waiting = ring.unpark(kind)
-        if isinstance(waiting, StagedRoad):
+        if isinstance(waiting, StagingPipeline):
             return waiting
         try:
             # Twice the depth: half of the slots are being copied from while others are read to.
-            return StagedRoad(
+            return StagingPipeline(
                 "posix", ring, capsule, 2 * settings["depth"], register=fixed, kind=kind
             )  # fmt: skip
         except OSError as error:

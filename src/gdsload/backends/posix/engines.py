@@ -1,7 +1,7 @@
 """The engines of the ``posix`` backend: which there are, and which work here.
 
 Each is tried before it is used, with one real read: a kernel that blocks io_uring, a machine out of
-AIO contexts and a build without liburing all end in an answer with the reason and the mend. What
+AIO contexts and a build without liburing all end in an answer with the reason and the hint. What
 the engines do is in `_native`.
 """
 

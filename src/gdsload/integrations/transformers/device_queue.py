@@ -10,44 +10,44 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gdsload.backends import Memory
-from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, Stage
-from gdsload.loading.device_batch import Shelf, arranged, read_to_blocks
+from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, ReadWindow
+from gdsload.loading.device_batch import DeviceTensors, arranged, read_to_blocks
 from gdsload.loading.session import Batch, Session
-from gdsload.memory.host_buffers import Spot
-from gdsload.planning.read_plan import Piece, ReadPlan
-from gdsload.planning.tensor_slices import Cut, runs_of
+from gdsload.memory.host_buffers import BufferView
+from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.tensor_slices import TensorSlice, runs_of
 
 if TYPE_CHECKING:
     import torch
 
 
-class DeviceStage(Stage):
+class DeviceReadWindow(ReadWindow):
     """Cuts on their way into tensors of the session's device."""
 
     def __init__(
         self,
         session: Session,
         plan: ReadPlan,
-        spots: dict[str, Spot],
+        views: dict[str, BufferView],
         memory: list[Memory] | None,
-        cuts: Sequence[Cut],
+        slices: Sequence[TensorSlice],
     ) -> None:
         """Raises PlacementError where the device is too full."""
-        self._shelf = Shelf(session, cuts, spots)
+        self._shelf = DeviceTensors(session, slices, views)
         self._shared = memory
-        super().__init__(session, plan, spots, cuts)
+        super().__init__(session, plan, views, slices)
 
     @classmethod
-    def of(cls, session: Session, cuts: Sequence[Cut]) -> DeviceStage:
+    def of(cls, session: Session, slices: Sequence[TensorSlice]) -> DeviceReadWindow:
         """Puts them on their way and returns at once. Their memory is torch's, but for what a
         prefetch brings, or is read in place."""
-        found = arranged(session, runs_of(cuts), window_bytes=WINDOW_BYTES)
-        return cls(session, *found, cuts)
+        found = arranged(session, runs_of(slices), window_bytes=WINDOW_BYTES)
+        return cls(session, *found, slices)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan) if self._shared is None else self._shared
 
-    def _start_anew(self, pieces: Sequence[Piece]) -> Batch:
+    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
         return read_to_blocks(self.session, pieces)
 
     def _settle(self) -> None:
@@ -55,25 +55,25 @@ class DeviceStage(Stage):
         self.release()
         self.arrived = True
 
-    def has(self, cut: Cut) -> bool:
+    def has(self, tensor_slice: TensorSlice) -> bool:
         """Whether all bytes of it are there."""
-        return all(self._is_there(part) for part in cut.parts)
+        return all(self._is_there(part) for part in tensor_slice.parts)
 
-    def give(self, cut: Cut) -> list[torch.Tensor]:
+    def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensor that its runs make up, once."""
-        given = [*self._shelf.give([cut], self.spots).values()]
+        given = [*self._shelf.give([tensor_slice], self.views).values()]
         self.left -= 1
         return given
 
-    def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+    def joined(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
         """What is left of it; the runs lie one behind the other already."""
         tensor = parts[0]
-        return tensor if cut.index is None else tensor[cut.index].clone()
+        return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
     def end(self) -> None:
         """Releases what nobody took, and the request."""
         self.release()
-        self.spots.clear()
+        self.views.clear()
         # The dict stays whole: a request with copies on their way holds it, and torch's allocator
         # must not lend the memory before they have ended.
         self._shelf.tensors = {}

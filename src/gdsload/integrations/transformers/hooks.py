@@ -25,29 +25,29 @@ from weakref import WeakKeyDictionary
 from gdsload.errors import BackendUnavailable, safetensors_errors
 from gdsload.integrations.transformers import module_callbacks
 from gdsload.integrations.transformers.lazy_slices import OpenedFile
-from gdsload.integrations.transformers.model_reader import Options, Weights
+from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.integrations.transformers.monkeypatch import (
     Misfit,
     Patch,
-    Swap,
-    Swaps,
+    Patcher,
+    Replacement,
     function_of,
     held,
 )
 from gdsload.integrations.transformers.patches import (
     PATCHES_OF_LOADING,
     SET_PARAM,
+    replacements_of_warmup,
     running,
-    swaps_of_warmup,
 )
-from gdsload.integrations.transformers.ties import COMPARE, swaps_of_ties
+from gdsload.integrations.transformers.ties import COMPARE, replacements_of_ties
 from gdsload.report import LoadReport
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
 
 log = logging.getLogger("gdsload")
 
-SEAM, SAFE_OPEN, STOCK = "seam", "safe_open", "stock"
+HOOK, SAFE_OPEN, STOCK = "hook", "safe_open", "stock"
 _OLD_SHARD = "_load_state_dict_into_meta_model"
 _DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 _FRONT = ("model", "state_dict", "checkpoint_files")
@@ -82,11 +82,11 @@ def active() -> Options | None:
 def note(report: LoadReport, path: str, reason: str = "") -> None:
     """Writes into the report which way was taken, and what of transformers does not fit; the log
     hears of either once."""
-    report.path, report.path_reason = path, reason
+    report.integration, report.integration_reason = path, reason
     report.refusals.update(
         (name, why) for name, why in swaps.misfits.items() if name.startswith("transformers.")
     )
-    if path == SEAM:
+    if path == HOOK:
         return
     with _said_lock:
         if (path, reason) in _said:
@@ -146,7 +146,7 @@ def _load(
         if getattr(config, "disable_mmap", False) and options.cache == "auto":
             options = _unmapped(options)
         try:
-            weights = stack.enter_context(Weights([str(f) for f in files], options, report))
+            weights = stack.enter_context(ModelReader([str(f) for f in files], options, report))
             weights.foresee(model, config)
         except BackendUnavailable as error:
             if options.backend != "auto" or options.options.get("in_place"):
@@ -157,7 +157,7 @@ def _load(
             note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
             with _opening(options, report):
                 return stock()
-        note(report, SEAM)
+        note(report, HOOK)
         watcher = module_callbacks.current()
         if watcher is not None and f"{_LOADING}.{SET_PARAM}" not in swaps.misfits:
             watcher.begin(model, config)
@@ -182,10 +182,10 @@ def _unmapped(options: Options) -> Options:
 def _opening(options: Options, report: LoadReport) -> Iterator[None]:
     """Files that are opened meanwhile in this context come from gdsload, and end with it."""
     with ExitStack() as stack:
-        opened: list[Weights] = []
+        opened: list[ModelReader] = []
 
         def open_file(path: str, device: Any) -> OpenedFile:
-            opened.append(stack.enter_context(Weights([path], options, report)))
+            opened.append(stack.enter_context(ModelReader([path], options, report)))
             return opened[-1].opened(device)
 
         with held(_opener, open_file):
@@ -228,7 +228,7 @@ def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, name
     if known is None or not str(path).endswith(".safetensors"):
         return original(model, state_dict, path, names, *rest, **named)
     options, report = known
-    with Weights([str(path)], options, report) as weights:
+    with ModelReader([str(path)], options, report) as weights:
         mesh = named.get("device_mesh", rest[5] if len(rest) > 5 else None)
         # A rank of a mesh wants parts that are known only when it asks for them.
         weights.expect([] if mesh is not None else [names[key] for key in state_dict])
@@ -241,7 +241,7 @@ def _load_old_shard(original: Call, model: Any, state_dict: Any, path: str, name
 _LOAD = "_load_pretrained_model"
 
 
-def _swap_of_seam(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_seam(module: ModuleType) -> Iterator[Replacement]:
     base = module.PreTrainedModel
     if _LOAD not in vars(base):
         raise Misfit("there is no such function")
@@ -267,14 +267,14 @@ def _swap_of_seam(module: ModuleType) -> Iterator[Swap]:
         return road(module, call, model, state_dict, files, last, args[4:], named)
 
     replacement: Any = classmethod(wrapper) if bound else staticmethod(wrapper)
-    yield Swap(base, _LOAD, replacement)
+    yield Replacement(base, _LOAD, replacement)
 
 
-def _swap_of_opening(module: ModuleType) -> Iterator[Swap]:
-    yield Swap(module, "safe_open", _swapped_open(function_of(module, "safe_open")))
+def _swap_of_opening(module: ModuleType) -> Iterator[Replacement]:
+    yield Replacement(module, "safe_open", _swapped_open(function_of(module, "safe_open")))
 
 
-def _swap_of_old_shards(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_old_shards(module: ModuleType) -> Iterator[Replacement]:
     front = ("model", "state_dict", "shard_file", "reverse_renaming_mapping")
     shard = function_of(module, _OLD_SHARD, *front)
 
@@ -283,15 +283,15 @@ def _swap_of_old_shards(module: ModuleType) -> Iterator[Swap]:
                    **named: Any) -> Any:  # fmt: skip
         return _load_old_shard(shard, model, state_dict, path, names, rest, named)
 
-    yield Swap(module, _OLD_SHARD, load_shard)
+    yield Replacement(module, _OLD_SHARD, load_shard)
 
 
-def _swap_of_distributed(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_distributed(module: ModuleType) -> Iterator[Replacement]:
     original = function_of(module.PreTrainedModel, _DISTRIBUTED)
     for home in module.PreTrainedModel.__mro__:
         if _DISTRIBUTED in vars(home):
             original = vars(home)[_DISTRIBUTED]
-            yield Swap(home, _DISTRIBUTED, _told(original))
+            yield Replacement(home, _DISTRIBUTED, _told(original))
 
 
 def _told(original: Call) -> Call:
@@ -320,14 +320,16 @@ def _swapped_open(original: Call) -> Call:
         # No known way into this transformers but the files that it opens.
         with reported(str(filename)) as report:
             note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
-            return Weights([str(filename)], options, report).opened(device, owned=True)
+            return ModelReader([str(filename)], options, report).opened(device, owned=True)
 
     return safe_open
 
 
 def _dropped_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
     """A function of safetensors, or one that another package takes from there."""
-    return Patch(name, lambda module: [Swap(module, name, drop_in(function_of(module, name)))])
+    return Patch(
+        name, lambda module: [Replacement(module, name, drop_in(function_of(module, name)))]
+    )
 
 
 def _drop_in_open(original: Call) -> Call:
@@ -370,13 +372,13 @@ def _reading(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
 
 
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
-swaps = Swaps(
+swaps = Patcher(
     {
         _MODELING: (
             Patch(_LOAD, _swap_of_seam),
             Patch("safe_open", _swap_of_opening),
-            Patch("caching_allocator_warmup", swaps_of_warmup),
-            Patch(COMPARE, lambda module: swaps_of_ties(module, active), since=(5, 23)),
+            Patch("caching_allocator_warmup", replacements_of_warmup),
+            Patch(COMPARE, lambda module: replacements_of_ties(module, active), since=(5, 23)),
             Patch(_OLD_SHARD, _swap_of_old_shards, until=(5,)),
             Patch(_DISTRIBUTED, _swap_of_distributed, since=(5, 23)),
         ),

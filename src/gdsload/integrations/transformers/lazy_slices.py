@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointError
-from gdsload.integrations.transformers.parameter_writer import Filling
-from gdsload.integrations.transformers.readahead_queue import Feed
-from gdsload.planning.tensor_slices import cut, whole
+from gdsload.integrations.transformers.parameter_writer import ParameterWriter
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.planning.tensor_slices import slice_of, whole
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,14 @@ class LazySlice:
 
     __slots__ = ("_device", "_feed", "_info")
 
-    def __init__(self, feed: Feed, info: TensorInfo, device: Any = None) -> None:
+    def __init__(self, feed: ReadaheadQueue, info: TensorInfo, device: Any = None) -> None:
         self._feed = feed
         self._info = info
         self._device = device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """What indexing the whole tensor gives, in memory of its own. Raises ReadError."""
-        wanted = whole(self._info) if index is Ellipsis else cut(self._info, index)
+        wanted = whole(self._info) if index is Ellipsis else slice_of(self._info, index)
         tensor = self._feed.take(wanted)
         return tensor if self._device is None else tensor.to(self._device)
 
@@ -68,7 +68,7 @@ class PlacedSlice(LazySlice):
 
     __slots__ = ("_filling",)
 
-    def __init__(self, feed: Feed, info: TensorInfo, filling: Filling) -> None:
+    def __init__(self, feed: ReadaheadQueue, info: TensorInfo, filling: ParameterWriter) -> None:
         super().__init__(feed, info)
         self._filling = filling
 
@@ -108,7 +108,7 @@ class OpenedFile:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        feed: Feed,
+        feed: ReadaheadQueue,
         device: Any = "cpu",
         leave: Callable[[], None] | None = None,
     ) -> None:

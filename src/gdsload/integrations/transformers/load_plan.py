@@ -18,46 +18,55 @@ from typing import Any
 
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
-from gdsload.integrations.transformers.parameter_buffers import Kind, Target, kinds_of, target_of
-from gdsload.planning.tensor_slices import Cut, cut, whole
+from gdsload.integrations.transformers.parameter_buffers import (
+    Kind,
+    ParameterBuffer,
+    kinds_of,
+    target_of,
+)
+from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.system.device_name import device_name
 
-SKIP, KEEP, TRANSIENT = "skip", "keep", "transient"
+SKIP, KEEP, CONVERT = "skip", "keep", "convert"
 
 
 @dataclass(slots=True)
-class Forecast:
+class LoadPlan:
     """What will be asked for, in order. `lazy` tensors are wanted as views that nobody reads;
     `targets` are parameters that will be made from transient ones; `devices` are where tensors are
     read to, for those that are not read to the CPU."""
 
-    cuts: list[Cut] = field(default_factory=list)
+    slices: list[TensorSlice] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
     names: dict[tuple[str, int, int], tuple[str, str | None]] = field(default_factory=dict)
     sort_keys: dict[str, list[Any]] = field(default_factory=dict)
     lazy: set[str] = field(default_factory=set)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[ParameterBuffer] = field(default_factory=list)
     placed: set[str] = field(default_factory=set)  # the keys of what they are made of
-    kept: set[str] = field(default_factory=set)  # the keys of cuts
+    kept: set[str] = field(default_factory=set)  # the keys of slices
     parameters: dict[str, str] = field(default_factory=dict)  # what kept tensors become, by key
     deferred: bool = True  # tensors are asked for by the thread that sets them, one by one
     devices: dict[str, str] = field(default_factory=dict)
-    device_of: dict[str, str] = field(default_factory=dict)  # the same for cuts, by their keys
+    device_of: dict[str, str] = field(default_factory=dict)  # the same for slices, by their keys
 
-    def cuts_of(self, device: str) -> list[Cut]:
+    def slices_of(self, device: str) -> list[TensorSlice]:
         """Those that are read to a device, in order."""
-        return [cut for cut in self.cuts if self.device_of.get(cut.key, "cpu") == device]
+        return [
+            tensor_slice
+            for tensor_slice in self.slices
+            if self.device_of.get(tensor_slice.key, "cpu") == device
+        ]
 
     def count(self) -> dict[str, int]:
         """How many tensors have each label."""
         found = Counter(self.labels.values())
-        return {label: found[label] for label in (KEEP, TRANSIENT, SKIP)}
+        return {label: found[label] for label in (KEEP, CONVERT, SKIP)}
 
 
 class _Naming:
     """transformers' renaming of checkpoint keys; each answer is noted, to be given once more."""
 
-    def __init__(self, model: Any, load_config: Any, forecast: Forecast) -> None:
+    def __init__(self, model: Any, load_config: Any, forecast: LoadPlan) -> None:
         from transformers import core_model_loading as loading
 
         mapping = load_config.weight_mapping or []
@@ -102,7 +111,7 @@ def forecast(
     load_config: Any,
     infos: Mapping[str, TensorInfo],
     reach: Callable[[str], str] = lambda device: "cpu",
-) -> Forecast:
+) -> LoadPlan:
     """What `convert_and_load_state_dict_in_model` will ask for, given these tensors.
 
     `reach` says where reads can go for a device that a tensor shall live on: there, or "cpu".
@@ -110,7 +119,7 @@ def forecast(
     Leaves the transforms of `load_config` marked as used, as the load itself will. When it raises
     (AttributeError, TypeError: these are transformers' inner parts) the marks are put back.
     """
-    found = Forecast()
+    found = LoadPlan()
     naming = _Naming(model, load_config, found)
     marks = naming.marks()
     try:
@@ -123,7 +132,7 @@ def forecast(
 
 
 def _label(
-    found: Forecast,
+    found: LoadPlan,
     naming: _Naming,
     load_config: Any,
     infos: Mapping[str, TensorInfo],
@@ -138,7 +147,7 @@ def _label(
     merged_by = _merging(loading, load_config)
     dtypes: dict[str, Any] = {}
     groups: dict[str, dict[str, list[str]]] = {}
-    wishes: dict[str, list[Cut]] = {}
+    wishes: dict[str, list[TensorSlice]] = {}
     members: Counter[tuple[str, str]] = Counter()
     meta = naming.meta
     found.sort_keys = _natural_keys(loading.dot_natural_key, infos)
@@ -168,7 +177,7 @@ def _label(
         device = reach(place)
         same = dtype is not None and dtype == known_dtype(info.dtype)
         kept = pattern is None and place == device and simple and same
-        found.labels[key] = (KEEP if kept else TRANSIENT) if share else SKIP
+        found.labels[key] = (KEEP if kept else CONVERT) if share else SKIP
         if kept and share:
             found.parameters[key] = name
         found.deferred = found.deferred and (place == device or place in ("disk", "meta"))
@@ -196,10 +205,15 @@ def _label(
     found.targets.sort(key=lambda t: min(infos[kind.keys[0]].place for kind in t.kinds))
     found.placed = {key for target in found.targets for kind in target.kinds for key in kind.keys}
     found.kept = {
-        cut.key for key, wish in wishes.items() if found.labels[key] == KEEP for cut in wish
+        tensor_slice.key
+        for key, wish in wishes.items()
+        if found.labels[key] == KEEP
+        for tensor_slice in wish
     }
     # What has a place is read in that order, whatever is asked for first.
-    found.cuts = [wish for key in order if key not in found.placed for wish in wishes.get(key, ())]
+    found.slices = [
+        wish for key in order if key not in found.placed for wish in wishes.get(key, ())
+    ]
 
 
 def _target(
@@ -208,13 +222,13 @@ def _target(
     dtypes: Mapping[str, Any],
     labels: Mapping[str, str],
     infos: Mapping[str, TensorInfo],
-) -> Target | None:
+) -> ParameterBuffer | None:
     """What to make of the tensors of one parameter, by the patterns that led to it; None where they
     become it as they are, or in a way that is not known here."""
     first, *others = patterns
     keys = patterns[first]
     if first in infos:  # not a pattern: its own name
-        if others or labels[first] != TRANSIENT:
+        if others or labels[first] != CONVERT:
             return None
         return target_of([Kind((first,), infos[first].shape)], dtypes[first], merged=False)
     if first not in merged_by or not patterns.keys() <= set(merged_by[first]):
@@ -311,7 +325,7 @@ class _Probe:
 
     def __init__(self, info: TensorInfo) -> None:
         self._info = info
-        self.cuts: list[Cut] = []
+        self.slices: list[TensorSlice] = []
 
     def get_shape(self) -> list[int]:
         return list(self._info.shape)
@@ -319,20 +333,20 @@ class _Probe:
     def __getitem__(self, index: Any) -> Any:
         import torch
 
-        self.cuts.append(cut(self._info, index))
+        self.slices.append(slice_of(self._info, index))
         return torch.empty(self._info.shape, device="meta")[index]
 
 
-def _shares(loading: Any) -> Callable[[Any, TensorInfo, int | None], list[Cut]] | None:
+def _shares(loading: Any) -> Callable[[Any, TensorInfo, int | None], list[TensorSlice]] | None:
     """What a rank will ask of a tensor that is sharded; None where transformers has no such
     operation, and the answer is known only when it asks."""
     operation = getattr(loading, "DtensorShardOperation", None)
     if operation is None:
         return None
 
-    def shares_of(param: Any, info: TensorInfo, number: int | None) -> list[Cut]:
+    def shares_of(param: Any, info: TensorInfo, number: int | None) -> list[TensorSlice]:
         probe = _Probe(info)
         operation(param).shard_tensor(probe, tensor_idx=number, device="meta")
-        return probe.cuts
+        return probe.slices
 
     return shares_of

@@ -16,7 +16,7 @@ from typing import Any
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
-from gdsload.integrations.transformers.module_callbacks import Readiness, watching
+from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, watching
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.integrations.transformers.speculative_prefetch import head_start
@@ -61,7 +61,7 @@ def from_pretrained(
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    watcher = None if on_module_ready is None else Readiness(on_module_ready, source, report)
+    watcher = None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
     with (
         report.whole(),
         watching(watcher),
@@ -74,7 +74,7 @@ def from_pretrained(
             cancellation.check()
         with held(hooks.outer_report, report), report.phase("from_pretrained"):
             model = cls.from_pretrained(source, *args, **kwargs)
-        if not report.path:
+        if not report.integration:
             hooks.note(report, hooks.STOCK, "transformers did not come to where weights are loaded")
         if watcher is not None:
             watcher.finish(model)

@@ -1,6 +1,7 @@
 """The weights of one model on their way into it: files opened, forecast made, reads under way.
 
-`Weights` is what transformers' loading is given in place of a state dict. It owns the files, the
+`ModelReader` is what transformers' loading is given in place of a state dict. It owns the files,
+the
 reads and their memory, and gives all of it back when it is closed. Each device that reads can go to
 has a session and a feed of its own, so that all of them are filled at once.
 """
@@ -21,20 +22,20 @@ from gdsload.integrations.transformers.lazy_slices import (
     PlacedSlice,
     StateDict,
 )
-from gdsload.integrations.transformers.load_plan import SKIP, Forecast, forecast
+from gdsload.integrations.transformers.load_plan import SKIP, LoadPlan, forecast
 from gdsload.integrations.transformers.monkeypatch import Misfit
-from gdsload.integrations.transformers.parameter_buffers import Destinations
-from gdsload.integrations.transformers.parameter_writer import Filling
+from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
+from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import (
     AHEAD_BYTES,
     WINDOW_BYTES,
-    Feed,
-    Stage,
+    ReadaheadQueue,
+    ReadWindow,
 )
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import STALL_SECONDS, Session
-from gdsload.planning.tensor_slices import Cut, runs_of, whole
+from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused
@@ -53,18 +54,18 @@ class Options:
     ahead_bytes: int = AHEAD_BYTES
 
 
-class Weights:
+class ModelReader:
     """An opened checkpoint whose tensors are asked for by somebody else."""
 
     def __init__(self, files: Sequence[str], options: Options, report: LoadReport) -> None:
         """Opens the files; nothing is read. Raises CheckpointError and its kinds."""
         self.report = report
         self.options = options
-        self.forecast = Forecast()
+        self.forecast = LoadPlan()
         # Where transformers' loop is: the parameter of the last key, and those with a converter.
         self.named = ""
         self.converted: set[str] = set()
-        self.destinations = Destinations([])
+        self.destinations = ParameterBuffers([])
         self._stack = ExitStack()
         with ExitStack() as stack:
             with report.phase("open"):
@@ -82,10 +83,10 @@ class Weights:
                     stall_seconds=options.stall_seconds,
                 )
             )
-            self.feed = Feed(self.session)
-            self.filling = Filling(self.session, self.destinations)
+            self.feed = ReadaheadQueue(self.session)
+            self.filling = ParameterWriter(self.session, self.destinations)
             self._stack = stack.pop_all()
-        self._device_feeds: dict[str, Feed] = {}
+        self._device_feeds: dict[str, ReadaheadQueue] = {}
         self._reached: dict[str, str] = {}  # where reads go for a device
 
     def foresee(self, model: Any, load_config: Any) -> None:
@@ -100,7 +101,7 @@ class Weights:
             except (AttributeError, ImportError, KeyError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
         self.forecast = found
-        self.report.labels = found.count()
+        self.report.fates = found.count()
         devices = sorted(set(found.devices.values()))
         if not devices and not reaches(self.options.backend, DRAM):
             choose("cpu", self.options.backend, self.options.options)  # raises, and says why
@@ -109,13 +110,13 @@ class Weights:
         if devices:
             here = ["cpu"] if len(found.devices) < len(found.labels) - found.count()[SKIP] else []
             self.report.device = ",".join(here + devices)
-        self.feed = self._feed_of(self.session, found.cuts_of("cpu"), found.kept)
+        self.feed = self._feed_of(self.session, found.slices_of("cpu"), found.kept)
         self._start(self.feed)
         with self.report.phase("prepare"):
-            self.destinations = self._stack.enter_context(Destinations(found.targets))
+            self.destinations = self._stack.enter_context(ParameterBuffers(found.targets))
         placed = [info for name, info in self.checkpoint.tensors.items() if name in found.placed]
         self.filling = self._stack.enter_context(
-            Filling(
+            ParameterWriter(
                 self.session,
                 self.destinations,
                 placed,
@@ -133,38 +134,38 @@ class Weights:
             )
         return self._reached[device]
 
-    def _device_feed_of(self, device: str, found: Forecast) -> Feed:
+    def _device_feed_of(self, device: str, found: LoadPlan) -> ReadaheadQueue:
         """A feed that has its backend, and begins when transformers has warmed up the allocator."""
-        from gdsload.integrations.transformers.device_queue import DeviceStage
+        from gdsload.integrations.transformers.device_queue import DeviceReadWindow
 
-        cuts, options = found.cuts_of(device), self.options
+        slices, options = found.slices_of(device), self.options
         session = self._stack.enter_context(
             Session(
                 self.checkpoint,
                 self.report,
                 device=device,
                 backend=options.backend,
-                expected_bytes=sum(cut.nbytes for cut in cuts),
+                expected_bytes=sum(tensor_slice.nbytes for tensor_slice in slices),
                 cache=options.cache,
                 options=options.options,
                 stall_seconds=options.stall_seconds,
             )
         )
         session.open()
-        return self._feed_of(session, cuts, found.kept, DeviceStage)
+        return self._feed_of(session, slices, found.kept, DeviceReadWindow)
 
     def _feed_of(
         self,
         session: Session,
-        cuts: Sequence[Cut],
+        slices: Sequence[TensorSlice],
         kept: Container[str] = (),
-        stages: type[Stage] = Stage,
-    ) -> Feed:
+        stages: type[ReadWindow] = ReadWindow,
+    ) -> ReadaheadQueue:
         options = self.options
         return self._stack.enter_context(
-            Feed(
+            ReadaheadQueue(
                 session,
-                cuts,
+                slices,
                 kept=kept,
                 window_bytes=options.window_bytes,
                 ahead_bytes=options.ahead_bytes,
@@ -188,7 +189,7 @@ class Weights:
             found |= {parameters[name] for name in there}
         return found
 
-    def _start(self, giver: Feed | Filling) -> None:
+    def _start(self, giver: ReadaheadQueue | ParameterWriter) -> None:
         """Puts its first reads on their way; Ctrl-C ends them."""
         self._stack.enter_context(cancellation.ended_by(giver.close))
         giver.start()
@@ -203,7 +204,7 @@ class Weights:
     def expect(self, names: Sequence[str]) -> None:
         """Puts the first of these tensors on their way, in this order."""
         tensors = self.checkpoint.tensors
-        labels = self.report.labels
+        labels = self.report.fates
         labels["materialised"] = labels.get("materialised", 0) + len(names)
         labels["skip"] = labels.get("skip", 0) + len(tensors) - len(names)
         self.feed = self._feed_of(self.session, [whole(tensors[name]) for name in names])
@@ -241,7 +242,11 @@ class Weights:
         """
         self.checkpoint.verify_unchanged()
         report = self.report
-        givers: list[Feed | Filling] = [self.feed, self.filling, *self._device_feeds.values()]
+        givers: list[ReadaheadQueue | ParameterWriter] = [
+            self.feed,
+            self.filling,
+            *self._device_feeds.values(),
+        ]
         for giver in givers:
             report.tensors += giver.taken.tensors
             report.wanted_bytes += giver.taken.nbytes
@@ -257,7 +262,7 @@ class Weights:
         """Ends all reads, and gives back memory and descriptors. May be called again."""
         self._stack.close()
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> ModelReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 AS_THEY_CAME = "as they came"
 
 
-class Readiness:
+class ModuleCallbacks:
     """Tells a callback of each module of one model, once, inner ones before outer ones."""
 
     def __init__(
@@ -121,13 +121,13 @@ def _climb(module: Module, above: tuple[Module, ...], known: dict[int, list[Modu
         _climb(child, (module, *above), known)
 
 
-_current: ContextVar[Readiness | None] = ContextVar(
+_current: ContextVar[ModuleCallbacks | None] = ContextVar(
     "gdsload.integrations.transformers.module_callbacks", default=None
 )
 
 
 @contextmanager
-def watching(watcher: Readiness | None) -> Iterator[None]:
+def watching(watcher: ModuleCallbacks | None) -> Iterator[None]:
     """Within it, a model that is loaded in this context is told of by `watcher`."""
     token = _current.set(watcher)
     try:
@@ -136,6 +136,6 @@ def watching(watcher: Readiness | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> Readiness | None:
+def current() -> ModuleCallbacks | None:
     """Who is to be told in this context."""
     return _current.get()

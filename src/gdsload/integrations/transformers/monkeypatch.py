@@ -5,7 +5,7 @@ Whoever needs the replacements enters; the first one puts them in place, and whe
 leaves, everything is as it was. Ctrl-C may come between any two steps: whoever enters inside a
 `try` and leaves in its `finally` leaves nothing behind.
 
-A function that is not as expected is left alone; `Swaps.misfits` says which and why, and the log
+A function that is not as expected is left alone; `Patcher.misfits` says which and why, and the log
 hears of it once. The others are replaced all the same.
 """
 
@@ -33,7 +33,7 @@ class Misfit(Exception):
     """Inner parts of another package are not what was expected; the text says which."""
 
 
-class Swap(NamedTuple):
+class Replacement(NamedTuple):
     """`owner.name` shall be `value`."""
 
     owner: Any
@@ -49,7 +49,7 @@ class Patch(NamedTuple):
     """
 
     function: str
-    swaps: Callable[[ModuleType], Iterable[Swap]]
+    swaps: Callable[[ModuleType], Iterable[Replacement]]
     since: tuple[int, ...] = ()
     until: tuple[int, ...] = (sys.maxsize,)
 
@@ -84,11 +84,11 @@ def takes(function: Any, *names: str) -> bool:
 
 
 class _Done(NamedTuple):
-    swap: Swap
+    swap: Replacement
     before: Any
 
 
-class Swaps:
+class Patcher:
     """What is to be replaced in which module: `wanted` maps module names to patches."""
 
     def __init__(self, wanted: Mapping[str, Sequence[Patch]]) -> None:

@@ -22,7 +22,7 @@ from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import (
     POPULATE_THREADS,
     POPULATED_AHEAD_BYTES,
-    Spot,
+    BufferView,
     bytes_at,
     require_room,
 )
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Target(NamedTuple):
+class ParameterBuffer(NamedTuple):
     """A parameter that is going to be made: of one tensor, or (`merged`) of kinds of tensors with
     one for each expert."""
 
@@ -60,9 +60,9 @@ class Target(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def target_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> Target | None:
+def target_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> ParameterBuffer | None:
     """The parameter that these make; None where they do not fit together, or have no bytes."""
-    target = Target(tuple(kinds), dtype, merged)
+    target = ParameterBuffer(tuple(kinds), dtype, merged)
     first = kinds[0]
     fit = all(
         kind.shape and len(kind.keys) == len(first.keys) and kind.shape[1:] == first.shape[1:]
@@ -80,11 +80,11 @@ class _Part(NamedTuple):
     kinds: int
 
 
-class Destinations:
+class ParameterBuffers:
     """Memory for some targets, and the way of each of their tensors into it. Close it at the end:
     what was handed out lives on."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[ParameterBuffer]) -> None:
         """In the order in which they will be filled.
 
         Raises PlacementError where the machine has less memory than they take.
@@ -116,7 +116,7 @@ class Destinations:
             all_of_it = [(self._region.handle(), 0, self._nbytes)]
             self._populator = Populator(all_of_it, POPULATE_THREADS, POPULATED_AHEAD_BYTES, True)
 
-    def _lay_out(self, target: Target, parameter: torch.Tensor) -> None:
+    def _lay_out(self, target: ParameterBuffer, parameter: torch.Tensor) -> None:
         if not target.merged:
             self._waiting[target.kinds[0].keys[0]] = parameter
             return
@@ -190,7 +190,7 @@ class Destinations:
         self._waiting.clear()
         self._parts.clear()
 
-    def __enter__(self) -> Destinations:
+    def __enter__(self) -> ParameterBuffers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,8 +207,8 @@ def _are_tensors(tensors: Any) -> bool:
     )
 
 
-def _tensor(region: Region, offset: int, target: Target) -> torch.Tensor:
-    return bytes_at(Spot(region, offset), target.nbytes).view(target.dtype).view(target.shape)
+def _tensor(region: Region, offset: int, target: ParameterBuffer) -> torch.Tensor:
+    return bytes_at(BufferView(region, offset), target.nbytes).view(target.dtype).view(target.shape)
 
 
 def kinds_of(

@@ -23,16 +23,16 @@ from gdsload.backends.base import DRAM, Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
-from gdsload.integrations.transformers.parameter_buffers import Destinations
+from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.readahead_queue import (
     AHEAD_BYTES,
     WINDOW_BYTES,
-    FeedClosed,
+    QueueClosed,
     Taken,
 )
 from gdsload.loading.session import Batch, Session
 from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import Arena, Spot, hand_over
+from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import rows_of, runs_of, whole
 from gdsload.system.lifecycle import fork_safe_lock
@@ -62,26 +62,26 @@ class _Batch(Batch):
     """A window on its way into memory that the windows before it had."""
 
     def __init__(
-        self, session: Session, plan: ReadPlan, spots: dict[str, Spot], pool: Pool
+        self, session: Session, plan: ReadPlan, views: dict[str, BufferView], pool: Pool
     ) -> None:
         self._pool = pool
-        super().__init__(session, plan, spots)
+        super().__init__(session, plan, views)
 
     def _take_memory(self) -> list[Memory]:
         if host_pool.current() is not None:  # it keeps what was read
             return super()._take_memory()
-        arena = Arena(self.plan, self._pool)
-        self.spots.update(arena.spots(self.plan))
+        arena = HostBuffers(self.plan, self._pool)
+        self.views.update(arena.views(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
 
 
-class Filling:
+class ParameterWriter:
     """Fills destinations. Any number of threads may ask; close it at the end."""
 
     def __init__(
         self,
         session: Session,
-        destinations: Destinations,
+        destinations: ParameterBuffers,
         infos: Sequence[TensorInfo] = (),
         *,
         window_bytes: int = WINDOW_BYTES,
@@ -132,13 +132,13 @@ class Filling:
 
     def _batch_of(self, window: Sequence[_Piece]) -> _Batch:
         runs = runs_of(whole(piece.info) for piece in window)
-        plan, spots = self.session.arrange(runs, window_bytes=self._window_bytes)
-        return _Batch(self.session, plan, spots, self._pool)
+        plan, views = self.session.arrange(runs, window_bytes=self._window_bytes)
+        return _Batch(self.session, plan, views, self._pool)
 
     def take(self, name: str, dtype: Any) -> torch.Tensor | None:
         """The tensor in its place; None where it has none, or one of another dtype.
 
-        Raises ReadError and its kinds for what went wrong on the way to it, FeedClosed when the
+        Raises ReadError and its kinds for what went wrong on the way to it, QueueClosed when the
         load ended meanwhile.
         """
         if not self.destinations.expects(name, dtype):
@@ -153,7 +153,7 @@ class Filling:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise FeedClosed(f"{self.session.checkpoint.source}: this load has ended")
+            raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 
     def _copy_next(self) -> None:
         self._require_open()
@@ -168,9 +168,9 @@ class Filling:
         batch.wait(watch=self._require_open)
         self.waited_seconds += time.monotonic() - start
         self._copying = True
-        self._fill(window, batch.spots)
+        self._fill(window, batch.views)
         self._under_way.popleft()
-        batch.spots.clear()
+        batch.views.clear()
         batch.release()
         self._nbytes += sum(piece.info.nbytes for piece in window)
         self._held -= batch.plan.read_bytes
@@ -179,22 +179,22 @@ class Filling:
         self._copying = False
         self._advance()
 
-    def _fill(self, window: Sequence[_Piece], spots: Mapping[str, Spot]) -> None:
+    def _fill(self, window: Sequence[_Piece], views: Mapping[str, BufferView]) -> None:
         casts = []
         for info, name, rows in window:
             place = self.destinations.place_of(name)
             if rows != _ALL:
                 place = place[rows]
             if place.dtype == known_dtype(info.dtype) and info.nbytes <= self._most_moved:
-                self._move(place.data_ptr(), spots[info.name], info.nbytes)
+                self._move(place.data_ptr(), views[info.name], info.nbytes)
             else:
                 casts.append((info, place))
-        tensors = hand_over([info for info, _ in casts], spots)
+        tensors = hand_over([info for info, _ in casts], views)
         for info, place in casts:
             self._cast(place, tensors.pop(info.name))
 
-    def _move(self, to: int, spot: Spot, nbytes: int) -> None:
-        start = spot.region.address + spot.offset
+    def _move(self, to: int, view: BufferView, nbytes: int) -> None:
+        start = view.region.address + view.offset
         for done in range(0, nbytes, _MOVED_AT_ONCE):
             part = min(_MOVED_AT_ONCE, nbytes - done)
             ctypes.memmove(to + done, start + done, part)
@@ -213,16 +213,16 @@ class Filling:
             self.destinations.filled(part.nbytes)
 
     def close(self) -> None:
-        """Ends all reads and gives their memory back; whoever asks after it gets FeedClosed."""
+        """Ends all reads and gives their memory back; whoever asks after it gets QueueClosed."""
         self._closed = True  # whoever waits sees it, and lets go of the lock
         with self._lock:
             while self._under_way:
                 batch = self._under_way.popleft()
-                batch.spots.clear()
+                batch.views.clear()
                 batch.release()
             self._pool.close()
 
-    def __enter__(self) -> Filling:
+    def __enter__(self) -> ParameterWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

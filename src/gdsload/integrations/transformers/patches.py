@@ -31,12 +31,18 @@ from types import ModuleType
 from typing import Any
 
 from gdsload.integrations.transformers import module_callbacks
-from gdsload.integrations.transformers.model_reader import Weights
-from gdsload.integrations.transformers.monkeypatch import Misfit, Patch, Swap, function_of, takes
+from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.monkeypatch import (
+    Misfit,
+    Patch,
+    Replacement,
+    function_of,
+    takes,
+)
 from gdsload.system import cancellation
 
 # The load whose inner parts run in this context.
-running: ContextVar[Weights | None] = ContextVar(
+running: ContextVar[ModelReader | None] = ContextVar(
     "gdsload.integrations.transformers.model_reader", default=None
 )
 
@@ -54,7 +60,7 @@ def _renaming(module: ModuleType) -> Any:
     )
 
 
-def _swap_of_renaming(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_renaming(module: ModuleType) -> Iterator[Replacement]:
     rename = _renaming(module)
 
     @functools.wraps(rename)
@@ -68,10 +74,10 @@ def _swap_of_renaming(module: ModuleType) -> Iterator[Swap]:
         weights.named = found[0]
         return found
 
-    yield Swap(module, "rename_source_key", renamed)
+    yield Replacement(module, "rename_source_key", renamed)
 
 
-def _swap_of_copying(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_copying(module: ModuleType) -> Iterator[Replacement]:
     deepcopy = function_of(module, "deepcopy")
     try:
         _renaming(module)  # notes the parameter
@@ -91,10 +97,10 @@ def _swap_of_copying(module: ModuleType) -> Iterator[Swap]:
         weights.converted.add(weights.named)
         return deepcopy(value, *rest)
 
-    yield Swap(module, "deepcopy", copied)
+    yield Replacement(module, "deepcopy", copied)
 
 
-def _swap_of_sorting(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_sorting(module: ModuleType) -> Iterator[Replacement]:
     natural = function_of(module, "dot_natural_key", "s")
 
     def natural_key(s: str) -> Any:
@@ -102,10 +108,10 @@ def _swap_of_sorting(module: ModuleType) -> Iterator[Swap]:
         known = None if weights is None else weights.forecast.sort_keys.get(s)
         return natural(s) if known is None else known
 
-    yield Swap(module, "dot_natural_key", natural_key)
+    yield Replacement(module, "dot_natural_key", natural_key)
 
 
-def _swap_of_threads(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_threads(module: ModuleType) -> Iterator[Replacement]:
     is_true = function_of(module, "is_env_variable_true", "env_variable")
 
     @functools.wraps(is_true)
@@ -115,13 +121,13 @@ def _swap_of_threads(module: ModuleType) -> Iterator[Swap]:
             return weights.forecast.deferred or is_true(env_variable)
         return is_true(env_variable)
 
-    yield Swap(module, "is_env_variable_true", env_is_true)
+    yield Replacement(module, "is_env_variable_true", env_is_true)
 
 
 SET_PARAM = "set_param_for_module"
 
 
-def _swap_of_setting(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_setting(module: ModuleType) -> Iterator[Replacement]:
     set_param = function_of(module, SET_PARAM, "model", "target_name")
 
     @functools.wraps(set_param)
@@ -133,10 +139,10 @@ def _swap_of_setting(module: ModuleType) -> Iterator[Swap]:
                 watcher.arrived(model, target_name)
         return result
 
-    yield Swap(module, SET_PARAM, param_set)
+    yield Replacement(module, SET_PARAM, param_set)
 
 
-def _swap_of_devices(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_devices(module: ModuleType) -> Iterator[Replacement]:
     find_device = function_of(module, "get_device", "device_map", "param_name")
 
     @functools.wraps(find_device)
@@ -147,10 +153,10 @@ def _swap_of_devices(module: ModuleType) -> Iterator[Swap]:
             return find_device(device_map, param_name, *rest, **named)
         return device_map[""]
 
-    yield Swap(module, "get_device", device_of)
+    yield Replacement(module, "get_device", device_of)
 
 
-def _swap_of_materializing(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_materializing(module: ModuleType) -> Iterator[Replacement]:
     materialize = function_of(module, "_materialize_copy")
     if not takes(materialize, "tensor", "device", "dtype"):
         raise Misfit("it does not take (tensor, device, dtype)")
@@ -162,10 +168,10 @@ def _swap_of_materializing(module: ModuleType) -> Iterator[Swap]:
         found = None if placed is None else placed(device, dtype)
         return materialize(tensor, device, dtype) if found is None else found
 
-    yield Swap(module, "_materialize_copy", materialized)
+    yield Replacement(module, "_materialize_copy", materialized)
 
 
-def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
+def replacements_of_warmup(module: ModuleType) -> Iterator[Replacement]:
     """What is replaced in `transformers.modeling_utils` of what is taken for the weights."""
     warm_up = function_of(module, "caching_allocator_warmup")
     if not takes(warm_up, "model", "expanded_device_map", "hf_quantizer"):
@@ -180,31 +186,31 @@ def swaps_of_warmup(module: ModuleType) -> Iterator[Swap]:
             }
         return warm_up(model, expanded_device_map, hf_quantizer)
 
-    yield Swap(module, "caching_allocator_warmup", warmed_up)
+    yield Replacement(module, "caching_allocator_warmup", warmed_up)
 
 
 _CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs")
 _PATTERNS = ("source_pattern", "target_patterns")
 
 
-def _swap_of_stacking(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_stacking(module: ModuleType) -> Iterator[Replacement]:
     stack = function_of(module, "MergeModulelist")
     for asked in ("input_size", "input_dict"):  # the latter before 5.9
         if takes(stack.convert, *_CONVERT) and takes(
             stack.get_target_pattern, "self", asked, *_PATTERNS
         ):
-            yield Swap(stack, "convert", _swapped_stack(stack.convert, asked))
+            yield Replacement(stack, "convert", _swapped_stack(stack.convert, asked))
             return
     raise Misfit("its methods take other parameters")
 
 
-def _swap_of_joining(module: ModuleType) -> Iterator[Swap]:
+def _swap_of_joining(module: ModuleType) -> Iterator[Replacement]:
     join = function_of(module, "Concatenate")
     if not (
         takes(join.convert, *_CONVERT) and takes(join.get_target_pattern, "self", "target_patterns")
     ):
         raise Misfit("its methods take other parameters")
-    yield Swap(join, "convert", _swapped_join(join.convert))
+    yield Replacement(join, "convert", _swapped_join(join.convert))
 
 
 def _swapped_stack(original: Any, asked: str) -> Any:

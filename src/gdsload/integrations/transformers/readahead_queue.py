@@ -1,6 +1,6 @@
 """Tensors in the order in which somebody is going to ask for them, read before they do.
 
-    cuts, in the expected order          kept     window    window    window   window
+    slices, in the expected order          kept     window    window    window   window
       -> windows of so many bytes        [posted] [taken]   [posted]  [posted] [ahead is full]
       -> stages, posted some ahead                   |
       -> take(cut), from any thread                  its memory is the next one's when all was taken
@@ -20,9 +20,9 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.session import Batch, Session
-from gdsload.memory.host_buffers import Spot, hand_over, map_shard
+from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
 from gdsload.planning.read_plan import ReadPlan
-from gdsload.planning.tensor_slices import Cut, runs_of
+from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -38,51 +38,51 @@ _LOOK_SECONDS = 0.1  # how long Ctrl-C, or an error seen by another thread, may 
 _MADE_AT_ONCE = 256  # tensors handed over in one go
 
 
-class Window(NamedTuple):
+class PlannedWindow(NamedTuple):
     """Cuts that are read by one request. What is kept is bounded by the model, and not by what may
     be ahead; it is given as it comes."""
 
     kept: bool
-    cuts: list[Cut]
+    slices: list[TensorSlice]
 
     @property
     def nbytes(self) -> int:
-        return sum(cut.nbytes for cut in self.cuts)
+        return sum(tensor_slice.nbytes for tensor_slice in self.slices)
 
 
 class Taken(NamedTuple):
-    """What a feed has handed out: how many cuts, and the bytes of their runs."""
+    """What a feed has handed out: how many slices, and the bytes of their runs."""
 
     tensors: int
     nbytes: int
 
 
-class FeedClosed(GdsloadError, RuntimeError):
+class QueueClosed(GdsloadError, RuntimeError):
     """A tensor was asked for after its load had ended, by an error or by its own end."""
 
 
-class Stage(Batch):
-    """The parts of some cuts on their way, each taken as soon as its own bytes are there."""
+class ReadWindow(Batch):
+    """The parts of some slices on their way, each taken as soon as its own bytes are there."""
 
     def __init__(
         self,
         session: Session,
         plan: ReadPlan,
-        spots: dict[str, Spot],
-        cuts: Sequence[Cut],
+        views: dict[str, BufferView],
+        slices: Sequence[TensorSlice],
     ) -> None:
-        self.left = len(cuts)
+        self.left = len(slices)
         self.arrived = not plan.transfers
-        self._infos = [part for cut in cuts for part in cut.parts]
+        self._infos = [part for tensor_slice in slices for part in tensor_slice.parts]
         self._place = {info.name: place for place, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
-        super().__init__(session, plan, spots)
+        super().__init__(session, plan, views)
 
     @classmethod
-    def of(cls, session: Session, cuts: Sequence[Cut]) -> Stage:
+    def of(cls, session: Session, slices: Sequence[TensorSlice]) -> ReadWindow:
         """Puts them on their way and returns at once."""
-        plan, spots = session.arrange(runs_of(cuts), window_bytes=WINDOW_BYTES)
-        return cls(session, plan, spots, cuts)
+        plan, views = session.arrange(runs_of(slices), window_bytes=WINDOW_BYTES)
+        return cls(session, plan, views, slices)
 
     def look(self) -> None:
         """Notes what has arrived since it was last asked. Raises as `Batch.wait` does, and again
@@ -116,41 +116,41 @@ class Stage(Batch):
             if length > 0:
                 regions[number].view(start, length, (length,), 1, 8)  # dies, and its pages with it
 
-    def has(self, cut: Cut) -> bool:
+    def has(self, tensor_slice: TensorSlice) -> bool:
         """Whether all bytes of it are there."""
-        return all(part.name in self._made or self._is_there(part) for part in cut.parts)
+        return all(part.name in self._made or self._is_there(part) for part in tensor_slice.parts)
 
     def _is_there(self, info: TensorInfo) -> bool:
         if not self.settled(info.name):  # a prefetch has it on its way
             return False
-        home = self.plan.homes.get(info.name)
-        return home is None or self._arrived.find(0, home.first, home.last + 1) < 0
+        location = self.plan.locations.get(info.name)
+        return location is None or self._arrived.find(0, location.first, location.last + 1) < 0
 
-    def pause(self, cut: Cut, seconds: float) -> None:
+    def pause(self, tensor_slice: TensorSlice, seconds: float) -> None:
         """Waits, without the GIL, until the cut may be there; returns after `seconds` at most."""
-        for part in cut.parts:
+        for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
                 claim.pause(seconds)
                 return
-        request, backend, homes = self._request, self._backend, self.plan.homes
+        request, backend, locations = self._request, self._backend, self.plan.locations
         if request is None or backend is None or self.session.checkpoint.closed:
             return
-        spans = [homes[part.name] for part in cut.parts if part.name in homes]
+        spans = [locations[part.name] for part in tensor_slice.parts if part.name in locations]
         if not spans:
             return
-        first = min(home.first for home in spans)
-        last = max(home.last for home in spans)
+        first = min(location.first for location in spans)
+        last = max(location.last for location in spans)
         if last >= first:
             backend.wait(request, seconds, first, last)
 
-    def give(self, cut: Cut) -> list[torch.Tensor]:
+    def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensors of its parts, once: each owns its memory."""
         made = self._made
-        for part in cut.parts:
+        for part in tensor_slice.parts:
             if part.name not in made:
                 self._make(self._place[part.name])
-        given = [made.pop(part.name) for part in cut.parts]
+        given = [made.pop(part.name) for part in tensor_slice.parts]
         self.left -= 1
         return given
 
@@ -161,51 +161,52 @@ class Stage(Batch):
         for info in self._infos[place : place + _MADE_AT_ONCE]:
             if info.name in self._made or not (all_there or self._is_there(info)):
                 break
-            if info.nbytes and info.name not in self.spots:
+            if info.nbytes and info.name not in self.views:
                 break  # it was taken before
             batch.append(info)
         if not batch:
             name = self._infos[place].name
             raise GdsloadError(f"tensor {name!r} was lost: its hand-over was interrupted")
         # Given up first: where this is interrupted, tensors that were made drop their bytes.
-        spots = {info.name: self.spots.pop(info.name) for info in batch if info.nbytes}
+        views = {info.name: self.views.pop(info.name) for info in batch if info.nbytes}
         try:
-            self._made.update(hand_over(batch, spots))
+            self._made.update(hand_over(batch, views))
         except CheckpointError:  # before any tensor was made
-            self.spots.update(spots)
+            self.views.update(views)
             raise
 
-    def joined(self, cut: Cut, parts: list[torch.Tensor]) -> torch.Tensor:
+    def joined(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
         """The cut's tensor, of the tensors of its parts."""
         tensor = parts[0]
-        if cut.shape is not None:
+        if tensor_slice.shape is not None:
             import torch
 
-            tensor = torch.stack(parts).view(cut.shape)
+            tensor = torch.stack(parts).view(tensor_slice.shape)
         # A copy, where something was cut away: a view would keep the rest alive.
-        return tensor if cut.index is None else tensor[cut.index].clone()
+        return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
     def end(self) -> None:
         """Releases what nobody took, and the request."""
         self._made.clear()
-        self.spots.clear()
+        self.views.clear()
         self.release()
 
 
-class Feed:
-    """Hands out cuts to any number of threads, some windows ahead of them. Close it at the end."""
+class ReadaheadQueue:
+    """Hands out slices to any number of threads, some windows ahead of them. Close it at the
+    end."""
 
     def __init__(
         self,
         session: Session,
-        cuts: Sequence[Cut] = (),
+        slices: Sequence[TensorSlice] = (),
         *,
         kept: Container[str] = (),
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
-        stages: type[Stage] = Stage,
+        stages: type[ReadWindow] = ReadWindow,
     ) -> None:
-        """`cuts` in the order in which they will be asked for; nothing is read before `start`.
+        """`slices` in the order in which they will be asked for; nothing is read before `start`.
 
         `kept` are the keys of those whose memory is the model's. `window_bytes` 0 makes one window
         of all, as if all were kept.
@@ -218,16 +219,18 @@ class Feed:
         self._stages_are = stages
         self._lock = fork_safe_lock(self)
         self._closed = False
-        known = {cut.key: cut for cut in cuts}
+        known = {tensor_slice.key: tensor_slice for tensor_slice in slices}
         self._windows = _grouped(known.values(), kept, window_bytes)
         self._sizes = [0 if window.kept else window.nbytes for window in self._windows]
         self._window_of = {
-            cut.key: number for number, window in enumerate(self._windows) for cut in window.cuts
+            tensor_slice.key: number
+            for number, window in enumerate(self._windows)
+            for tensor_slice in window.slices
         }
-        self._stages: dict[int, Stage] = {}  # posted, and not yet all taken
+        self._stages: dict[int, ReadWindow] = {}  # posted, and not yet all taken
         self._posted = [False] * len(self._windows)
         self._next = 0
-        self._loose: set[Stage] = set()
+        self._loose: set[ReadWindow] = set()
         self._mappings: dict[int, Region] = {}
 
     @property
@@ -258,85 +261,91 @@ class Feed:
             self._post(self._next)
             held += size
 
-    def _post(self, number: int) -> Stage:
-        kept, cuts = self._windows[number]
-        stage = self._stages_are.of(self.session, cuts)
+    def _post(self, number: int) -> ReadWindow:
+        kept, slices = self._windows[number]
+        stage = self._stages_are.of(self.session, slices)
         self._posted[number] = True
         self._stages[number] = stage
-        self._windows[number] = Window(kept, [])  # its stage holds what is still needed
+        self._windows[number] = PlannedWindow(kept, [])  # its stage holds what is still needed
         return stage
 
-    def take(self, cut: Cut) -> torch.Tensor:
+    def take(self, tensor_slice: TensorSlice) -> torch.Tensor:
         """The tensor of a cut, when its bytes are there. It owns its memory.
 
-        Raises ReadError and its kinds for what went wrong with its window, FeedClosed when the load
-        ended meanwhile.
+        Raises ReadError and its kinds for what went wrong with its window, QueueClosed when the
+        load ended meanwhile.
         """
         with self._lock:
             self._require_open()
-            number = self._window_of.pop(cut.key, None)
+            number = self._window_of.pop(tensor_slice.key, None)
             stage = None
             try:
-                stage = self._stage_of(cut, number)
+                stage = self._stage_of(tensor_slice, number)
                 piecemeal = number is not None and self._windows[number].kept
-                parts = self._given(stage, cut, piecemeal)
+                parts = self._given(stage, tensor_slice, piecemeal)
             except BaseException:
-                self._put_back(cut, number, stage)
+                self._put_back(tensor_slice, number, stage)
                 raise
         if parts is None:
             try:
-                parts = self._await(stage, cut, piecemeal)
+                parts = self._await(stage, tensor_slice, piecemeal)
             except BaseException:
                 with self._lock:
-                    self._put_back(cut, number, stage)
+                    self._put_back(tensor_slice, number, stage)
                 raise
         if stage.left == 0:
             with self._lock:
                 self._retire(stage, number)
-        return stage.joined(cut, parts)
+        return stage.joined(tensor_slice, parts)
 
-    def _stage_of(self, cut: Cut, number: int | None) -> Stage:
+    def _stage_of(self, tensor_slice: TensorSlice, number: int | None) -> ReadWindow:
         if number is None:
-            stage = self._stages_are.of(self.session, [cut])
+            stage = self._stages_are.of(self.session, [tensor_slice])
             self._loose.add(stage)
-            self.unexpected.append(cut.key)
+            self.unexpected.append(tensor_slice.key)
             return stage
         return self._stages[number] if self._posted[number] else self._post(number)
 
-    def _put_back(self, cut: Cut, number: int | None, stage: Stage | None) -> None:
+    def _put_back(
+        self, tensor_slice: TensorSlice, number: int | None, stage: ReadWindow | None
+    ) -> None:
         """The cut was not given: the next call for it meets the same stage, and the same error."""
         if number is not None:
-            self._window_of[cut.key] = number
+            self._window_of[tensor_slice.key] = number
         elif stage is not None:
             self._loose.discard(stage)
             stage.end()
 
-    def _await(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor]:
+    def _await(
+        self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool
+    ) -> list[torch.Tensor]:
         start = time.monotonic()
         while True:
-            stage.pause(cut, _LOOK_SECONDS)
+            stage.pause(tensor_slice, _LOOK_SECONDS)
             with self._lock:
                 self._require_open()
-                parts = self._given(stage, cut, piecemeal)
+                parts = self._given(stage, tensor_slice, piecemeal)
                 if parts is not None:
                     self.waited_seconds += time.monotonic() - start
                     return parts
 
-    def _given(self, stage: Stage, cut: Cut, piecemeal: bool) -> list[torch.Tensor] | None:
+    def _given(
+        self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool
+    ) -> list[torch.Tensor] | None:
         """The parts of a cut where they are there, else None. Called with the lock held."""
-        if not self._is_ready(stage, cut, piecemeal):
+        if not self._is_ready(stage, tensor_slice, piecemeal):
             stage.look()
-            if not self._is_ready(stage, cut, piecemeal):
+            if not self._is_ready(stage, tensor_slice, piecemeal):
                 return None
         self._tensors += 1
-        self._nbytes += cut.nbytes
-        return stage.give(cut)
+        self._nbytes += tensor_slice.nbytes
+        return stage.give(tensor_slice)
 
-    def _is_ready(self, stage: Stage, cut: Cut, piecemeal: bool) -> bool:
+    def _is_ready(self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool) -> bool:
         # A stage has arrived when its own reads have: what a prefetch brings may still be missing.
-        return (stage.arrived or piecemeal) and stage.has(cut)
+        return (stage.arrived or piecemeal) and stage.has(tensor_slice)
 
-    def _retire(self, stage: Stage, number: int | None) -> None:
+    def _retire(self, stage: ReadWindow, number: int | None) -> None:
         if number is None:
             self._loose.discard(stage)
         elif self._stages.pop(number, None) is None:
@@ -352,14 +361,14 @@ class Feed:
             if info.shard not in self._mappings:
                 self._mappings[info.shard] = map_shard(self.session.checkpoint, info.shard)
             region = self._mappings[info.shard]
-        return hand_over([info], {info.name: Spot(region, info.offset)})[info.name]
+        return hand_over([info], {info.name: BufferView(region, info.offset)})[info.name]
 
     def _require_open(self) -> None:
         if self._closed:
-            raise FeedClosed(f"{self.session.checkpoint.source}: this load has ended")
+            raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 
     def close(self) -> None:
-        """Ends all reads and gives their memory back; whoever waits gets FeedClosed."""
+        """Ends all reads and gives their memory back; whoever waits gets QueueClosed."""
         with self._lock:
             if self._closed:
                 return
@@ -370,23 +379,25 @@ class Feed:
             self._loose.clear()
             self._mappings.clear()
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> ReadaheadQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _grouped(cuts: Iterable[Cut], kept: Container[str], window_bytes: int) -> list[Window]:
-    """Windows, in the order of their first cuts. What is kept is one window."""
-    windows: list[Window] = []
-    filling: dict[bool, tuple[Window, int]] = {}
-    for cut in cuts:
-        keeps = not window_bytes or cut.key in kept
+def _grouped(
+    slices: Iterable[TensorSlice], kept: Container[str], window_bytes: int
+) -> list[PlannedWindow]:
+    """Windows, in the order of their first slices. What is kept is one window."""
+    windows: list[PlannedWindow] = []
+    filling: dict[bool, tuple[PlannedWindow, int]] = {}
+    for tensor_slice in slices:
+        keeps = not window_bytes or tensor_slice.key in kept
         window, held = filling.get(keeps, (None, 0))
-        if window is None or (not keeps and held + cut.nbytes > window_bytes):
-            window, held = Window(keeps, []), 0
+        if window is None or (not keeps and held + tensor_slice.nbytes > window_bytes):
+            window, held = PlannedWindow(keeps, []), 0
             windows.append(window)
-        window.cuts.append(cut)
-        filling[keeps] = window, held + cut.nbytes
+        window.slices.append(tensor_slice)
+        filling[keeps] = window, held + tensor_slice.nbytes
     return windows

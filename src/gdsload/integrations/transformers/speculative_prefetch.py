@@ -57,11 +57,11 @@ def head_start(
     ) as ahead:
         yield
     # The bytes took a road of their own; that they came early is not one.
-    adopted = report.roads.pop("prefetched", 0) - ahead.progress().claimed_bytes
+    adopted = report.paths.pop("prefetched", 0) - ahead.progress().claimed_bytes
     if adopted > 0:
-        report.roads["prefetched"] = adopted
-    for road, size in ahead.report.roads.items():
-        report.roads[road] = report.roads.get(road, 0) + size
+        report.paths["prefetched"] = adopted
+    for road, size in ahead.report.paths.items():
+        report.paths[road] = report.paths.get(road, 0) + size
     report.read_bytes += ahead.report.read_bytes
     report.requests += ahead.report.requests
     report.spans += [

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.integrations.transformers.monkeypatch import Swap, function_of
+from gdsload.integrations.transformers.monkeypatch import Replacement, function_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(least == least)
 
 
-def swaps_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[Swap]:
+def replacements_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[Replacement]:
     """What is replaced in `transformers.modeling_utils`, for callers for whom `wanted()` is not
     None. A transformers before 5.23 may have no such function, and calls torch itself."""
     compare = function_of(module, COMPARE, "source", "target")
@@ -53,4 +53,4 @@ def swaps_of_ties(module: ModuleType, wanted: Callable[[], object]) -> Iterator[
             return True
         return compare(source, target)
 
-    yield Swap(module, COMPARE, compared)
+    yield Replacement(module, COMPARE, compared)
