@@ -63,9 +63,9 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """The doubles for whole loads: torch knows nothing of them."""
+    from devicetensors import device_tensor
     from gdsload import api
     from gdsload.loading import device_batch
-    from test_vram import device_tensor
 
     monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(api, "require_device", str)

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 
 import gdsload
+from devicetensors import raw
 from gdsload.backends.auto.candidates import Part
 from gdsload.report import LoadReport
-from test_vram import raw
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"ring_bytes": MIB, "request_bytes": 64 << 10}

@@ -13,7 +13,7 @@ from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.planning.read_plan import Transfer
-from test_gpu_contract import DeviceMemory
+from gpucontract import DeviceMemory
 
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 16 << 10}
 KINDS = [PosixBackend, GdsBackend, GdsMtBackend]

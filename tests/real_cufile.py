@@ -16,12 +16,12 @@ import safetensors.torch
 import torch
 
 import gdsload
+from devicetensors import device_tensor, raw
 from gdsload import api
 from gdsload.backends.cufile import library as library_module
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.system import shared_libraries
-from test_vram import device_tensor, raw
 
 
 def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[str, Any]:

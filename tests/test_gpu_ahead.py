@@ -21,6 +21,7 @@ import torch
 
 import gdsload
 import gpudoubles
+from devicetensors import odd_tensors, raw
 from gdsload.backends import staging
 from gdsload.backends.auto import benchmark
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
@@ -30,7 +31,6 @@ from gdsload.memory import device_buffers, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
-from test_vram import odd_tensors, raw
 
 PATIENCE_SECONDS = 120.0
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}

@@ -24,8 +24,8 @@ from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
+from gpucontract import DeviceMemory, suite
 from gpudoubles import CODE, STRANGE, Doubles
-from test_gpu_contract import DeviceMemory, suite
 
 
 @pytest.fixture

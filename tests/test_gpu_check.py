@@ -16,13 +16,13 @@ import torch
 
 import gdsload
 import gpudoubles
+from devicetensors import device_tensor
 from gdsload import api
 from gdsload._native.block import Block
 from gdsload.loading import device_batch
 from gdsload.readahead import device_init
 from gdsload.system import gpu
 from gpudoubles import NEGATIVE, Doubles
-from test_vram import device_tensor
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 

@@ -23,6 +23,7 @@ from gdsload.backends.posix import PosixBackend
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
+from gpucontract import DeviceMemory
 from gpudoubles import (
     CODE,
     ERRNO,
@@ -38,7 +39,6 @@ from gpudoubles import (
     Doubles,
 )
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
-from test_gpu_contract import DeviceMemory
 
 # What is mended without a word.
 

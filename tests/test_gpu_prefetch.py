@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from devicetensors import raw
 from gdsload._native.cuda import Device
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.memory import staging_ring
@@ -18,7 +19,6 @@ from gdsload.readahead import device_init
 from gdsload.system import gpu
 from gpuauto import SMALL
 from gpudoubles import CODE, Doubles
-from test_vram import raw
 
 PATIENCE_SECONDS = 120.0
 KEPT = ("pins", "streams", "events")

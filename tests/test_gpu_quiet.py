@@ -9,6 +9,7 @@ import pytest
 
 import gdsload
 import gpudoubles
+from devicetensors import ROADS
 from gdsload.backends import VRAM, Memory, Registration
 from gdsload.backends.cufile import library
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
@@ -16,7 +17,6 @@ from gdsload.errors import GdsloadError, PlacementError
 from gdsload.memory import staging_ring
 from gdsload.system import quiesce
 from gpudoubles import Doubles
-from test_vram import ROADS
 
 NOTHING = {"open": 0, "files": 0, "buffers": 0, "batches": 0, "in_flight": 0}
 

@@ -28,9 +28,9 @@ from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpuauto import MIB, SMALL, load, rates_are
+from gpucontract import DeviceMemory
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
 from gpuloads import PATIENCE_SECONDS, Load
-from test_gpu_contract import DeviceMemory
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from gdsload.errors import BackendUnavailable
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gpucontract import DeviceMemory
 from gpudoubles import HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
-from test_gpu_contract import DeviceMemory
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ import transformers
 import gdsload
 import gpudoubles
 import tinymodels
+from devicetensors import device_tensor, odd_tensors, raw
 from gdsload import api
 from gdsload.backends import DRAM, OpenFile, Registration
 from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
@@ -37,7 +38,6 @@ from gdsload.memory import (
 )
 from gdsload.planning.read_plan import ByteRange, Limits, plan_reads
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
-from test_vram import device_tensor, odd_tensors, raw
 
 PATIENCE_SECONDS = 120.0
 IN_PLACE: dict[str, Any] = {"in_place": True}

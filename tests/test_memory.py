@@ -18,8 +18,8 @@ import torch
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
+from pagemap import PAGE, resident_pages
 
-PAGE = 4096
 UNIT = 2 << 20
 U8 = (1, 8)
 TOO_MUCH = 1 << 60
@@ -30,14 +30,6 @@ def tensor_of(region: Region, offset: int, nbytes: int) -> torch.Tensor:
         region.view(offset, nbytes, (nbytes,), *U8)
     )
     return tensor
-
-
-def resident_pages(address: int, length: int) -> int:
-    """Pages of this process's memory that are there: bit 63 of its pagemap."""
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        pagemap.seek(address // PAGE * 8)
-        entries = pagemap.read(length // PAGE * 8)
-    return sum(entries[i + 7] >> 7 for i in range(0, len(entries), 8))
 
 
 @pytest.mark.parametrize("length", [1, PAGE, UNIT - 1, UNIT, UNIT + 1, 5 * UNIT])

@@ -25,7 +25,7 @@ from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
 from gdsload.report import LoadReport
-from test_memory import resident_pages
+from pagemap import resident_pages
 
 # Rows of two experts' kinds that are merged into one parameter.
 PAIR = (Kind(("g0", "g1", "g2"), (4, 6)), Kind(("u0", "u1", "u2"), (2, 6)))

@@ -22,6 +22,7 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
+from devicetensors import device_tensor
 from gdsload.backends import staging
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
@@ -30,7 +31,6 @@ from gdsload.loading import device_batch
 from gdsload.memory import host_buffers, staging_ring
 from gdsload.system import gpu, shared_libraries
 from gpudoubles import ERRNO, Doubles
-from test_vram import device_tensor
 
 if transformers.__version__[0] < "5":
     pytest.skip("transformers 4.57 has no seam that knows devices", allow_module_level=True)

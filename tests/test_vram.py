@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 import gdsload
 import gpudoubles
+from devicetensors import ROADS, device_tensor, odd_tensors, raw
 from gdsload import api
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
@@ -24,41 +23,6 @@ from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
-
-ROADS: list[tuple[str, dict[str, Any]]] = [
-    ("posix", {"engine": "uring", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
-    ("posix", {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
-    ("gds_mt", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
-    ("gds", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
-]
-
-
-def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A CPU tensor over the double's device memory, given back with it."""
-    nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
-    if nbytes == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    owner = gpu.device(gpu.ordinal_of(device))
-    address = owner.allocate(nbytes)
-    view = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(view, owner.release, address)
-    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
-
-
-def odd_tensors() -> dict[str, torch.Tensor]:
-    """What does not fit its dtype where it lies in the file, and what has no bytes."""
-    return {
-        "a": torch.arange(7, dtype=torch.uint8),
-        "b": torch.empty(0, 5),
-        "c": torch.arange(333, dtype=torch.int16),
-        "d": torch.tensor(2.5, dtype=torch.float64),
-        "e": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
-        "f": torch.ones(3, 1, dtype=torch.bool),
-    }
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 @pytest.fixture

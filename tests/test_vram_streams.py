@@ -16,6 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
+from devicetensors import ROADS, device_tensor, raw
 from gdsload import api
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staging
@@ -33,7 +34,6 @@ from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import PATIENCE_SECONDS
-from test_vram import ROADS, device_tensor, raw
 
 
 @pytest.fixture

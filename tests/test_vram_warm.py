@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import gdsload
+from devicetensors import raw
 from gdsload.backends.base import Support
 from gdsload.backends.posix import engines
 from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
 from storage import kept_warm
-from test_vram import raw
 
 
 @pytest.fixture

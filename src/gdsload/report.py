@@ -35,7 +35,8 @@ class LoadReport:
 
     Of a model: `integration` is the way into transformers that ran ("hook", "safe_open" or
     "stock"), `integration_reason` why it was not the first of these, `fates` how many tensors
-    became parameters as they are ("keep"), were converted or cast ("convert"), or were not read ("skip").
+    became parameters as they are ("keep"), were converted or cast ("convert"), or were not read
+    ("skip").
     `modules_ready` says, for `on_module_ready`, whether modules were told of as they came, or at
     the end and why.
     """

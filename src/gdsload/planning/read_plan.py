@@ -306,8 +306,8 @@ def _extents(
     place: None where all are little, and where there is but one. Pieces of no bytes are left out.
 
     The merge gap is at least one block. Otherwise two ranges could both read a shared block, and
-    the later read would overwrite a tensor that its owner has modified already. Those that are parted by the border
-    alone read it into targets of their own.
+    the later read would overwrite a tensor that its owner has modified already. Ranges that
+    only the border separates are read into targets of their own.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
     members: list[ByteRange] = []
