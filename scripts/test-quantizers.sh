@@ -19,4 +19,4 @@ uv pip install --quiet --python "$where/bin/python" transformers "torch==$torch"
     deepspeed setuptools wheel numpy ninja gguf
 BUILD_CUDA_EXT=0 uv pip install --quiet --python "$where/bin/python" --no-build-isolation gptqmodel
 PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -rs -p no:cacheprovider \
-    tests/test_model_quantized.py tests/test_model_stock.py
+    tests/integrations/test_model_quantized.py tests/integrations/test_stock_weights.py

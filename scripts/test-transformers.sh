@@ -23,6 +23,6 @@ for version in "$@"; do
     printf 'transformers %s\n' "$version"
     PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -p no:cacheprovider \
         -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-        tests/test_model_*.py || failed="$failed $version"
+        tests/integrations/test_*.py || failed="$failed $version"
 done
 [ -z "$failed" ] || { printf 'failed:%s\n' "$failed" >&2; exit 1; }

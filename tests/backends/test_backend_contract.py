@@ -18,7 +18,7 @@ from gdsload.backends.posix import PosixBackend, engines
 from gdsload.backends.posix import backend as backend_module
 from gdsload.backends.posix.backend import PosixRequest
 
-GUIDE = Path(__file__).parents[1] / "docs" / "writing-a-backend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 
 
 class PosixContract(BackendContract):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "src" / "gdsload" / "_native"
 NOT_SOURCE = shutil.ignore_patterns(
     ".*_cache", ".cache", ".git", ".hypothesis", ".venv*", "*.egg-info", "*.safetensors", "*.so",

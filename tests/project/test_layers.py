@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gdsload"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gdsload"
 
 # From the ground up. A package stands for all that is in it.
 FLOORS = (

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!--\s*(?P<mark>[^>]*?)\s*-->\s*?\n\s*)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "install_gds.sh"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "install_gds.sh"
 KERNEL = "6.8.0-45-generic"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n"

@@ -21,7 +21,7 @@ from gdsload.backends.cufile import library as library_module
 from gdsload.synthetic import checkpoints
 from gpudoubles import SOURCES, compiler
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2]
 RUN_SECONDS = 120  # ends a library that spins
 
 

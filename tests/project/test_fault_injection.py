@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks import injector
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600  # the sample takes some twenty; a machine may be busy
 
 

@@ -15,7 +15,7 @@ import transformers
 import gdsload
 import tinymodels
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "from-pretrained.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "from-pretrained.md"
 TABLE = re.compile(r"(<!-- table: ([a-z]+)[^>]*-->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 # What test_model_quantized.py loads of each quantizer, on a CPU. Most others want a GPU.
 TESTED = {

@@ -22,7 +22,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 pytest.importorskip("gdsload.integrations.transformers.model")
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PATIENCE_SECONDS = 120
 
 

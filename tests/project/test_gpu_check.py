@@ -24,7 +24,7 @@ from gdsload.readahead import device_init
 from gdsload.system import gpu
 from gpudoubles import NEGATIVE, Doubles
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
 @pytest.fixture
