@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdsload import warmup
     from gdsload.aio import afrom_pretrained, astream
-    from gdsload.api import load_file, safe_open, stream
+    from gdsload.api import load_file, plan, safe_open, stream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.errors import (
         BackendUnavailable,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         install,
         uninstall,
     )
-    from gdsload.planning.read_plan import plan
     from gdsload.readahead.prefetch import Prefetch, prefetch
     from gdsload.report import LoadReport, last_report
     from gdsload.system.quiesce import quiesce, resume
@@ -61,7 +60,7 @@ _HOMES = {
     "install": "integrations.transformers.model",
     "last_report": "report",
     "load_file": "api",
-    "plan": "planning.read_plan",
+    "plan": "api",
     "prefetch": "readahead.prefetch",
     "quiesce": "system.quiesce",
     "resume": "system.quiesce",

@@ -14,13 +14,23 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native import system
 from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.loading import device_batch
 from gdsload.loading.session import CACHES, STALL_SECONDS, Batch, Session
 from gdsload.planning.layer_order import in_layers
-from gdsload.planning.read_plan import wanted_info, wanted_infos
+from gdsload.planning.read_plan import (
+    DEFAULT_BLOCK_BYTES,
+    GAP_BYTES,
+    Limits,
+    ReadPlan,
+    byte_ranges_of,
+    plan_reads,
+    wanted_info,
+    wanted_infos,
+)
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
@@ -532,3 +542,31 @@ def _as_written(item: int | slice) -> str:
         return str(item)
     bounds = [item.start, item.stop] + ([item.step] if item.step not in (None, 1) else [])
     return ":".join("" if bound is None else str(bound) for bound in bounds)
+
+
+def plan(
+    source: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    *,
+    limits: Limits | None = None,
+    window_bytes: int = 0,
+    gap_bytes: int = GAP_BYTES,
+    **where: Any,
+) -> ReadPlan:
+    """How a checkpoint would be read if none of it were in the page cache; nothing is read yet.
+
+    `names` are the tensors wanted, in the order in which they are; all, in file order, where None.
+    `limits` default to those of the posix backend. `where` is passed to `Checkpoint.open`, whose
+    errors are raised, also for a name that the checkpoint does not have.
+    """
+    with Checkpoint.open(source, **where) as checkpoint:
+        alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
+        return plan_reads(
+            byte_ranges_of(checkpoint, names),
+            [shard.size for shard in checkpoint.shards],
+            limits or Limits(),
+            blocks=[max(pair) or DEFAULT_BLOCK_BYTES if pair else DEFAULT_BLOCK_BYTES
+                    for pair in alignments],
+            window_bytes=window_bytes,
+            gap_bytes=gap_bytes,
+        )  # fmt: skip

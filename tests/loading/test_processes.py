@@ -67,7 +67,7 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
     program = """
         import gc, os, sys, gdsload
         from gdsload.loading.session import Session
-        from gdsload.plan import byte_ranges_of
+        from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         options = {"engine": sys.argv[2], "request_bytes": 4096, "depth": 2}
         for _ in range(10):
@@ -103,7 +103,7 @@ def test_exit_with_a_load_in_flight(path: Path) -> None:
     program = """
         import sys, gdsload
         from gdsload.loading.session import Session
-        from gdsload.plan import byte_ranges_of
+        from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
         options = {"engine": sys.argv[2], "request_bytes": 4096}

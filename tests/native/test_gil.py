@@ -25,7 +25,7 @@ CHILD = """
 import ctypes, json, sys
 from gdsload import Checkpoint
 from gdsload.loading.session import Session
-from gdsload.plan import byte_ranges_of
+from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
 
 source, engine, pipe = sys.argv[1], sys.argv[2], int(sys.argv[3])

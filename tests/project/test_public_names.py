@@ -46,7 +46,7 @@ def test_no_such_name() -> None:
         "import gdsload",
         "import gdsload; gdsload.Checkpoint, gdsload.plan, gdsload.LoadReport, gdsload.ReadError",
         "import gdsload; gdsload.load_file, gdsload.stream, gdsload.safe_open",
-        "import gdsload.plan, gdsload.memory.page_cache, gdsload.loading.session",
+        "import gdsload.planning.read_plan, gdsload.memory.page_cache, gdsload.loading.session",
         "import gdsload.backends; gdsload.backends.names()",
     ],
 )

@@ -193,7 +193,7 @@ def test_exit_while_prefetch_reads_to_device_leaves_nothing(
 BACKEND_STAYS_OPEN = """
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix import PosixBackend
-from gdsload.plan import Transfer
+from gdsload.planning.read_plan import Transfer
 from gdsload import gpu
 path = sys.argv[4]
 fd = os.open(path, os.O_RDONLY)

@@ -14,6 +14,7 @@ from gdsload.backends.base import (
     Support,
 )
 from gdsload.backends.registry import choose, find, names, probe_all, reaches, register_backend
+from gdsload.planning.read_plan import Limits, Transfer
 
 __all__ = [
     "API_VERSION",
@@ -21,12 +22,14 @@ __all__ = [
     "VRAM",
     "Backend",
     "Failure",
+    "Limits",
     "Memory",
     "OpenFile",
     "Option",
     "Progress",
     "Registration",
     "Support",
+    "Transfer",
     "choose",
     "find",
     "names",

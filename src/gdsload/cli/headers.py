@@ -106,7 +106,7 @@ def plan(
     source: str, patterns: Sequence[str], window: int, listed: bool, as_json: bool, **where: Any
 ) -> None:
     """How a checkpoint would be read if none of it were in the page cache. Reads headers only."""
-    from gdsload.planning.read_plan import plan as plan_reads
+    from gdsload.api import plan as plan_reads
 
     with opened(source, where) as checkpoint:
         names = chosen(checkpoint, patterns)

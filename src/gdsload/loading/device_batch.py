@@ -20,8 +20,9 @@ from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
+from gdsload.loading import managed
 from gdsload.loading.session import Batch, Session
-from gdsload.memory import device_buffers, managed
+from gdsload.memory import device_buffers
 from gdsload.memory.host_buffers import (
     BufferView,
     bytes_at,

@@ -7,20 +7,16 @@
       -> targets   the memory that merged_ranges of a window land in, congruent to their file
       offsets
 
-The same input gives the same plan. No memory is taken here, and only `plan` opens a file.
+The same input gives the same plan. Nothing is read and no memory is taken here.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gdsload._native import system
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, shown
 from gdsload.system.gc_control import collector_paused
@@ -146,34 +142,6 @@ class ReadPlan:
         if sizes:
             lines.append(f"request sizes {min(sizes):,} to {max(sizes):,} bytes")
         return "\n".join(lines)
-
-
-def plan(
-    source: str | os.PathLike[str],
-    names: Iterable[str] | None = None,
-    *,
-    limits: Limits | None = None,
-    window_bytes: int = 0,
-    gap_bytes: int = GAP_BYTES,
-    **where: Any,
-) -> ReadPlan:
-    """How a checkpoint would be read if none of it were in the page cache; nothing is read yet.
-
-    `names` are the tensors wanted, in the order in which they are; all, in file order, where None.
-    `limits` default to those of the posix backend. `where` is passed to `Checkpoint.open`, whose
-    errors are raised, also for a name that the checkpoint does not have.
-    """
-    with Checkpoint.open(source, **where) as checkpoint:
-        alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
-        return plan_reads(
-            byte_ranges_of(checkpoint, names),
-            [shard.size for shard in checkpoint.shards],
-            limits or Limits(),
-            blocks=[max(pair) or DEFAULT_BLOCK_BYTES if pair else DEFAULT_BLOCK_BYTES
-                    for pair in alignments],
-            window_bytes=window_bytes,
-            gap_bytes=gap_bytes,
-        )  # fmt: skip
 
 
 @collector_paused()
@@ -347,13 +315,3 @@ def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fr
             return len(targets) - 1
     targets.append(Target(shard, start, end - start))
     return len(targets) - 1
-
-
-class _Callable(ModuleType):
-    """`gdsload.plan` is this module and the function of that name, whichever was imported first."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> ReadPlan:
-        return plan(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable

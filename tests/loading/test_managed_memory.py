@@ -27,14 +27,12 @@ from gdsload.errors import BackendUnavailable, PlacementError, ShortRead
 from gdsload.integrations.transformers import load_plan
 from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.loading import device_batch, io_mode
+from gdsload.loading import managed as managed_module
 from gdsload.memory import (
     device_buffers,
     host_buffers,
     page_cache,
     staging_ring,
-)
-from gdsload.memory import (
-    managed as managed_module,
 )
 from gdsload.planning.read_plan import ByteRange, Limits, plan_reads
 from gpudoubles import CODE, DISCRETE, GB10, GH200, JETSON, Doubles
@@ -47,7 +45,7 @@ SMALL = {"request_bytes": 16 << 10}
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """A machine like GB10. In the end nothing was pinned or copied, and all memory is back."""
-    monkeypatch.setattr(sys.modules["gdsload.plan"], "LITTLE_BYTES", 1)
+    monkeypatch.setattr(sys.modules["gdsload.planning.read_plan"], "LITTLE_BYTES", 1)
     monkeypatch.setattr(device_batch, "empty", device_tensor)
     monkeypatch.setattr(api, "require_device", str)
     gc.collect()
@@ -177,7 +175,7 @@ def test_a_disk_that_takes_any_address(doubles: Doubles) -> None:
 
 def test_odd_tensors(doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little tensors that are off the border of most are put on one by the device, and said."""
-    monkeypatch.setattr(sys.modules["gdsload.plan"], "LITTLE_BYTES", 64 << 10)
+    monkeypatch.setattr(sys.modules["gdsload.planning.read_plan"], "LITTLE_BYTES", 64 << 10)
     path = tmp_path / "odd.safetensors"
     saved = odd_tensors()
     safetensors.torch.save_file(saved, path)
