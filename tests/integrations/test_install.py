@@ -128,7 +128,7 @@ def test_a_script_is_run_as_python_does(
 
 def test_threads_that_outlive_the_script_find_it_installed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import threading\nfrom gdsload import seam\n"
+        "import threading\nfrom gdsload.integrations.transformers import hooks as seam\n"
         "def later():\n    threading.main_thread().join()\n    print(seam.active())\n"
         "threading.Thread(target=later).start()\n"
     )

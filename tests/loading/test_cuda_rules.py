@@ -72,7 +72,7 @@ def test_memory_that_goes_breaks_none_either(doubles: Doubles) -> None:
 
 AT_THE_END = """
 import ctypes, sys, gdsload
-from gdsload import libraries
+from gdsload.system import shared_libraries as libraries
 libraries.candidates = lambda name: [sys.argv[2]]
 ctypes.CDLL(sys.argv[2]).cuda_double_report()
 options = {"ring_bytes": 16 << 20}

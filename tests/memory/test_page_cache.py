@@ -153,7 +153,7 @@ def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int
 
 AS_ANOTHER = """
 import os, sys
-from gdsload import residency
+from gdsload.memory import page_cache as residency
 fd = os.open(sys.argv[1], os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
 try:

@@ -17,7 +17,7 @@ from gpudoubles import built
 # No torch: a capsule of its own stands for a tensor, and dies like one.
 PROGRAM = """
 import errno, json, mmap, os, sys
-from gdsload import residency
+from gdsload.memory import page_cache as residency
 from gdsload._native import system
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator

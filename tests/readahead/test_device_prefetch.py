@@ -531,7 +531,8 @@ def test_odd_tensors(doubles: Doubles, tmp_path: Path) -> None:
 
 WITHOUT_TORCH = """
 import sys, gdsload
-from gdsload import claims, libraries
+from gdsload.loading import claims
+from gdsload.system import shared_libraries as libraries
 libraries.candidates = lambda name: [sys.argv[2]]
 ahead = gdsload.prefetch(sys.argv[1], "cuda:0", backend="posix", options={"ring_bytes": 64 << 20})
 assert ahead.wait(120)

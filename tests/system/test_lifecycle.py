@@ -109,8 +109,9 @@ def report():
         print((cuda.double_said() + cufile_library.double_said()).decode(), end="")
         print("hung:", cufile_library.double_hung())
 import gdsload
-from gdsload import early  # as in a process whose first use of gdsload is a prefetch
-from gdsload import libraries, ring
+from gdsload.readahead import prefetch as early  # as in a process whose first use of gdsload is a prefetch
+from gdsload.system import shared_libraries as libraries
+from gdsload.memory import staging_ring as ring
 from gdsload.backends import cufile
 libraries.candidates = lambda name: [sys.argv[1 if name == libraries.CUDA else 2]]
 cufile.ROOT = sys.argv[3]
@@ -194,7 +195,7 @@ BACKEND_STAYS_OPEN = """
 from gdsload.backends import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix import PosixBackend
 from gdsload.planning.read_plan import Transfer
-from gdsload import gpu
+from gdsload.system import gpu
 path = sys.argv[4]
 fd = os.open(path, os.O_RDONLY)
 backend = PosixBackend(**options)

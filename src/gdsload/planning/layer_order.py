@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from gdsload.checkpoint import TensorInfo
+if TYPE_CHECKING:
+    from gdsload.checkpoint import TensorInfo
+
 
 # What comes before the first layer: embeddings of tokens and places, and what images begin with.
 _FIRST = re.compile(r"(^|\.)(embed|wte|wpe|word_emb|position_emb|tok_emb|patch_emb|conv1)")

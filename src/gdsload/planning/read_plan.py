@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, shown
 from gdsload.system.gc_control import collector_paused
+
+if TYPE_CHECKING:
+    from gdsload.checkpoint import Checkpoint, TensorInfo
 
 # Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
 # 5 to 30 us, which is what one more request costs (benchmarks/gap.py).

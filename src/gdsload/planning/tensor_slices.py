@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange
 from gdsload.system.gc_control import collector_paused
+
+if TYPE_CHECKING:
+    from gdsload.checkpoint import TensorInfo
 
 # A tensor that falls into more runs than this is read by whole rows: the requests would cost more
 # than the bytes between them.

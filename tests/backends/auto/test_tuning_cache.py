@@ -41,7 +41,7 @@ def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> TunedChoice 
 
 def test_what_was_kept_is_found_again(cache: Path) -> None:
     assert asked() is None
-    for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(road="posix")):
+    for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(choice="posix")):
         assert tuning_cache.keep(each) == ""
     assert len(tuning_cache.kept()) == 2
     found = asked()
@@ -186,7 +186,7 @@ def test_a_write_that_fails_leaves_what_there_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(tuning_cache.os, "replace", full)
-        assert "No space left" in tuning_cache.keep(verdict(road="posix"))
+        assert "No space left" in tuning_cache.keep(verdict(choice="posix"))
     assert asked() == verdict()
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
 
