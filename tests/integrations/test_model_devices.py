@@ -56,7 +56,7 @@ def quiet() -> None:
 
 @pytest.fixture
 def doubles(loading: Doubles) -> Doubles:
-    return patches
+    return loading
 
 
 @pytest.fixture

@@ -169,7 +169,8 @@ def test_a_script_starts_with_its_weights_on_their_way(
     script = tmp_path / "script.py"
     script.write_text(
         "import sys; assert 'torch' not in sys.modules\n"
-        "from gdsload import load_file, last_report; from gdsload.readahead import prefetch as early\n"
+        "from gdsload import load_file, last_report\n"
+        "from gdsload.readahead import prefetch as early\n"
         "(ahead,) = early.prefetches(); assert ahead.wait(120)\n"
         "assert len(load_file(ahead.source)) and ahead.progress().claimed_bytes\n"
         "print(*sys.argv[1:])\n"

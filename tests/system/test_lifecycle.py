@@ -109,10 +109,11 @@ def report():
         print((cuda.double_said() + cufile_library.double_said()).decode(), end="")
         print("hung:", cufile_library.double_hung())
 import gdsload
-from gdsload.readahead import prefetch as early  # as in a process whose first use of gdsload is a prefetch
+# As in a process whose first use of gdsload is a prefetch.
+from gdsload.readahead import prefetch as early
 from gdsload.system import shared_libraries as libraries
 from gdsload.memory import staging_ring as ring
-from gdsload.backends import cufile
+from gdsload.backends.cufile import library as cufile
 libraries.candidates = lambda name: [sys.argv[1 if name == libraries.CUDA else 2]]
 cufile.ROOT = sys.argv[3]
 reaches = ctypes.cast(cuda.cuda_double_reaches, ctypes.c_void_p)
