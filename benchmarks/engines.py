@@ -1,7 +1,7 @@
 """Each backend and engine side by side, by request size and reads in flight: our defaults' grounds.
 
     gdsload bench engines MODEL_DIR
-    gdsload bench engines MODEL_DIR --road uring --populate 0 1 2 --huge auto never
+    gdsload bench engines MODEL_DIR --engine uring --populate 0 1 2 --huge auto never
 
 Every combination is an arm of one cold benchmark (cold.py): fresh processes, in turn, judged by
 the same rules. Reads in flight are `depth` to posix and gds, and `threads` to gds_mt.
@@ -33,7 +33,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         prog="gdsload bench engines", description=(__doc__ or "").partition("\n")[0]
     )
     records.add_source(parser)
-    parser.add_argument("--road", nargs="+", default=roads, choices=roads,
+    parser.add_argument("--engine", nargs="+", default=roads, choices=roads,
                         help="engines of posix, and backends: all")  # fmt: skip
     parser.add_argument("--request", nargs="+", type=values.size, default=SIZES, metavar="BYTES",
                         help="of one read, at most: 1M 4M 16M")  # fmt: skip
@@ -57,9 +57,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def grid(options: argparse.Namespace) -> Iterator[str]:
     """The arms: each road with each combination that means something to it."""
     ahead = list(itertools.product(options.populate, options.huge))
-    for road, size, number in itertools.product(
-        options.io_mode, options.request, options.in_flight
-    ):
+    for road, size, number in itertools.product(options.engine, options.request, options.in_flight):
         if road in CUFILE:
             many = "threads" if road == "gds_mt" else "depth"
             yield f"gdsload:backend={road},request_bytes={size},{many}={number}"
@@ -81,16 +79,16 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
     return {**result, "kind": "engines", "left_out": shortened(result)}
 
 
-def io_mode_of(settings: dict[str, Any]) -> str:
+def engine_of(settings: dict[str, Any]) -> str:
     return str(settings.get("backend") or f"posix/{settings['engine']}")
 
 
 def shortened(result: dict[str, Any]) -> dict[str, str]:
     """What was left out, a road of which nothing ran by its name alone."""
-    ran = {io_mode_of(arm["settings"]) for arm in result["arms"]}
+    ran = {engine_of(arm["settings"]) for arm in result["arms"]}
     found: dict[str, str] = {}
     for label, why in result["left_out"].items():
-        road = io_mode_of(parse(label).settings)
+        road = engine_of(parse(label).settings)
         found[label if road in ran else road] = why
     return found
 
@@ -100,7 +98,7 @@ def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spr
     found: dict[str, dict[tuple[int, int], tables.Spread]] = {}
     for arm in result["arms"]:
         of = arm["settings"]
-        name = io_mode_of(of)
+        name = engine_of(of)
         if name not in CUFILE:
             name += f", {of['populate_threads']} populating, huge pages {of['huge_pages']}"
         shape = of["request_bytes"], of.get("depth") or of["threads"]

@@ -51,7 +51,7 @@ def test_each_road_is_tried_with_what_means_something_to_it() -> None:
 def test_engines_side_by_side(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "engines.json"
     answer = run(
-        "bench", "engines", tiny_checkpoint, "--road", "threads", "gds", "gds_mt", "--request",
+        "bench", "engines", tiny_checkpoint, "--engine", "threads", "gds", "gds_mt", "--request",
         "4K", "1M", "--in-flight", "1", "4", "--repeats", "1", "--state", "none", "--neighbours",
         "--output", output,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def architectures(directory: Path) -> str:
     lines = [
         f"With transformers {transformers.__version__}:",
         "",
-        "| architecture | class | keep | transient | conversions |",
+        "| architecture | class | keep | convert | conversions |",
         "|---|---|---:|---:|---|",
     ]
     for name, (class_name, _) in tinymodels.ARCHITECTURES.items():
@@ -70,7 +70,7 @@ def architectures(directory: Path) -> str:
         if any(not hasattr(c, "operations") for c in getattr(model, "_weight_conversions", ())):
             kinds.add("renamed")
         lines.append(
-            f"| {name} | `{class_name}` | {labels['keep']} | {labels['transient']}"
+            f"| {name} | `{class_name}` | {labels['keep']} | {labels['convert']}"
             f" | {', '.join(sorted(kinds, key=str.lower))} |"
         )
     return "\n".join(lines) + "\n"
