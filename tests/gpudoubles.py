@@ -228,7 +228,8 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.end_work()
     staging_ring.release_rings()
     staging._kept.clear()  # copies that a busy machine was late with have ended now
-    assert doubles.complaints() == ""
+    said = doubles.complaints()
+    assert said == "", said
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:  # threads that were left behind end when what they wait for comes back
         gc.collect()
