@@ -19,7 +19,8 @@ from gdsload.backends import registry
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.loading import device_batch
-from gdsload.loading.session import CACHES, STALL_SECONDS, Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,

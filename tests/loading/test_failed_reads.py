@@ -28,8 +28,9 @@ from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadEr
 from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, target_of
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LANDED, LOST
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
 from gdsload.planning.tensor_slices import whole
@@ -187,7 +188,7 @@ def test_filling_after_an_interrupted_copy_copies_no_more(
 def test_batch_after_a_failed_read_fails_each_wait(
     session: Session, gate: Gate, released: bool
 ) -> None:
-    batch = session.start(byte_ranges_of(session.checkpoint, None))
+    batch = Batch(session, *session.arrange(byte_ranges_of(session.checkpoint, None)))
     fail(gate)
     try:
         same_error([batch.wait])
@@ -201,7 +202,7 @@ def test_batch_after_a_failed_read_fails_each_wait(
 def test_batch_released_before_its_end_does_not_count_as_arrived(
     session: Session, gate: Gate
 ) -> None:
-    batch = session.start(byte_ranges_of(session.checkpoint, None))
+    batch = Batch(session, *session.arrange(byte_ranges_of(session.checkpoint, None)))
     batch.release()
     with pytest.raises(ReadError, match="undone"):
         batch.wait()
@@ -336,7 +337,7 @@ def test_batch_whose_report_cannot_be_written_is_released(
     ):
         plan, views = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("gdsload.loading.session.describe", broken)
+            patch.setattr("gdsload.loading.batch.describe", broken)
             Batch(session, plan, views)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""

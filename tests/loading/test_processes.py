@@ -66,6 +66,7 @@ def test_a_fork_after_a_load(path: Path) -> None:
 def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
     program = """
         import gc, os, sys, gdsload
+        from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
@@ -74,7 +75,7 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
             with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
                 session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
                 pieces = byte_ranges_of(checkpoint)
-                batch = session.start(pieces)
+                batch = Batch(session, *session.arrange(pieces))
                 child = os.fork()
                 if child == 0:
                     try:
@@ -102,13 +103,14 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
 def test_exit_with_a_load_in_flight(path: Path) -> None:
     program = """
         import sys, gdsload
+        from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
         options = {"engine": sys.argv[2], "request_bytes": 4096}
         session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
-        batch = session.start(byte_ranges_of(checkpoint))
+        batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))
         sys.exit(7)
     """
     for engine in ENGINES:
@@ -168,14 +170,14 @@ def test_nothing_is_left_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """100 loads that work and 100 that do not: descriptors, threads and mappings as before."""
     bad = path.with_suffix(".bad")
     shutil.copy(path, bad)
-    real = session.Session.start
+    real = session.Session.arrange
 
-    def start(self: session.Session, pieces: Any, **more: Any) -> session.Batch:
+    def arrange(self: session.Session, ranges: Any, **more: Any) -> Any:
         if self.checkpoint.source == str(bad):
             os.truncate(bad, 2_000_000)
-        return real(self, pieces, **more)
+        return real(self, ranges, **more)
 
-    monkeypatch.setattr(session.Session, "start", start)
+    monkeypatch.setattr(session.Session, "arrange", arrange)
 
     def both(turn: int) -> None:
         options = {"engine": ENGINES[turn % len(ENGINES)]}

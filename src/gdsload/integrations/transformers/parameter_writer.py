@@ -30,7 +30,8 @@ from gdsload.integrations.transformers.readahead_queue import (
     QueueClosed,
     Taken,
 )
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory import host_pool
 from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
 from gdsload.planning.read_plan import ReadPlan
