@@ -30,7 +30,7 @@ from gdsload.loading.claims import COMING, LOST, Claim, Offer, claim_pieces
 from gdsload.loading.io_mode import CACHES, ShardAccess
 from gdsload.memory import host_pool
 from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over, map_shard
-from gdsload.memory.pool_segments import Intake, Segment
+from gdsload.memory.host_pool import PoolBuffers, Segment
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer, plan_reads
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
@@ -267,7 +267,7 @@ class Batch:
         self.views = views
         self.claims = session.claims_of(views)
         self._memory: list[Registration] = []
-        self._intake: Intake | None = None  # of the pool, where there is one
+        self._intake: PoolBuffers | None = None  # of the pool, where there is one
         self._backend: Backend | None = None  # of the request
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
@@ -318,7 +318,7 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        self._intake = host_pool.keep(self.plan) if self.memory_of is HostBuffers else None
+        self._intake = host_pool.allocate(self.plan) if self.memory_of is HostBuffers else None
         arena = self._intake or self.memory_of(self.plan)
         self.views.update(arena.views(self.plan))
         return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
