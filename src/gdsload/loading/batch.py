@@ -71,7 +71,7 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        intake = host_pool.keep(self.plan) if self.memory_of is HostBuffers else None
+        intake = host_pool.allocate(self.plan) if self.memory_of is HostBuffers else None
         self._end_intake = None if intake is None else intake.end
         buffers = intake or self.memory_of(self.plan)
         self.views.update(buffers.views(self.plan))

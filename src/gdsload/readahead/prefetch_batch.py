@@ -17,7 +17,8 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.claims import COMING, LANDED, LOST, OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import BufferView, HostBuffers, available_bytes
+from gdsload.memory.available import available_bytes
+from gdsload.memory.host_buffers import BufferView, HostBuffers
 from gdsload.planning.read_plan import (
     ByteRange,
     Location,
