@@ -30,7 +30,7 @@ from gdsload.memory.host_buffers import (
     packed_shape,
     torch_dtype_of,
 )
-from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -244,9 +244,7 @@ class DeviceTensors:
             have_whole(
                 self.device, [tensor_slice.nbytes for tensor_slice in self._cuts], free, reusable
             )
-        for tensor_slice in sorted(
-            self._cuts, key=lambda tensor_slice: tensor_slice.parts[0].place
-        ):
+        for tensor_slice in sorted(self._cuts, key=lambda cut: FILE_ORDER(cut.parts[0])):
             self.tensors[tensor_slice.key] = self._take(tensor_slice)
 
     def _tell_copied(self, largest: TensorSlice, nbytes: int) -> None:
