@@ -21,6 +21,7 @@ from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.loading import device_batch
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
+from gdsload.planning.grouping import grouped
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -29,8 +30,6 @@ from gdsload.planning.read_plan import (
     ReadPlan,
     byte_ranges_of,
     plan_reads,
-    wanted_info,
-    wanted_infos,
 )
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
@@ -86,7 +85,7 @@ def load_file(
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(Checkpoint.open(filename, **where))
-            infos = wanted_infos(checkpoint, names)
+            infos = checkpoint.infos(names)
         _count(report, infos)
         session = stack.enter_context(
             device_batch.session_for(
@@ -177,7 +176,7 @@ def _stream(
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(Checkpoint.open(source, **where))
-            infos = wanted_infos(checkpoint, names)
+            infos = checkpoint.infos(names)
             if order == "layers":
                 infos = in_layers(infos)
         _count(report, infos)
@@ -201,7 +200,7 @@ def _windows(
     session: Session, infos: list[TensorInfo], window_bytes: int, device: str, bar: _Bar
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads window by window, one ahead of what is handed out."""
-    groups = list(_grouped(infos, window_bytes))
+    groups = list(grouped(infos, window_bytes))
     if not groups:
         return
     ahead: list[tuple[list[TensorInfo], Batch]] = []
@@ -225,19 +224,6 @@ def _windows(
     finally:
         for _, batch in ahead:
             batch.release()
-
-
-def _grouped(infos: list[TensorInfo], window_bytes: int) -> Iterator[list[TensorInfo]]:
-    group: list[TensorInfo] = []
-    held = 0
-    for info in infos:
-        if group and held + info.nbytes > window_bytes:
-            yield group
-            group, held = [], 0
-        group.append(info)
-        held += info.nbytes
-    if group:
-        yield group
 
 
 # The backends of safetensors, by the I/O mode that reads in the same way.
@@ -370,13 +356,13 @@ class safe_open:
     @safetensors_errors()
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Several tensors, read together; all of them without `names`."""
-        infos = wanted_infos(self._open(), names)
+        infos = self._open().infos(names)
         return {name: self._give(tensor) for name, tensor in self._read(infos).items()}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
         """A tensor to be sliced before it is read."""
-        return Slice(self, wanted_info(self._open(), name))
+        return Slice(self, self._open().info(name))
 
     def _open(self) -> Checkpoint:
         if self._left:

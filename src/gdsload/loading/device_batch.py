@@ -33,7 +33,7 @@ from gdsload.memory.host_buffers import (
     packed_shape,
     torch_dtype_of,
 )
-from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -197,7 +197,7 @@ class DeviceTensors:
         self._session = session
         self._slices = sorted(
             (each for each in slices if not _stays(each, views)),
-            key=lambda each: each.parts[0].place,
+            key=lambda each: FILE_ORDER(each.parts[0]),
         )
         sizes = [each.nbytes for each in self._slices]
         if sum(sizes):
