@@ -1,7 +1,7 @@
-"""The command `bench`: finds the benchmarks, and hands each its own words.
+"""The command `bench`: finds the benchmarks and passes the arguments on.
 
-They are no part of the library: a wheel brings them as `gdsload.benchmarks`, a checkout has them
-in `benchmarks/` at its top. What they measure, and what they refuse to print, is their own.
+The benchmarks are not part of the library: a wheel has them as `gdsload.benchmarks`, a checkout in
+`benchmarks/` at its top. Not responsible for measuring.
 """
 
 from __future__ import annotations
