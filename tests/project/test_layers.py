@@ -24,7 +24,7 @@ LAYERS = (
     "backends",
     "loading",
     "readahead",
-    "api safe_open",
+    "api safetensors_file",
     "integrations",
     "warmup aio",
     "doctor cli __main__",
