@@ -15,7 +15,7 @@ endif
 SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo lint types test coverage test-oldest gpu-check clean
+.PHONY: help setup build demo api lint types test coverage test-oldest gpu-check clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ setup:  ## make .venv, and build gdsload in place
 
 demo: setup  ## load a 1.5 GB checkpoint cold and warm, beside what you use today
 	@$(PY) scripts/demo.py
+
+api: setup  ## write docs/api.md from the docstrings
+	@$(PY) scripts/api_reference.py
 
 build: setup  ## sdist and wheel, into dist/
 	$(PY) -m build --no-isolation

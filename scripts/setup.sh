@@ -173,12 +173,12 @@ say "building gdsload and installing what it needs (the first time, some minutes
 # An engine that is left out now must not stay behind from a build that had it.
 has_liburing || rm -f src/gdsload/_native/uring.*.so
 if [ -n "$uv" ] && "$uv" pip install -q --python .venv/bin/python \
-    --reinstall-package gdsload --refresh-package gdsload -e '.[test,bench]'; then
+    --reinstall-package gdsload --refresh-package gdsload -e '.[transformers,test,bench]'; then
     :
 else
     [ -z "$uv" ] || say "uv could not; trying pip"
     has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
-    .venv/bin/python -m pip install -q -e '.[test,bench]'
+    .venv/bin/python -m pip install -q -e '.[transformers,test,bench]'
 fi
 inputs | sha256sum >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)

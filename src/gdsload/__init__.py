@@ -1,7 +1,7 @@
-"""gdsload: a model's weights from storage into memory, as fast as the hardware moves them.
+"""gdsload moves the weights of a model from storage into memory as fast as the hardware allows.
 
-Everything here is imported when it is first used: ``import gdsload`` costs milliseconds and no
-torch.
+Names are imported when they are first used: `import gdsload` takes milliseconds and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gdsload import warmup
     from gdsload.aio import afrom_pretrained, astream
-    from gdsload.api import load_file, plan, safe_open, stream
+    from gdsload.api import load_file, plan, stream
     from gdsload.checkpoint import Checkpoint, TensorInfo
     from gdsload.errors import (
         BackendUnavailable,
@@ -33,41 +33,9 @@ if TYPE_CHECKING:
     )
     from gdsload.readahead.prefetch import Prefetch, prefetch
     from gdsload.report import LoadReport, last_report
+    from gdsload.safetensors_file import safe_open
     from gdsload.system.quiesce import quiesce, resume
     from gdsload.version import __version__
-
-# Modules that are reached as attributes: gdsload.warmup.hook(...).
-_MODULES = ("warmup",)
-_HOMES = {
-    "BackendUnavailable": "errors",
-    "Checkpoint": "checkpoint.checkpoint",
-    "CheckpointError": "errors",
-    "CuFileError": "errors",
-    "FileChanged": "errors",
-    "GdsloadError": "errors",
-    "LoadReport": "report",
-    "PlacementError": "errors",
-    "Prefetch": "readahead.prefetch",
-    "ReadError": "errors",
-    "ShortRead": "errors",
-    "StallError": "errors",
-    "TensorInfo": "checkpoint.checkpoint",
-    "__version__": "version",
-    "accelerated": "integrations.transformers.model",
-    "afrom_pretrained": "aio",
-    "astream": "aio",
-    "from_pretrained": "integrations.transformers.model",
-    "install": "integrations.transformers.model",
-    "last_report": "report",
-    "load_file": "api",
-    "plan": "api",
-    "prefetch": "readahead.prefetch",
-    "quiesce": "system.quiesce",
-    "resume": "system.quiesce",
-    "safe_open": "api",
-    "stream": "api",
-    "uninstall": "integrations.transformers.model",
-}
 
 __all__ = [
     "BackendUnavailable",
@@ -101,15 +69,28 @@ __all__ = [
     "warmup",
 ]
 
+# The module of each name; the errors are all in `errors`.
+_MODULES = {
+    "aio": "afrom_pretrained astream",
+    "api": "load_file plan stream",
+    "checkpoint.checkpoint": "Checkpoint TensorInfo",
+    "integrations.transformers.model": "accelerated from_pretrained install uninstall",
+    "readahead.prefetch": "Prefetch prefetch",
+    "report": "LoadReport last_report",
+    "safetensors_file": "safe_open",
+    "system.quiesce": "quiesce resume",
+    "version": "__version__",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"gdsload.{name}")
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
-    value = getattr(import_module(f"gdsload.{home}"), name)
-    globals()[name] = value
+    if name == "warmup":
+        return import_module("gdsload.warmup")
+    module = _MODULE_OF.get(name, "errors")
+    value = globals()[name] = getattr(import_module(f"gdsload.{module}"), name)
     return value
 
 

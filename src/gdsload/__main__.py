@@ -1,4 +1,4 @@
-"""`python -m gdsload`: the command line, and `run` for scripts that shall load by gdsload."""
+"""`python -m gdsload`: the command line. `run` skips click, so that the script starts sooner."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:
         from gdsload.cli.run_script import run
 
-        run(sys.argv[2:])
-        return
+        return run(sys.argv[2:])
     from gdsload.cli import main as command_line
 
     command_line(prog_name="gdsload")

@@ -1,17 +1,22 @@
-"""The asyncio face: reads go on in native threads anyway, and waiting for them in a thread pool."""
+"""Loads for asyncio: `astream` and `afrom_pretrained`.
+
+Native threads read, and threads of the loop's executor wait for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from gdsload.api import stream
+from gdsload.api import WINDOW_BYTES, stream
+from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
+from gdsload.loading.session import STALL_SECONDS
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -22,14 +27,14 @@ _END = ("", None)
 
 
 def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.Future[Any]:
-    """The call in a thread of the loop's executor, with the context variables of the caller.
+    """Calls in a thread of the loop's executor, with the caller's context variables.
 
-    Raises GdsloadError where no thread can be started; the call is then never made.
+    Raises GdsloadError if no thread can be started; the call is then never made.
     """
     wanted = True
     context = copy_context()
 
-    def run() -> Any:  # the executor keeps a call that it found no thread for
+    def run() -> Any:  # the executor queues a call even if it can start no thread for it
         return context.run(call, *args, **named) if wanted else None
 
     try:
@@ -40,14 +45,59 @@ def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.
 
 
 async def astream(
-    source: str | os.PathLike[str], device: str | int | torch.device = "cpu", **words: Any
+    source: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    names: Iterable[str] | None = None,
+    order: str = "file",
+    backend: str = "auto",
+    cache: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    window_bytes: int = WINDOW_BYTES,
+    progress: bool | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    header_limit: int = HEADER_LIMIT_BYTES,
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    """`gdsload.stream` for ``async for``: the event loop goes on while it waits for bytes.
+    """`gdsload.stream` for `async for`: the event loop runs while this waits for bytes.
 
-    Arguments and errors are those of `stream`. Breaking out of the loop ends the reads when the
-    iterator is closed: ``contextlib.aclosing`` closes it at once.
+    Leaving the loop early ends the reads when the iterator is closed; `contextlib.aclosing` closes
+    it at once.
+
+    Args:
+        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        device: Where the tensors are needed, as for `load_file`.
+        names: As for `stream`.
+        order: "file" or "layers", as for `stream`.
+        backend: As for `load_file`.
+        cache: As for `load_file`.
+        options: As for `load_file`.
+        window_bytes: Bytes that are read together, as for `stream`.
+        progress: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which the load fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        strict: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
+
+    Yields:
+        (name, tensor), as `stream` does.
+
+    Raises:
+        ValueError: `order` or `cache` has no such value.
+        GdsloadError: As for `stream`, or no thread can be started.
+
+    Example:
+        >>> async for name, tensor in gdsload.astream("model"):
+        ...     print(name)
     """
-    tensors = stream(source, device, **words)
+    tensors = stream(**locals())  # the parameters are those of `stream`
     step: asyncio.Future[Any] | None = None
     try:
         while True:
@@ -57,7 +107,7 @@ async def astream(
                 return
             yield name, tensor
     finally:
-        # A generator cannot be closed while a thread is in it: a cancelled step is waited for.
+        # A generator cannot be closed while a thread runs it: wait for a cancelled step.
         if step is not None and not step.done():
             await asyncio.wait([step])
         close: Callable[[], None] = tensors.close  # type: ignore[attr-defined]
@@ -75,7 +125,7 @@ _turn = fork_safe_lock(sys.modules[__name__], "_turn")
 def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     turn = _turn
     while not turn.acquire(timeout=0.1):
-        check()  # cancelled while it waited
+        check()  # raises if this load was cancelled
     try:
         return from_pretrained(source, *args, **kwargs)
     finally:
@@ -83,17 +133,32 @@ def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
 
 
 async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """`gdsload.from_pretrained` for ``await``: the event loop goes on while the model loads.
+    """`gdsload.from_pretrained` for `await`: the event loop runs while the model loads.
 
-    Arguments, result and errors are those of `from_pretrained`. The load runs in a thread of the
-    loop's executor, one such load after the other (transformers builds models by changing what the
-    whole process sees), with the context variables of whoever awaits, as they are now; it is there
-    that `on_module_ready` is called. Cancelling the task that awaits ends the reads and frees what
-    was loaded before CancelledError comes out of here: at the next tensor, or, while Python still
-    imports or transformers reads by itself, when that is done. Cancelled again, it leaves at once.
+    The load runs in a thread of the loop's executor, with the context variables of the caller;
+    `on_module_ready` is called there. Loads run one after the other, because transformers changes
+    state of the whole process while it builds a model.
+
+    Cancelling the awaiting task ends the reads and frees what was loaded before CancelledError is
+    raised here: at the next tensor, or, while Python imports or transformers reads by itself, when
+    that is done. A second cancellation raises at once.
+
+    Args:
+        source: As for `from_pretrained`.
+        *args: As for `from_pretrained`.
+        **kwargs: As for `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        GdsloadError: As for `from_pretrained`, or no thread can be started.
+
+    Example:
+        >>> model = await gdsload.afrom_pretrained("model", device_map="cuda:0")
     """
     stop = CancelToken()
-    # A future, not a task: whoever cancels all tasks of a loop must not lose the thread.
+    # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
     loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
     try:
         return await asyncio.shield(loading)
@@ -101,5 +166,5 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         stop.ask()
         await asyncio.wait([loading])
         if not loading.cancelled():
-            loading.exception()  # nobody is to be told of it
+            loading.exception()  # retrieved, so that asyncio does not log it
         raise

@@ -1,5 +1,7 @@
-"""What really happened in a load: which road the bytes took, how long each phase was, and why the
-better roads were refused. A report is filled while the load runs and never changes afterwards.
+"""`LoadReport`: the I/O paths of the bytes, the time of each phase, and refused alternatives.
+
+A report is filled while the load runs and does not change afterwards. Not responsible for deciding
+anything.
 """
 
 from __future__ import annotations
@@ -9,16 +11,19 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
 
+if TYPE_CHECKING:
+    from gdsload.checkpoint import TensorInfo
+
 
 class Span(NamedTuple):
-    """Something that took time: monotonic seconds, on a named track of the trace."""
+    """A time interval on a named track of the trace; `start` and `end` are monotonic seconds."""
 
     name: str
     track: str
@@ -28,17 +33,37 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class LoadReport:
-    """One load. Bytes, seconds and counts; `paths` maps "backend/engine/way" to bytes.
+    """What one load did.
 
-    `choice` says which backend cold bytes took and why, `rates` what was measured of backends in
-    bytes per second, `failovers` how many bytes failed on one and were read by another.
-
-    Of a model: `integration` is the way into transformers that ran ("hook", "safe_open" or
-    "stock"), `integration_reason` why it was not the first of these, `fates` how many tensors
-    became parameters as they are ("keep"), were converted or cast ("convert"), or were not read
-    ("skip").
-    `modules_ready` says, for `on_module_ready`, whether modules were told of as they came, or at
-    the end and why.
+    Attributes:
+        source: The checkpoint, as the caller named it.
+        device: Where the tensors were needed, such as "cuda:0".
+        backend: The backend that read, "" if none did.
+        engine: The engine of the posix backend, "" if it did not read.
+        choice: Which backend read cold bytes, and why.
+        tensors: Number of tensors.
+        wanted_bytes: Size of these tensors, in bytes.
+        read_bytes: Bytes that were read, gaps between tensors included.
+        requests: Number of read operations.
+        short_reads: Number of short reads; each was continued.
+        retries: Number of repeated operations.
+        paths: Bytes by I/O path, "backend/engine/mode".
+        rates: Measured bytes per second of each backend.
+        failovers: Bytes that failed on one backend and were read by another.
+        refusals: Why a faster alternative was not used, by its name.
+        phases: Seconds of each phase.
+        pages: Bytes by size and kind of the pages they were read into.
+        seconds: Seconds from the first step to the last.
+        cpu_seconds: Processor seconds of the whole process in this time.
+        peak_rss_bytes: Largest resident memory of the process so far, in bytes.
+        failure: The error that ended the load, or "".
+        integration: For a model, the way into transformers: "hook", "safe_open" or "stock".
+        integration_reason: Why it was not "hook", or "".
+        modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
+            its end and why.
+        fates: For a model, the number of tensors by fate: "keep" (used as they are), "convert"
+            (converted or cast), "skip" (not read).
+        spans: Time intervals for `trace`.
     """
 
     source: str
@@ -70,36 +95,41 @@ class LoadReport:
 
     @property
     def rate(self) -> float:
-        """Wanted bytes per second of the whole load, 0.0 if it took no time."""
+        """Wanted bytes per second over the whole load; 0.0 before its end."""
         return self.wanted_bytes / self.seconds if self.seconds else 0.0
 
+    def count(self, infos: Collection[TensorInfo]) -> None:
+        """Records the number and the size of the wanted tensors."""
+        self.tensors = len(infos)
+        self.wanted_bytes = sum(info.nbytes for info in infos)
+
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the spans, for JSON."""
+        """All fields except the spans, and `bytes_per_second`."""
         facts = asdict(self)
         del facts["spans"]
         return {**facts, "bytes_per_second": self.rate}
 
     def to_json(self) -> str:
+        """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """A few lines of text for a person."""
         lines = [
             f"{self.source} -> {self.device}: {self.tensors} tensors,"
             f" {self.wanted_bytes / 1e9:.3f} GB in {self.seconds:.3f} s"
             f" ({self.rate / 1e9:.2f} GB/s), {self.cpu_seconds:.2f} s CPU"
         ]
-        roads = [f"{road} {size / 1e9:.3f} GB" for road, size in self.paths.items() if size]
-        lines.append("road: " + (", ".join(roads) or "no bytes were read"))
+        paths = [f"{path} {size / 1e9:.3f} GB" for path, size in self.paths.items() if size]
+        lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
         lines += [
-            f"failed, and read again: {way}, {size:,} bytes" for way, size in self.failovers.items()
+            f"failover: {backends}, {size:,} bytes" for backends, size in self.failovers.items()
         ]
-        lines.append(
-            "phases: " + ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
-        )
+        phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
+        lines.append(f"phases: {phases}")
         if self.requests:
             lines.append(
                 f"{self.requests} requests, {self.short_reads} short reads continued,"
@@ -107,44 +137,34 @@ class LoadReport:
             )
         if self.integration:
             why = f" ({self.integration_reason})" if self.integration_reason else ""
-            counts = ", ".join(f"{count} {label}" for label, count in self.fates.items())
-            lines.append(
-                f"path into transformers: {self.integration}{why}; {counts or 'no labels'}"
-            )
+            fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items()) or "no fates"
+            lines.append(f"path into transformers: {self.integration}{why}; {fates}")
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")
         return "\n".join(lines)
 
     def trace(self) -> dict[str, Any]:
-        """The phases and requests in Chrome's trace format (chrome://tracing, Perfetto)."""
-        pid = os.getpid()
+        """Phases and requests in Chrome's trace format, for chrome://tracing and Perfetto."""
         tracks = {name: number for number, name in enumerate(sorted({s.track for s in self.spans}))}
+        process = {"pid": os.getpid()}
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+            process | {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
             for name, tid in tracks.items()
         ]
-        events += [
-            {
-                "ph": "X",
-                "name": span.name,
-                "pid": pid,
-                "tid": tracks[span.track],
-                "ts": span.start * 1e6,
-                "dur": max(span.end - span.start, 0.0) * 1e6,
-            }
-            for span in self.spans
-        ]
+        for name, track, start, end in self.spans:
+            times = {"ts": start * 1e6, "dur": max(end - start, 0.0) * 1e6}
+            events.append(process | times | {"ph": "X", "name": name, "tid": tracks[track]})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trace as a JSON file."""
+        """Writes `trace` to a JSON file. Raises OSError."""
         with open(path, "w", encoding="utf-8") as out:
             json.dump(self.trace(), out)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a phase; a phase entered twice adds up."""
+        """Measures a phase; the times of a repeated phase are added."""
         start = time.monotonic()
         try:
             yield
@@ -155,11 +175,11 @@ class LoadReport:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Times the load from its first step to its last and makes it the last report."""
+        """Measures the load from its first step to its last; then it is `last_report`."""
         start, cpu = time.monotonic(), time.process_time()
         try:
             yield
-        except GeneratorExit:  # a stream that its caller had enough of
+        except GeneratorExit:  # the caller closed a stream: not a failure
             raise
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
@@ -168,24 +188,24 @@ class LoadReport:
             self.seconds = time.monotonic() - start
             self.cpu_seconds = time.process_time() - cpu
             self.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            _keep(self)
+            with _lock:
+                _last[:] = [self]
 
 
 _lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
 
 
-def _keep(report: LoadReport) -> None:
-    with _lock:
-        _last[:] = [report]
-
-
 def last_report() -> LoadReport:
-    """The report of the load that ended last in this process, failed or not.
+    """Returns the report of the last load in this process that ended, failed or not.
 
-    Raises LookupError before the first one.
+    Raises:
+        LookupError: No load has ended yet.
+
+    Example:
+        >>> print(gdsload.last_report().summary())
     """
     with _lock:
         if not _last:
-            raise LookupError("nothing was loaded in this process yet")
+            raise LookupError("no load has ended in this process yet")
         return _last[0]

@@ -1,22 +1,27 @@
-"""Ways to have weights read ahead without touching the code that loads them.
+"""Start `gdsload.prefetch` without changing the code that loads the weights.
 
-`hook` is for servers and function platforms, `from_words` and `from_environment` for whoever
-starts a script; all of them only call `gdsload.prefetch`. `status` tells what became of it. torch
-is never imported here.
+`hook` is for servers and function platforms, `from_environment` and `from_words` are for scripts.
+`status` reports all prefetches. torch is not imported here.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.loading.session import STALL_SECONDS
 from gdsload.memory import host_pool
 from gdsload.memory.host_pool import HostPool
 from gdsload.readahead.prefetch import TIERS, Prefetch, prefetch, started
 from gdsload.readahead.progress import CANCELLED, CLOSED
 from gdsload.system.lifecycle import fork_safe_lock
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Hook",
@@ -35,10 +40,22 @@ _DEVICE = re.compile(r"(?P<source>.+)@(?P<device>[a-z]+(?::\d+)?)")
 
 
 class Status(NamedTuple):
-    """One prefetch of this process: bytes, and seconds until it ended (or so far); `error` is empty
-    where nothing went wrong. Or, with the tier "pool" and the state "kept", what an open pool holds
-    of a checkpoint: `claimed_bytes` are in segments that tensors live in, `resident_bytes` is what
-    the kernel says, and the seconds are since a load last took from it."""
+    """One prefetch of this process, or one checkpoint in the open `HostPool`.
+
+    Attributes:
+        source: The checkpoint.
+        device: Where the load is expected, such as "cuda:0".
+        tier: "memory", "pool" or "pagecache".
+        state: "opening", "reading", "landed" (complete), "cancelled", "failed" or "closed"; for a
+            checkpoint in the pool "kept".
+        wanted_bytes: Bytes to read; 0 while opening. In the pool: bytes that it holds.
+        landed_bytes: Bytes that were read.
+        claimed_bytes: Bytes that loads took over. In the pool: bytes that tensors use.
+        resident_bytes: Bytes in memory at the end of a prefetch into the page cache, else 0. In the
+            pool: bytes in memory now.
+        seconds: Seconds until the end, or until now. In the pool: seconds since the last load.
+        error: The error, or "".
+    """
 
     source: str
     device: str
@@ -53,8 +70,16 @@ class Status(NamedTuple):
 
 
 def status() -> list[Status]:
-    """The last prefetches of this process, oldest first, also those that have ended; then what the
-    open pool holds, the least recently used first."""
+    """Reports the last prefetches of this process and the content of the open `HostPool`.
+
+    Returns:
+        The prefetches, oldest first, ended or not; then the checkpoints in the pool, least recently
+        used first.
+
+    Example:
+        >>> for each in gdsload.warmup.status():
+        ...     print(each.source, each.state, each.landed_bytes)
+    """
     pool = host_pool.current()
     return [
         Status(one.source, one.report.device, one.tier, *one.progress(), one.report.failure)
@@ -69,16 +94,24 @@ def status() -> list[Status]:
 
 
 def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
-    """Holds the reads of this process to a rate: all of them, or (`of` "ahead") only what is read
-    before somebody waits for it. None lifts the limit. It holds from the next read on.
+    """Limits the rate of reads in this process, from the next read on.
 
-    Without a limit, too, reads ahead yield: while a load is under way they go on one by one.
-    Raises ValueError for a rate below 1, or for another `of` than "ahead" and "all".
+    Without a limit, too, prefetches have a low priority: during a load they read one at a time.
+
+    Args:
+        bytes_per_second: The limit. None removes it.
+        of: "ahead" limits reads that no load waits for yet; "all" limits all reads.
+
+    Raises:
+        ValueError: The rate is below 1, or `of` has no such value.
+
+    Example:
+        >>> gdsload.warmup.limit_bandwidth(500_000_000)
     """
     from gdsload._native.pump import limit_traffic, traffic
 
     if bytes_per_second is not None and bytes_per_second < 1:
-        raise ValueError(f"{bytes_per_second} bytes per second is no rate; None lifts the limit")
+        raise ValueError(f"{bytes_per_second} bytes per second is no rate; None removes the limit")
     rates = dict(zip(("all", "ahead"), traffic()[:2], strict=True))
     if of not in rates:
         raise ValueError(f"of={of!r} is none of {', '.join(rates)}")
@@ -87,25 +120,25 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
 
 
 class Hook:
-    """A prefetch that begins when it is called: by a server as its lifespan, or by anybody.
+    """A prefetch that starts when it is called; made by `hook`.
 
-    Called without an argument it starts the prefetch, waits for it if it shall, and returns it.
-    Called with an application it is the asynchronous context of that application's life.
+    Called without an argument, it starts the prefetch, waits for it if `wait` was given, and
+    returns it. Called with an application, it is the asynchronous context manager of the
+    application's lifespan.
     """
 
-    def __init__(self, source: str | os.PathLike[str], wait: bool, words: Mapping[str, Any]):
-        self._source = source
+    def __init__(self, start: Callable[[], Prefetch], wait: bool) -> None:
+        self._prefetch_now = start
         self._wait = wait
-        self._words = dict(words)
         self._prefetch: Prefetch | None = None
         self._lock = fork_safe_lock(self)
 
     def start(self) -> Prefetch:
-        """Starts it; what was started before and not closed is returned as it is."""
+        """Starts the prefetch. Returns the running one if it was not closed or cancelled."""
         with self._lock:
             ahead = self._prefetch
             if ahead is None or ahead.progress().state in (CANCELLED, CLOSED):
-                ahead = self._prefetch = prefetch(self._source, **self._words)
+                ahead = self._prefetch = self._prefetch_now()
             return ahead
 
     def __call__(self, app: object = None) -> Any:
@@ -117,12 +150,9 @@ class Hook:
         return ahead
 
     async def __aenter__(self) -> dict[str, Prefetch]:
-        import asyncio  # it takes longer than all of this, and a script that is run needs none
+        import asyncio  # slow to import, and scripts do not need it
 
-        ahead = self.start()
-        if self._wait:
-            await asyncio.to_thread(ahead.wait)
-        return {"gdsload": ahead}
+        return {"gdsload": await asyncio.to_thread(self) if self._wait else self.start()}
 
     async def __aexit__(self, *_: object) -> None:
         import asyncio
@@ -132,28 +162,82 @@ class Hook:
             await asyncio.to_thread(ahead.close)
 
 
-def hook(source: str | os.PathLike[str], *, wait: bool = False, **words: Any) -> Hook:
-    """A warm-up for servers: ``FastAPI(lifespan=gdsload.warmup.hook("model"))``, or, on a platform
-    that calls functions, ``gdsload.warmup.hook("model", wait=True)()`` at the top of the module.
+def hook(
+    source: str | os.PathLike[str],
+    *,
+    wait: bool = False,
+    device: str | int | torch.device = "cpu",
+    tier: str = "memory",
+    names: Iterable[str] | None = None,
+    limit_bytes: int | None = None,
+    keep: bool = False,
+    backend: str = "auto",
+    cache: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    header_limit: int = HEADER_LIMIT_BYTES,
+) -> Hook:
+    """Makes a prefetch for a server's lifespan, or for the top of a module on a function platform.
 
-    As a lifespan it starts the prefetch when the application starts and closes it when that ends;
-    requests find it as ``request.state.gdsload``. With `wait` the application (or the caller) waits
-    for the bytes, and gets what `Prefetch.wait` raises. `words` are those of `gdsload.prefetch`.
+    As a lifespan it starts the prefetch with the application and closes it at the end; requests
+    find it as `request.state.gdsload`.
+
+    Args:
+        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        wait: Whether the application, or the caller, waits for all bytes.
+        device: Where the load is expected, as for `gdsload.prefetch`.
+        tier: "memory", "pool" or "pagecache", as for `gdsload.prefetch`.
+        names: As for `gdsload.prefetch`.
+        limit_bytes: As for `gdsload.prefetch`.
+        keep: As for `gdsload.prefetch`.
+        backend: As for `load_file`.
+        cache: As for `load_file`.
+        options: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which the prefetch fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        strict: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
+
+    Returns:
+        The hook; nothing is read before it is called.
+
+    Raises:
+        GdsloadError: When it is called with `wait`: what `Prefetch.wait` raises.
+
+    Example:
+        >>> app = FastAPI(lifespan=gdsload.warmup.hook("model", device="cuda:0"))
+        >>> gdsload.warmup.hook("model", wait=True)()
     """
-    return Hook(source, wait, words)
+    words = {name: value for name, value in locals().items() if name != "wait"}
+    return Hook(partial(prefetch, **words), wait)  # the other parameters are those of `prefetch`
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Prefetch | None:
-    """Starts what GDSLOAD_PREFETCH asks for: ``source`` or ``source@device``. None without it."""
+    """Starts the prefetch of GDSLOAD_PREFETCH, which is `source` or `source@device`.
+
+    Args:
+        environment: The environment. None is `os.environ`.
+
+    Returns:
+        The prefetch, or None if the variable is not set.
+
+    Example:
+        >>> gdsload.warmup.from_environment({"GDSLOAD_PREFETCH": "model@cuda:0"})
+    """
     text = (os.environ if environment is None else environment).get(VARIABLE, "")
-    if not text:
-        return None
-    source, device = source_and_device(text)
-    return prefetch(source, device)
+    return prefetch(*source_and_device(text)) if text else None
 
 
 def source_and_device(text: str) -> tuple[str, str]:
-    """("model", "cuda:0") of "model@cuda:0"; the device is "cpu" where none is named."""
+    """Splits "model@cuda:0" into ("model", "cuda:0"); without a device it is "cpu"."""
     found = _DEVICE.fullmatch(text)
     if found is None or os.path.exists(text):
         return text, "cpu"
@@ -161,12 +245,25 @@ def source_and_device(text: str) -> tuple[str, str]:
 
 
 def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
-    """Starts what ``--model SOURCE [--device DEVICE] [--tier TIER]`` at the front of a command line
-    asks for, else what the environment does; and returns the words that follow.
+    """Starts a prefetch from the options at the front of a command line.
 
-    Raises SystemExit, with the reason, for an option that lacks its value or has a wrong one.
+    The options are `--model SOURCE [--device DEVICE] [--tier TIER]`. Without them,
+    `from_environment` decides.
+
+    Args:
+        words: The command line, without the name of the program.
+
+    Returns:
+        The prefetch, or None, and the words after the options.
+
+    Raises:
+        SystemExit: An option has no value or a wrong one.
+
+    Example:
+        >>> ahead, rest = gdsload.warmup.from_words(sys.argv[1:])
     """
-    wanted: dict[str, str] = {}
+    wanted = {"tier": "memory", "device": "cpu"}
+    given: list[str] = []
     rest = list(words)
     while rest and rest[0].partition("=")[0] in ("--model", "--device", "--tier"):
         name, equals, value = rest.pop(0).partition("=")
@@ -175,11 +272,12 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
                 raise SystemExit(f"gdsload: {name} needs a value")
             value = rest.pop(0)
         wanted[name[2:]] = value
-    if not wanted:
+        given.append(name)
+    if not given:
         return from_environment(), rest
     if "model" not in wanted:
-        raise SystemExit(f"gdsload: --{next(iter(wanted))} is for --model, which is missing")
-    tier = wanted.get("tier", "memory")
+        raise SystemExit(f"gdsload: {given[0]} needs --model")
+    tier = wanted["tier"]
     if tier not in TIERS:
         raise SystemExit(f"gdsload: --tier {tier} is none of {', '.join(TIERS)}")
-    return prefetch(wanted["model"], wanted.get("device", "cpu"), tier=tier), rest
+    return prefetch(wanted["model"], wanted["device"], tier=tier), rest

@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it ends, and what it leaves alone."""
+"""The command line: output, exit codes, logging."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gdsload.errors import FileChanged
 NORMS = "model.layers.*.input_layernorm.weight"
 
 COMMAND = "from gdsload.cli import main; main()"
-# Runs the command line, then tells on stderr which heavy modules came in with it.
+# Runs the command line, then prints on stderr the heavy modules that it imported.
 LIGHT = """
 import sys
 from gdsload.cli import main
@@ -47,7 +47,7 @@ main()
 # --- inspect ------------------------------------------------------------------------------------
 
 
-def test_inspect_tells_files_dtypes_and_metadata(tiny_checkpoint: Path) -> None:
+def test_inspect_prints_files_dtypes_and_metadata(tiny_checkpoint: Path) -> None:
     result = run("inspect", tiny_checkpoint)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -78,7 +78,7 @@ def test_inspect_as_json_counts_bytes(tiny_checkpoint: Path) -> None:
     assert "tensors" not in answer("inspect", tiny_checkpoint)
 
 
-def test_inspect_does_not_obey_names(tmp_path: Path) -> None:
+def test_inspect_escapes_control_characters_of_names(tmp_path: Path) -> None:
     save_file({"a\x1b[2Jb": torch.zeros(2)}, tmp_path / "evil.safetensors")
     result = run("inspect", tmp_path, "--tensors")
     assert "\x1b" not in result.stdout
@@ -116,7 +116,7 @@ def test_plan_as_json_agrees_with_itself(tiny_checkpoint: Path) -> None:
     assert "transfers" not in answer("plan", tiny_checkpoint)
 
 
-def test_plan_of_some_names(tiny_checkpoint: Path) -> None:
+def test_plan_of_names_has_only_their_tensors(tiny_checkpoint: Path) -> None:
     assert answer("plan", tiny_checkpoint, "--names", NORMS)["tensors"] == 4
     both = answer("plan", tiny_checkpoint, "--names", NORMS, "--names", EMBEDDING)
     assert both["tensors"] == 5
@@ -124,13 +124,13 @@ def test_plan_of_some_names(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "load"])
-def test_a_name_that_fits_nothing_is_an_error(command: str, tiny_checkpoint: Path) -> None:
+def test_name_without_a_match_is_an_error(command: str, tiny_checkpoint: Path) -> None:
     result = run(command, tiny_checkpoint, "--names", "no.such.*")
     assert result.exit_code == 1
     assert "'no.such.*'" in result.stderr
 
 
-def test_a_name_is_itself_before_it_is_a_glob(tmp_path: Path) -> None:
+def test_exact_name_wins_over_glob(tmp_path: Path) -> None:
     save_file({"a[0]": torch.zeros(2), "a0": torch.zeros(2)}, tmp_path / "x.safetensors")
     (read,) = answer("plan", tmp_path, "--names", "a[0]", "--transfers")["transfers"]
     assert answer("plan", tmp_path, "--names", "a[0]")["tensors"] == 1
@@ -154,7 +154,7 @@ def test_make_checkpoint_writes_once(tmp_path: Path) -> None:
     assert "not empty" in other.stderr
 
 
-def test_bars_are_for_terminals(tmp_path: Path) -> None:
+def test_progress_bar_is_shown_on_terminals_only(tmp_path: Path) -> None:
     silent = process(COMMAND, "make-checkpoint", "tiny", tmp_path / "silent")
     assert (silent.returncode, silent.stderr) == (0, "")
     ours, theirs = pty.openpty()
@@ -169,7 +169,7 @@ def test_bars_are_for_terminals(tmp_path: Path) -> None:
 # --- run ----------------------------------------------------------------------------------------
 
 
-def test_run_leaves_its_arguments_to_the_script(tmp_path: Path) -> None:
+def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import logging, sys\n"
@@ -187,10 +187,10 @@ def test_run_leaves_its_arguments_to_the_script(tmp_path: Path) -> None:
     assert run("run").exit_code == 2
 
 
-# --- how it ends --------------------------------------------------------------------------------
+# --- exit codes --------------------------------------------------------------------------------
 
 
-def test_version_and_help() -> None:
+def test_version_and_help_are_printed() -> None:
     assert run("--version").stdout.startswith("gdsload, version 0.")
     result = run("--help")
     assert result.exit_code == 0
@@ -201,11 +201,11 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize("words", [["bake"], ["inspect"], ["load", "x", "--repeat", "0"],
                                    ["plan", "x", "--window", "lots"],
                                    ["make-checkpoint", "gpt-9", "x"]])  # fmt: skip
-def test_bad_usage_exits_2(words: Sequence[str]) -> None:
+def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
     assert run(*words).exit_code == 2
 
 
-def test_an_error_is_one_line_and_a_traceback_on_request(
+def test_error_is_one_line_or_with_debug_a_traceback(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(*_: object, **__: object) -> None:
@@ -218,13 +218,13 @@ def test_an_error_is_one_line_and_a_traceback_on_request(
         assert isinstance(run(*words).exception, FileChanged)
 
 
-def test_ctrl_c_exits_130(tiny_checkpoint: Path) -> None:
+def test_ctrl_c_exits_with_130(tiny_checkpoint: Path) -> None:
     ended = process(INTERRUPTED, "load", tiny_checkpoint)
     assert (ended.returncode, ended.stderr.strip()) == (130, "gdsload: interrupted")
 
 
 @pytest.mark.parametrize("words", [["inspect", "--tensors"], ["load", "--json"]])
-def test_a_closed_pipe_is_fine(words: Sequence[str], tiny_checkpoint: Path) -> None:
+def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkpoint: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     ended = process(COMMAND, *words, tiny_checkpoint,
@@ -233,7 +233,7 @@ def test_a_closed_pipe_is_fine(words: Sequence[str], tiny_checkpoint: Path) -> N
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_a_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
+def test_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = process(COMMAND, "inspect", tiny_checkpoint,
                         stdout=full)  # fmt: skip
@@ -243,40 +243,42 @@ def test_a_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect"], ["plan"], ["doctor"]])
-def test_only_load_waits_for_torch(words: Sequence[str], tiny_checkpoint: Path) -> None:
+def test_commands_other_than_load_do_not_import_torch(
+    words: Sequence[str], tiny_checkpoint: Path
+) -> None:
     ended = process(LIGHT, *words, *([] if words[0].startswith("-") else [tiny_checkpoint]))
     assert ended.returncode in (0, 1, 2), ended.stderr
     assert ended.stdout != ""
     assert ended.stderr == "\n"
 
 
-def test_load_is_noticed_by_the_test_above(tiny_checkpoint: Path) -> None:
+def test_load_imports_torch(tiny_checkpoint: Path) -> None:
     assert "torch" in process(LIGHT, "load", tiny_checkpoint).stderr.split()
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "logged"), [
     ([], {"broken"}),
     (["-v"], {"broken", "reading"}),
     (["-vv"], {"broken", "reading", "detail"}),
 ])  # fmt: skip
-def test_verbose_sets_logging(
-    words: Sequence[str], told: set[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_verbose_sets_the_level_of_logging(
+    words: Sequence[str], logged: set[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("gdsload")
-    honest = api.load_file
+    original = api.load_file
 
     def talking(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         log.error("broken")
         log.info("reading")
         log.debug("detail")
-        return honest(*args, **kwargs)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(api, "load_file", talking)
     before = log.level, list(log.handlers)
     for order in ([*words, "load"], ["load", *words]):
         assert {
             line.split()[-1] for line in run(*order, tiny_checkpoint).stderr.splitlines()
-        } == told
+        } == logged
     assert (log.level, list(log.handlers)) == before
 
 
@@ -287,12 +289,12 @@ def test_verbose_sets_logging(
     ("0", 0), ("4096", 4096), ("64K", 65536), ("64KiB", 65536), ("64KB", 64000), ("1.5g", 3 << 29),
     ("2 MB", 2_000_000), ("7B", 7),
 ])  # fmt: skip
-def test_bytes_as_people_write_them(text: str, nbytes: int) -> None:
+def test_bytes_with_units_are_parsed(text: str, nbytes: int) -> None:
     assert Bytes().convert(text, None, None) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1X", "K", "1KK", "1e3"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
+def test_bytes_without_a_number_are_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Bytes().convert(text, None, None)
 
@@ -301,5 +303,5 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
     (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_999, "1.00 MB"), (1_503_300_328, "1.50 GB"),
     (2 * 10**15, "2000.00 TB"),
 ])  # fmt: skip
-def test_bytes_as_people_read_them(nbytes: int, text: str) -> None:
+def test_size_is_rounded_with_a_unit(nbytes: int, text: str) -> None:
     assert size(nbytes) == text

@@ -1,4 +1,4 @@
-"""`gdsload load`: what it reports, verifies and refuses, and what a cold load is."""
+"""`gdsload load`: reports, verification, wrong arguments, cold loads."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from storage import kept_warm
 
 @pytest.fixture
 def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page cache belongs to everybody on this machine: here it is never dropped."""
+    """Other processes use the page cache, too: tests never drop it."""
     monkeypatch.setattr(page_cache, "drop_caches", lambda: False)
 
 
 # --- load ---------------------------------------------------------------------------------------
 
 
-def test_load_reports_its_road(tiny_checkpoint: Path) -> None:
+def test_load_reports_its_io_path(tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--cache", "buffered", "--engine", "threads")
     assert result.exit_code == 0
     assert "47 tensors" in result.stdout
     assert "posix/threads/buffered" in result.stdout
 
 
-def test_load_verifies_and_touches(tiny_checkpoint: Path) -> None:
+def test_load_with_touch_and_verify_reports_both(tiny_checkpoint: Path) -> None:
     facts = answer("load", tiny_checkpoint, "--touch", "--verify", "--repeat", "2")
     assert facts["verified"] is True
     first, second = facts["runs"]
@@ -50,7 +50,7 @@ def test_load_verifies_and_touches(tiny_checkpoint: Path) -> None:
     assert text.endswith("verified: 47 tensors as safetensors reads them, bit for bit\n")
 
 
-def test_verify_takes_every_dtype_and_shape(tmp_path: Path) -> None:
+def test_verify_accepts_every_dtype_and_shape(tmp_path: Path) -> None:
     names = ["bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "float16",
              "bfloat16", "int32", "float32", "complex64", "float64", "int64"]  # fmt: skip
     made = {
@@ -70,15 +70,15 @@ def test_verify_takes_every_dtype_and_shape(tmp_path: Path) -> None:
     ],
     ids=["one bit", "the shape"],
 )
-def test_verify_finds_what_differs(
+def test_verify_detects_a_difference(
     spoil: Callable[[torch.Tensor], object],
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = api.load_file
+    original = api.load_file
 
     def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        loaded = {name: tensor.clone() for name, tensor in honest(*args, **kwargs).items()}
+        loaded = {name: tensor.clone() for name, tensor in original(*args, **kwargs).items()}
         spoil(loaded[EMBEDDING])
         return loaded
 
@@ -112,14 +112,14 @@ def test_load_writes_a_trace(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "nowhere" in result.stderr
 
 
-def test_load_to_a_device_that_is_none(tiny_checkpoint: Path) -> None:
+def test_load_to_an_unknown_device_is_an_error(tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--device", "toaster")
     assert result.exit_code == 1
-    assert result.stderr.startswith("gdsload: torch cannot use device 'toaster': ")
+    assert result.stderr.startswith("gdsload: device 'toaster' cannot be used: ")
     assert result.stderr.count("\n") == 1
 
 
-def test_an_engine_that_is_none_is_an_error_although_all_is_warm(tiny_checkpoint: Path) -> None:
+def test_unknown_engine_is_an_error_even_for_cached_files(tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--engine", "steam")
     assert result.exit_code == 1
     assert "uring" in result.stderr
@@ -134,7 +134,7 @@ def test_an_engine_that_is_none_is_an_error_although_all_is_warm(tiny_checkpoint
         ("depth=0", "depth"),
     ],
 )
-def test_a_bad_option_is_bad_usage(option: str, complaint: str, tiny_checkpoint: Path) -> None:
+def test_wrong_option_exits_with_2(option: str, complaint: str, tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--cache", "direct", "--option", option)
     assert result.exit_code == 2
     assert complaint in result.stderr
@@ -145,7 +145,7 @@ def test_options_reach_the_backend(tiny_checkpoint: Path) -> None:
     assert answer("load", tiny_checkpoint, *words)["runs"][0]["requests"] >= 656768 // 65536
 
 
-def test_the_choices_of_cache_are_the_librarys() -> None:
+def test_choices_of_cache_are_those_of_the_library() -> None:
     (kind,) = [option.type for option in load.params if option.name == "cache"]
     assert isinstance(kind, click.Choice)
     assert tuple(kind.choices) == CACHES
@@ -168,7 +168,7 @@ def test_cold_reads_from_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_dropping")
-def test_cold_is_an_error_where_pages_stay(
+def test_cold_with_remaining_pages_is_an_error(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_cache, "evict", lambda path: 8192)

@@ -1,4 +1,4 @@
-"""What the doctor says of the roads into VRAM, over doubles of CUDA and cuFile."""
+"""The doctor's findings for I/O paths into VRAM, with doubles of CUDA and cuFile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gdsload import doctor
 from gdsload.backends import tuning_cache
 from gdsload.backends.auto import benchmark
 from gdsload.backends.tuning_cache import TunedChoice
-from gdsload.doctor import cufile, vram
+from gdsload.doctor import cufile, gpu
 from gdsload.doctor.finding import Finding
 from gdsload.system import shared_libraries
 from gpudoubles import Doubles
@@ -33,7 +33,7 @@ def found() -> dict[str, Finding]:
     return {each.name: each for each in findings}
 
 
-def test_devices_and_the_native_path(doubles: Doubles) -> None:
+def test_devices_and_native_path_are_found(doubles: Doubles) -> None:
     findings = found()
     assert findings["cuda:0"].detail.startswith("Double 0 at 0000:01:00.0")
     assert findings["cuda:1"].verdict == "yes"
@@ -41,7 +41,7 @@ def test_devices_and_the_native_path(doubles: Doubles) -> None:
     assert doubles.cufile_log["opens"] == 0
 
 
-def test_only_compatibility_mode_and_why(doubles: Doubles, tmp_path: Path) -> None:
+def test_native_path_without_nvidia_fs_has_the_reason(doubles: Doubles, tmp_path: Path) -> None:
     (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
     native = found()["native path"]
     assert native.verdict == "no" and native.hint
@@ -49,30 +49,19 @@ def test_only_compatibility_mode_and_why(doubles: Doubles, tmp_path: Path) -> No
     assert "nvidia-fs is not loaded" in native.detail
 
 
-def test_a_device_that_shares_the_hosts_memory(doubles: Doubles) -> None:
-    for machine, why in (
-        (gpudoubles.GB10, "was never measured, and options={'in_place': True} asks for it"),
-        (gpudoubles.JETSON, "no concurrent managed access"),
-        (gpudoubles.GH200, "has a faster one of its own"),
-    ):
-        doubles.set(unified=machine)
-        detail = found()["cuda:0"].detail
-        assert why in detail and detail.endswith(": bytes are staged")
-    doubles.set()
-    assert "staged" not in found()["cuda:0"].detail
-
-
-def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_without_a_device_have_reasons(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpudoubles.forget(monkeypatch)
     monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
-    names = {each.name: each for each in vram.paths()}
-    assert list(names) == ["native path", "CUDA"]
-    assert names["CUDA"].verdict == "no"
-    assert vram.measured() == []
+    names = {each.name: each for each in gpu.paths()}
+    assert {"native path", "opening cuFile", "libcufile"} <= set(names)
+    assert (names["cuda:0"].verdict, bool(names["cuda:0"].hint)) == ("no", True)
+    assert gpu.measured() == []
 
 
-def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) -> None:
+def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
     versions = benchmark.versions()
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
@@ -82,7 +71,7 @@ def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) 
     findings = found()
     good = findings["measured from xfs /dev/md0 9:0 to Double 0 0000:01:00.0"]
     assert good.verdict == "yes"
-    assert good.detail.startswith("gds_mt is taken: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
+    assert good.detail.startswith("gds_mt is used: gds_mt 12.10 GB/s, posix 8.00 GB/s, on ")
     old = findings["measured from ext4 /dev/sda 8:0 to Double 0 0000:01:00.0"]
     assert old.verdict == "partly" and "30 days ago" in old.detail and old.hint
     shown = json.loads(run("doctor", "--json").stdout)

@@ -1,41 +1,89 @@
-"""The public names, pinned; and what importing them costs."""
+"""The public names and their parameters, pinned, and the cost of importing them."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gdsload
+from gdsload import backends, warmup
 
-NAMES = [
-    "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
-    "GdsloadError", "LoadReport", "PlacementError", "ReadError", "ShortRead", "StallError",
-    "TensorInfo", "__version__", "last_report", "load_file", "plan", "safe_open", "stream",
-]  # fmt: skip
+NAMES = {
+    gdsload: [
+        "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
+        "GdsloadError", "LoadReport", "PlacementError", "Prefetch", "ReadError", "ShortRead",
+        "StallError", "TensorInfo", "__version__", "accelerated", "afrom_pretrained", "astream",
+        "from_pretrained", "install", "last_report", "load_file", "plan", "prefetch", "quiesce",
+        "resume", "safe_open", "stream", "uninstall", "warmup",
+    ],
+    warmup: [
+        "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",
+        "source_and_device", "status",
+    ],
+    backends: [
+        "API_VERSION", "DRAM", "VRAM", "Backend", "Failure", "Limits", "Memory", "OpenFile",
+        "Option", "Progress", "Registration", "Support", "Transfer", "choose", "find", "names",
+        "probe_all", "reaches", "register_backend",
+    ],
+}  # fmt: skip
+LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
+READING = ["backend", "cache", "options", "stall_seconds"]
 
 
-def test_the_public_names() -> None:
-    assert set(NAMES) <= set(gdsload.__all__), "a public name is a promise"
-    assert sorted(gdsload.__all__) == list(gdsload.__all__)
-    for name in gdsload.__all__:
-        assert getattr(gdsload, name) is not None
-        assert name in dir(gdsload)
+def run(code: str, *words: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
-def test_each_name_comes_first() -> None:
-    """Whichever name is used first, and `plan` is the function however it was imported."""
-    program = (
-        "import importlib, sys; import gdsload; name = sys.argv[1];"
-        " value = getattr(gdsload, name); assert value is not None;"
-        " from gdsload import plan; assert callable(plan); assert callable(gdsload.plan)"
+@pytest.mark.parametrize("module", NAMES, ids=lambda module: module.__name__)
+def test_public_names_are_exactly_these(module: Any) -> None:
+    assert module.__all__ == NAMES[module]
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+
+
+@pytest.mark.parametrize("function", [
+    gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.plan, gdsload.prefetch,
+    gdsload.astream, warmup.hook, gdsload.Checkpoint.open,
+], ids=lambda function: function.__qualname__)  # fmt: skip
+def test_parameters_are_explicit(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    assert set(LOOKUP) <= parameters.keys()
+    if function not in (gdsload.plan, gdsload.Checkpoint.open):
+        assert set(READING) <= parameters.keys()
+    for parameter in parameters.values():
+        assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
+def test_parameters_of_astream_and_hook_are_those_they_pass_on() -> None:
+    def defaults(function: Any) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {each.name: (each.default, each.annotation) for each in parameters}
+
+    assert defaults(gdsload.astream) == defaults(gdsload.stream)
+    hook = defaults(warmup.hook)
+    assert hook.pop("wait") == (False, "bool")
+    assert hook == defaults(gdsload.prefetch)
+
+
+def test_any_name_can_be_used_first() -> None:
+    code = (
+        "import sys; import gdsload; assert getattr(gdsload, sys.argv[1]) is not None;"
+        " import gdsload.safetensors_file, gdsload.planning.read_plan;"
+        " assert callable(gdsload.plan) and isinstance(gdsload.safe_open, type)"
     )
-    for name in ("plan", "load_file", "LoadReport"):
-        subprocess.run([sys.executable, "-c", program, name], check=True)
+    for name in ("plan", "load_file", "LoadReport", "warmup"):
+        run(code, name)
 
 
-def test_no_such_name() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = gdsload.nonsense
 
@@ -50,18 +98,39 @@ def test_no_such_name() -> None:
         "import gdsload.backends; gdsload.backends.names()",
     ],
 )
-def test_no_torch(program: str) -> None:
+def test_import_does_not_bring_heavy_modules(program: str) -> None:
     """torch costs a second; reading starts before it is imported."""
     heavy = "{'torch', 'numpy', 'transformers', 'tqdm', 'click', 'psutil'}"
-    code = f"{program}\nimport sys\nprint(*sorted({heavy} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == ""
+    assert run(f"{program}\nimport sys\nprint(*sorted({heavy} & set(sys.modules)))") == ""
 
 
-def test_importing_loads_one_module() -> None:
+def test_import_of_gdsload_brings_one_module() -> None:
     code = (
         "import sys; before = set(sys.modules); import gdsload;"
         " print(sum(name.startswith('gdsload') for name in set(sys.modules) - before))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "1"
+    assert run(code) == "1"
+
+
+def test_without_transformers_load_file_works_and_from_pretrained_names_the_extra(
+    tiny_checkpoint: Path,
+) -> None:
+    code = """
+import sys
+
+class Blocked:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "accelerate"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked)
+import gdsload
+assert len(gdsload.load_file(sys.argv[1])) == 47
+gdsload.install()
+gdsload.uninstall()
+try:
+    gdsload.from_pretrained(sys.argv[1])
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'gdsload[transformers]'" in run(code, str(tiny_checkpoint))

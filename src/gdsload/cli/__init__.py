@@ -1,7 +1,7 @@
-"""The command line, thin: it reads arguments, calls the library, and prints what comes back.
+"""The command line: reads arguments, calls the library, prints the results.
 
-Errors of the library become one line on stderr and exit code 1, mistakes in the arguments exit
-code 2. `main` is the group that commands are added to; torch is imported by `load` alone.
+Errors of the library become one line on stderr and exit code 1, wrong arguments exit code 2. Only
+`load` imports torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import click
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
-from gdsload.cli.terminal import DEBUG, Commands, common, json_of, moved_bar, plain, show_json, size
+from gdsload.cli.terminal import DEBUG, Commands, common, json_of, plain, show_json, size
 from gdsload.cli.warming import warmup
 from gdsload.synthetic.model_shapes import MODELS
+from gdsload.system.progress_bar import progress_bar
 
 __all__ = ["main"]
 
@@ -31,20 +32,20 @@ def main(ctx: click.Context) -> None:
     SOURCE is a .safetensors file, a directory, or a model in the local cache of the hub.
     """
     if ctx.invoked_subcommand != "run":
-        for out in (sys.stdout, sys.stderr):  # a terminal that cannot show a name shows escapes
+        for out in (sys.stdout, sys.stderr):  # names may have characters that the terminal lacks
             with suppress(AttributeError, ValueError):
                 out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
-@main.command(short_help="What this machine can do, and the hints.")
+@main.command(short_help="What works on this machine, and what would help.")
 @click.argument("path", required=False, type=click.Path())
 @json_of
 @common
 def doctor(path: str | None, as_json: bool) -> int:
-    """What this machine can do for a load, each road with yes or no, the reason and the hint.
+    """Checks every I/O path of this machine: yes, partly or no, with the reason and a hint.
 
-    PATH is a file or a directory on the storage to be looked at. The exit code is 0 where the best
-    road to DRAM works, 1 where only slower ones do, 2 where none does.
+    PATH is a file or a directory on the storage to check. The exit code is 0 if the fastest path to
+    DRAM works, 1 if only slower ones work, 2 if none works.
     """
     from gdsload.doctor import examine
 
@@ -59,13 +60,13 @@ def doctor(path: str | None, as_json: bool) -> int:
 @main.command("make-checkpoint", short_help="Write a checkpoint with a real model's shapes.")
 @click.argument("model", type=click.Choice(list(MODELS)))
 @click.argument("directory", type=click.Path(file_okay=False))
-@click.option("--layers", type=click.IntRange(1), help="Keep only so many decoder layers.")
-@click.option("--seed", default=0, show_default=True, help="Other values for another seed.")
+@click.option("--layers", type=click.IntRange(1), help="Number of decoder layers, if fewer.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the values.")
 @common
 def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -> None:
-    """Writes a checkpoint with the names, shapes and shards of MODEL, and made-up values.
+    """Writes a checkpoint with the names, shapes and shards of MODEL, and random values.
 
-    A directory that holds this very checkpoint already is left as it is.
+    A directory that already holds this checkpoint is not changed.
     """
     from gdsload.synthetic import checkpoints
 
@@ -73,13 +74,14 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
     if checkpoints.holds(directory, model, layers=layers, seed=seed):
         click.echo(f"{plain(directory)}: {model}, {size(total)}, is there already")
         return
-    with moved_bar(model, total) as moved:
-        written = checkpoints.write(model, directory, layers=layers, seed=seed, progress=moved)
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    with progress_bar(terminal, total, title=model) as advance:
+        written = checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
     click.echo(f"{plain(str(written))}: {model}, {size(total)}")
 
 
 @main.command(
-    short_help="Run a script with gdsload in place.",
+    short_help="Run a script that loads by gdsload.",
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="",
@@ -93,15 +95,15 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
 )
 @click.pass_context
 def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Runs a Python script, with gdsload in place of transformers' own loading.
+    """Runs a Python script that loads its transformers models by gdsload.
 
-    With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, the weights are on their
-    way before the script imports anything; --tier pagecache only fills the page cache.
+    With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a prefetch starts before
+    the script imports anything; --tier pagecache only fills the page cache.
     """
     from gdsload.cli.run_script import run as run_script
 
-    ctx.meta[DEBUG] = True  # the script's errors are its own
-    ctx.find_root().close()  # and so is its logging
+    ctx.meta[DEBUG] = True  # errors of the script keep their traceback
+    ctx.find_root().close()  # and its logging is not ours
     run_script(arguments)
 
 

@@ -1,43 +1,29 @@
-"""The commands that read headers and no more: `inspect` and `plan`."""
+"""The commands `inspect` and `plan`, which read headers only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gdsload.cli.terminal import (
-    Bytes,
-    chosen,
-    common,
-    count,
-    given,
-    json_of,
-    names_of,
-    opened,
-    plain,
-    show_json,
-    show_table,
-    size,
-    source_of,
-)
-
-if TYPE_CHECKING:
-    from gdsload.checkpoint import Checkpoint
+from gdsload.api import plan as plan_reads
+from gdsload.checkpoint import Checkpoint
+from gdsload.cli import terminal
+from gdsload.cli.terminal import count, plain, size
 
 
 @click.command(short_help="What is in a checkpoint.")
-@source_of
+@terminal.source_of
 @click.option("--tensors", "listed", is_flag=True, help="List the tensors, in file order.")
-@json_of
-@common
+@terminal.json_of
+@terminal.common
 def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
-    """What is in a checkpoint: files, sizes, tensors, dtypes, metadata. Reads headers only."""
-    with opened(source, where) as checkpoint:
+    """Prints files, sizes, tensors, dtypes and metadata of a checkpoint. Reads headers only."""
+    with Checkpoint.open(source, **where) as checkpoint:
         facts = facts_of(checkpoint, listed)
     if as_json:
-        return show_json(facts)
+        return terminal.show_json(facts)
     click.echo(
         f"{plain(facts['source'])}: {count(len(facts['files']), 'file')},"
         f" {count(facts['tensor_count'], 'tensor')}, {size(facts['total_bytes'])}"
@@ -48,33 +34,33 @@ def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
         (dtype, size(entry["bytes"]), count(entry["tensors"], "tensor"))
         for dtype, entry in facts["dtypes"].items()
     ]
-    show_table(rows)
+    terminal.show_table(rows)
     for key, value in facts["metadata"].items():
         click.echo(f"metadata {plain(key)}: {plain(value)}")
     if listed:
         click.echo()
-        show_table(
+        terminal.show_table(
             (name, info["dtype"], str(info["shape"]), size(info["bytes"]), info["file"])
             for name, info in facts["tensors"].items()
         )
 
 
 def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
-    """What `inspect` tells of a checkpoint; sizes and offsets in bytes."""
+    """The output of `inspect --json`; sizes and offsets in bytes."""
     dtypes: dict[str, dict[str, int]] = {}
-    held = [0] * len(checkpoint.shards)
+    counts = [0] * len(checkpoint.shards)
     for info in checkpoint.tensors.values():
         entry = dtypes.setdefault(info.dtype, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += info.nbytes
-        held[info.shard] += 1
+        counts[info.shard] += 1
     facts: dict[str, Any] = {
         "source": checkpoint.source,
         "total_bytes": checkpoint.total_bytes,
         "tensor_count": len(checkpoint.tensors),
         "files": [
             {"name": shard.name, "path": shard.path, "bytes": shard.size,
-             "data_start": shard.data_start, "tensors": held[number], "metadata": shard.metadata}
+             "data_start": shard.data_start, "tensors": counts[number], "metadata": shard.metadata}
             for number, shard in enumerate(checkpoint.shards)
         ],
         "dtypes": dtypes,
@@ -89,48 +75,46 @@ def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
     return facts
 
 
-@click.command(short_help="How a checkpoint would be read.")
-@source_of
-@names_of
+@click.command(short_help="The reads of a load.")
+@terminal.source_of
+@terminal.names_of
 @click.option(
     "--window",
-    type=Bytes(),
+    type=terminal.Bytes(),
     default="0",
     metavar="BYTES",
-    help="Plan in windows of so many bytes (64K, 256M) in the order of the names.",
+    help="Size of a read window (64K, 256M), in the order of the names; 0 plans one window.",
 )
 @click.option("--transfers", "listed", is_flag=True, help="List every read.")
-@json_of
-@common
+@terminal.json_of
+@terminal.common
 def plan(
     source: str, patterns: Sequence[str], window: int, listed: bool, as_json: bool, **where: Any
 ) -> None:
-    """How a checkpoint would be read if none of it were in the page cache. Reads headers only."""
-    from gdsload.api import plan as plan_reads
-
-    with opened(source, where) as checkpoint:
-        names = chosen(checkpoint, patterns)
+    """Prints the reads of a load with an empty page cache. Reads headers only."""
+    with Checkpoint.open(source, **where) as checkpoint:
+        names = terminal.chosen(checkpoint, patterns)
         files = [shard.name for shard in checkpoint.shards]
-        planned = plan_reads(source, names, window_bytes=window, **given(where))
+        planned = plan_reads(source, names, window_bytes=window, **where)
     reads = [
         {"tag": read.tag, "file": files[read.shard], "offset": read.offset, "length": read.length,
          "wanted": read.wanted, "target": read.target, "target_offset": read.target_offset}
         for read in (planned.transfers if listed else ())
     ]  # fmt: skip
     if as_json:
-        return show_json(
+        return terminal.show_json(
             {
                 "source": source,
                 "tensors": len(planned.locations),
                 "wanted_bytes": planned.wanted_bytes,
                 "read_bytes": planned.read_bytes,
                 "requests": len(planned.transfers),
-                "merged_ranges": [dict(extent._asdict(), shard=files[extent.shard])
-                            for extent in planned.merged_ranges],
+                "merged_ranges": [dict(each._asdict(), shard=files[each.shard])
+                                  for each in planned.merged_ranges],
                 "windows": [list(window) for window in planned.windows],
             } | ({"transfers": reads} if listed else {})
         )  # fmt: skip
     click.echo(planned.summary())
     if reads:
         click.echo()
-        show_table([tuple(reads[0]), *(tuple(map(str, read.values())) for read in reads)])
+        terminal.show_table([tuple(reads[0]), *(tuple(map(str, read.values())) for read in reads)])

@@ -1,7 +1,7 @@
-"""What the commands share: their common options, how they end, and how they print.
+"""What the commands share: common options, exit codes, and printing.
 
-Text is for people and rounds sizes; JSON is for programs and counts bytes. What comes from a file
-is never printed as it is: a name may hold what a terminal would obey.
+Text is for people and rounds sizes; JSON is for programs and has bytes. Text from a file is
+escaped before it is printed, because a name may contain control sequences of a terminal.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,16 +23,16 @@ from gdsload.errors import CheckpointError, GdsloadError, shown
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell makes of them
-DEBUG = "gdsload.debug"  # in the context's meta: errors are to show their traceback
+INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
+DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class Commands(click.Group):
-    """The commands, and what becomes of their endings: a command returns its exit code."""
+    """The group of all commands. A command returns its exit code; errors become one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. Everything it printed has left the process when this returns."""
+        """Runs a command and flushes its output."""
         try:
             code = super().invoke(ctx)
             if sys.stdout is not None:
@@ -40,7 +40,7 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("gdsload: interrupted", err=True)
             code = INTERRUPTED
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # the reader of the output ended, as `| head` does
             code = PIPE_CLOSED
         except (GdsloadError, OSError) as error:
             if ctx.meta.get(DEBUG):
@@ -54,19 +54,17 @@ class Commands(click.Group):
 
 
 def _flush_or_forget() -> None:
-    """Output that nobody takes is dropped here: at exit its failure would be printed."""
+    """Drops output that cannot be written: Python would print the failure at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        with suppress(OSError, ValueError), open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), sys.stdout.fileno())
 
 
-def _talk(ctx: click.Context, _: click.Parameter, count: int) -> None:
-    """Logging goes to stderr: errors, with -v what is done, with -vv every detail."""
+def _logs(ctx: click.Context, _: click.Parameter, count: int) -> None:
+    """Logs to stderr: errors, with -v progress, with -vv every detail."""
     log = logging.getLogger("gdsload")
     if ctx.parent is None:
         handler, level = logging.StreamHandler(), log.level
@@ -94,17 +92,17 @@ def _options(*parameters: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 common = _options(
-    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_talk,
-                 help="Log what is done to stderr; -vv for every detail."),
+    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_logs,
+                 help="Log progress to stderr; -vv logs every detail."),
     click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=_debug,
                  help="Show the traceback of an error."),
 )  # fmt: skip
 source_of = _options(
     click.argument("source"),
-    click.option("--revision", help="Of a model in the hub's cache: branch, tag or commit."),
-    click.option("--subfolder", help="A folder inside the model."),
+    click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
+    click.option("--subfolder", default="", help="A folder inside the model."),
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
-    click.option("--cache-dir", help="The hub's cache, if it is not where it usually is."),
+    click.option("--cache-dir", help="The hub's cache, if not in its usual place."),
 )
 names_of = click.option(
     "--names", "patterns", multiple=True, metavar="PATTERN",
@@ -127,22 +125,10 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         return int(float(number) * factor)
 
 
-def given(where: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that say where a checkpoint is, without those that were not given."""
-    return {name: value for name, value in where.items() if value is not None}
-
-
-def opened(source: str, where: dict[str, Any]) -> Checkpoint:
-    """The checkpoint, open. Raises CheckpointError and its kinds."""
-    from gdsload.checkpoint import Checkpoint
-
-    return Checkpoint.open(source, **given(where))
-
-
 def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[str] | None:
-    """The names that are meant, in the order of the patterns; None, for all, without patterns.
+    """The matching names, in the order of the patterns; None (all tensors) without patterns.
 
-    Raises CheckpointError for a pattern that fits no tensor.
+    Raises CheckpointError for a pattern that matches no tensor.
     """
     if not patterns:
         return None
@@ -152,23 +138,12 @@ def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[str] | None:
         hits = [pattern] if exact else fnmatch.filter(checkpoint.tensors, pattern)
         if not hits:
             raise CheckpointError(
-                f"{checkpoint.source}: no tensor is called {shown(pattern)}, and none matches it",
+                f"{checkpoint.source}: no tensor has the name or matches the pattern"
+                f" {shown(pattern)}",
                 tensor=pattern,
             )
         found.update(dict.fromkeys(hits))
     return list(found)
-
-
-@contextmanager
-def moved_bar(title: str, total: int) -> Iterator[Callable[[int], object] | None]:
-    """A function to tell of bytes, and a bar that shows them; None where there is no terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, desc=title) as bar:
-        yield bar.update
 
 
 def show_json(facts: object) -> None:
@@ -188,7 +163,7 @@ def count(number: int, noun: str) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people, in powers of 1000: "1.50 GB"."""
+    """A rounded size in powers of 1000, such as "1.50 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
@@ -197,5 +172,5 @@ def size(nbytes: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a file's making as a terminal may show it: control characters are escaped."""
+    """Text from a file with its control characters escaped."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""The command `warmup`: fills the page cache before somebody else reads, and proves that it did.
+"""The command `warmup`: fills the page cache before another process reads, and checks it.
 
 For init containers, snapshot builds and scripts; torch is not imported.
 """
@@ -11,64 +11,56 @@ from typing import Any
 
 import click
 
-from gdsload.cli.terminal import (
-    Bytes,
-    common,
-    given,
-    json_of,
-    opened,
-    plain,
-    show_json,
-    size,
-    source_of,
-)
+from gdsload.checkpoint import Checkpoint
+from gdsload.cli import terminal
+from gdsload.cli.terminal import plain, size
 
-COLD = 3  # the exit code where the page cache kept less than was read
+COLD = 3  # the exit code if the page cache holds less than was read
 _LOOK_SECONDS = 0.05
 
 
 @click.command()
-@source_of
+@terminal.source_of
 @click.option(
     "--tier",
     type=click.Choice(["pagecache"]),
     default="pagecache",
     show_default=True,
-    help="Where the bytes shall be: what one process has in its own memory dies with it.",
+    help="The kind of memory. Other tiers end with the process.",
 )
 @click.option(
     "--limit",
-    type=Bytes(),
+    type=terminal.Bytes(),
     default="0",
     metavar="BYTES",
-    help="At most so many bytes (64M, 8G); 0: what memory is available.",
+    help="Bytes to read at most (64M, 8G); 0: the available memory.",
 )
-@click.option("--wait", is_flag=True, help="Wait for all of it; else another process goes on.")
-@json_of
-@common
+@click.option("--wait", is_flag=True, help="Wait for the end. Else a background process reads.")
+@terminal.json_of
+@terminal.common
 def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **where: Any) -> int:
-    """Reads a checkpoint into the page cache, where every process finds it.
+    """Reads a checkpoint into the page cache, for all processes.
 
-    With --wait the exit code is 0 where the page cache holds what was wanted, 3 where it kept less
-    (memory is short, or its cgroup small), 1 where something failed. Without it another process
-    goes on reading, and only a source that cannot be opened is noticed here.
+    With --wait the exit code is 0 if the page cache holds all wanted bytes, 3 if it holds less
+    (memory is short, or the limit of the cgroup), 1 if the reads failed. Without --wait a
+    background process reads, and only a source that cannot be opened is reported.
     """
     from gdsload.readahead.prefetch import prefetch
 
     if not wait:
-        with opened(source, where):
-            pid = go_on(source, tier, limit, where)
+        with Checkpoint.open(source, **where):
+            pid = in_background(source, tier, limit, where)
         if as_json:
-            show_json({"source": source, "tier": tier, "pid": pid})
+            terminal.show_json({"source": source, "tier": tier, "pid": pid})
             return 0
         click.echo(f"{plain(source)}: process {pid} reads it into the page cache")
         return 0
-    with prefetch(source, tier=tier, limit_bytes=limit or None, **given(where)) as ahead:
+    with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
         while not ahead.wait(_LOOK_SECONDS):
             pass
         progress = ahead.progress()
     if as_json:
-        show_json({"source": source, "tier": tier} | progress._asdict())
+        terminal.show_json({"source": source, "tier": tier} | progress._asdict())
     else:
         click.echo(
             f"{plain(source)}: {size(progress.resident_bytes)} of {size(progress.wanted_bytes)} in"
@@ -77,15 +69,15 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     return 0 if progress.resident_bytes >= progress.wanted_bytes else COLD
 
 
-def go_on(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:
-    """Starts a process of its own that warms up and waits; returns its number."""
+def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:
+    """Starts a background process that runs `warmup --wait`; returns its process id."""
     words = ["warmup", source, "--tier", tier, "--limit", str(limit), "--wait"]
-    for name, value in given(where).items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in where.items():
+        words += [f"--{name.replace('_', '-')}", value] if value else []
     null = subprocess.DEVNULL
     process = subprocess.Popen(
         [sys.executable, "-c", "from gdsload.cli import main; main()", *words],
         start_new_session=True, stdin=null, stdout=null, stderr=null,
     )  # fmt: skip
-    process.returncode = 0  # nobody here will wait for it
+    process.returncode = 0  # not waited for: without this, Popen warns
     return process.pid

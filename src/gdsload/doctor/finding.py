@@ -1,4 +1,4 @@
-"""What a check answers, and what all answers together mean for a load."""
+"""`Finding`, the result of one check, and `Diagnosis`, the result of all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 from gdsload.backends.posix.engines import ENGINES
 
 YES, PARTLY, NO = "yes", "partly", "no"
-VERDICTS = (YES, PARTLY, NO)
-BEST_ENGINE = ENGINES[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: `verdict` is "yes", "partly" or "no"; `hint` is "" or what helps."""
+    """The result of one check. `verdict` is "yes", "partly" or "no"; `hint` is a remedy or ""."""
 
     name: str
     verdict: str
@@ -23,39 +21,39 @@ class Finding:
     hint: str = ""
 
     def __post_init__(self) -> None:
-        if self.verdict not in VERDICTS:
-            raise ValueError(f"verdict {self.verdict!r} is none of {', '.join(VERDICTS)}")
+        if self.verdict not in (YES, PARTLY, NO):
+            raise ValueError(f"verdict {self.verdict!r} is none of {YES}, {PARTLY}, {NO}")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All findings, in the order in which they are shown."""
+    """All findings, in the order of the output."""
 
     findings: tuple[Finding, ...]
 
     def verdict(self, name: str) -> str:
-        """The verdict on that name, "no" where nothing of that name was looked at."""
+        """The verdict of the finding with this name, "no" if there is none."""
         return next((each.verdict for each in self.findings if each.name == name), NO)
 
     @property
     def exit_code(self) -> int:
-        """0: the best road to DRAM works; 1: only slower ones do; 2: none does.
+        """0: the fastest I/O path to DRAM works; 1: only slower ones work; 2: none works.
 
-        The best road is direct reads by the first of the engines. Whether reads can be direct is
-        judged where a path was given.
+        The fastest path is direct I/O with the first engine. Without a path to check, direct I/O is
+        assumed to work.
         """
-        engines = [engine for engine in ENGINES if self.verdict(f"engine {engine}") == YES]
-        if not engines:
-            return 2
-        judged = [each for each in self.findings if each.name.startswith("direct I/O")]
-        best = BEST_ENGINE in engines and all(each.verdict == YES for each in judged)
-        return 0 if best else 1
+        works = [self.verdict(f"engine {engine}") == YES for engine in ENGINES]
+        direct = all(
+            each.verdict == YES for each in self.findings if each.name.startswith("direct I/O")
+        )
+        return 0 if works[0] and direct else 1 if any(works) else 2
 
     def to_dict(self) -> dict[str, Any]:
+        """The output of `doctor --json`."""
         return {"exit_code": self.exit_code, "findings": [asdict(each) for each in self.findings]}
 
     def summary(self) -> str:
-        """One line for each finding, its hint below it, and the verdict on the whole."""
+        """One line for each finding, its hint below it, and the conclusion."""
         width = max((len(each.name) for each in self.findings), default=0)
         lines = []
         for each in self.findings:
@@ -66,14 +64,14 @@ class Diagnosis:
 
 
 _CONCLUSIONS = (
-    f"The best road to DRAM works: direct reads by engine {BEST_ENGINE}.",
-    "Only slower roads to DRAM work: see what is not a yes above.",
-    "No road to DRAM works: no engine can read here.",
+    f"The fastest path to DRAM works: direct reads by engine {ENGINES[0]}.",
+    "Only slower paths to DRAM work: see the lines above that are not yes.",
+    "No path to DRAM works: no engine can read here.",
 )
 
 
 def read_text(root: str, path: str) -> str | None:
-    """The text of a small file, stripped; None where it is not there or cannot be read."""
+    """The stripped text of a small file; None if it cannot be read."""
     try:
         with open(os.path.join(root, path), errors="replace") as file:
             return file.read().strip()

@@ -1,20 +1,26 @@
-"""Whether there is a GPU, and what GPUDirect Storage needs: looked for, never opened."""
+"""Checks of GPUs: whether there is one, each I/O path into its memory, and earlier measurements.
+
+CUDA is asked for its devices; cuFile is not opened.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-import sys
+import time
 
+from gdsload.backends import tuning_cache
+from gdsload.backends.auto import benchmark
+from gdsload.backends.posix import bounce_buffers
+from gdsload.doctor import cufile
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
+from gdsload.errors import BackendUnavailable
+from gdsload.system import gpu
 
-# Where CUDA's libraries are, besides what the linker knows.
-_LIBRARY_DIRS = ("usr/local/cuda/lib64", "usr/local/cuda/targets/*/lib", "opt/cuda/lib64")
 
-
-def gpu(root: str = "/") -> Finding:
-    """Whether there is an NVIDIA GPU, and its driver."""
+def device(root: str = "/") -> Finding:
+    """Whether there is an NVIDIA GPU with a driver."""
     models = [
         re.search(r"^Model:\s*(.+)$", read_text("/", path) or "", re.MULTILINE)
         for path in sorted(glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*/information")))
@@ -22,61 +28,40 @@ def gpu(root: str = "/") -> Finding:
     if models:
         named = ", ".join(model[1].strip() if model else "unnamed" for model in models)
         return Finding("GPU", YES, f"{len(models)}: {named}")
-    for device in glob.glob(os.path.join(root, "sys/bus/pci/devices/*")):
-        kind, vendor = read_text(device, "class") or "", read_text(device, "vendor")
+    for path in glob.glob(os.path.join(root, "sys/bus/pci/devices/*")):
+        kind, vendor = read_text(path, "class") or "", read_text(path, "vendor")
         if vendor == "0x10de" and kind.startswith("0x03"):
-            where = os.path.basename(device)
-            return Finding(
-                "GPU", PARTLY, f"at {where}, without a driver", "install NVIDIA's driver"
-            )
-    return Finding("GPU", NO, "no NVIDIA GPU is to be seen: loads go to DRAM")
+            detail = f"at {os.path.basename(path)}, without a driver"
+            return Finding("GPU", PARTLY, detail, "install NVIDIA's driver")
+    return Finding("GPU", NO, "no NVIDIA GPU found: loads go to DRAM")
 
 
-def nvidia_fs(root: str = "/") -> Finding:
-    """Whether the kernel module behind GPUDirect Storage is loaded and can be reached."""
-    version = read_text(root, "proc/driver/nvidia-fs/version")
-    modules = read_text(root, "proc/modules")
-    loaded = version is not None or re.search(r"^nvidia_fs ", modules or "", re.MULTILINE)
-    if not loaded:
-        unsure = "" if modules is not None else " (/proc/modules cannot be read)"
-        hint = "modprobe nvidia-fs; without it cuFile copies through DRAM"
-        return Finding("nvidia-fs", NO, f"not loaded{unsure}", hint)
-    if not glob.glob(os.path.join(root, "dev/nvidia-fs*")):
-        hint = "give the container --device=/dev/nvidia-fs0 and its siblings"
-        return Finding("nvidia-fs", PARTLY, "loaded, but there is no /dev/nvidia-fs*", hint)
-    return Finding("nvidia-fs", YES, f"loaded {version or ''}".rstrip())
-
-
-def udev(root: str = "/") -> Finding:
-    """Whether cuFile can ask udev which device a file is on."""
-    if os.path.isdir(os.path.join(root, "run/udev")):
-        return Finding("udev", YES, "/run/udev is there")
-    hint = "mount the host's /run/udev into the container, read-only"
-    return Finding("udev", NO, "no /run/udev: cuFile will not go past DRAM", hint)
-
-
-def library(name: str, root: str = "/") -> Finding:
-    """Whether a shared library is installed, by its files; it is not opened."""
-    dirs = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
-    for entry in sys.path:
-        dirs += [os.path.join(entry, "nvidia", "*", "lib"), os.path.join(entry, "nvidia", "lib")]
-    dirs += [os.path.join(root, part) for part in _LIBRARY_DIRS]
-    for directory in dirs:
-        found = sorted(glob.glob(os.path.join(directory, f"{name}.so*")))
-        if found:
-            return Finding(name, YES, found[0])
-    known = os.path.join(root, "etc/ld.so.cache")
+def paths() -> list[Finding]:
+    """What each I/O path into the memory of the GPUs needs; for all devices that CUDA has."""
     try:
-        with open(known, "rb") as cache:
-            # Its table of strings holds the path of each library, between zero bytes.
-            paths = re.findall(rb"\0(/[^\0]*/%b\.so[.\d]*)\0" % name.encode(), cache.read())
-    except OSError:
-        paths = []
-    if paths:
-        return Finding(name, YES, os.fsdecode(paths[0]))
-    hints = {
-        "libcuda": "install NVIDIA's driver",
-        "libcudart": "pip install nvidia-cuda-runtime",
-        "libcufile": "pip install nvidia-cufile",
-    }
-    return Finding(name, NO, "not found", hints.get(name, ""))
+        count = gpu.cuda().device_count
+    except BackendUnavailable:
+        count = 0
+    found: dict[str, Finding] = {}
+    for ordinal in range(max(count, 1)):  # without a device, the finding of cuda:0 has the reason
+        for fact in cufile.facts(f"cuda:{ordinal}"):
+            found.setdefault(fact.name, Finding(fact.name, fact.verdict, fact.detail, fact.hint))
+    return list(found.values())
+
+
+def measured() -> list[Finding]:
+    """What earlier loads measured and chose, newest first."""
+    to_gpus, to_host, now = benchmark.versions(), bounce_buffers.versions(), time.time()
+    found = []
+    for each in tuning_cache.kept():
+        rates = ", ".join(
+            f"{backend} {rate / 1e9:.2f} GB/s" if rate else f"{backend} failed"
+            for backend, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
+        )
+        day = time.strftime("%Y-%m-%d", time.localtime(each.at))
+        stale = each.stale(to_host if each.device == bounce_buffers.DEVICE else to_gpus, now)
+        detail = f"{each.choice} is used: {rates}, on {day}{stale and f'; {stale}'}"
+        name = f"measured from {each.mount} to {each.device}"
+        hint = "the next large load there measures again"
+        found.append(Finding(name, PARTLY if stale else YES, detail, hint))
+    return found

@@ -1,10 +1,11 @@
-"""What a path is on, and whether it can be read past the page cache."""
+"""Checks of the storage of a path: its filesystem, and whether direct I/O works."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import stat
+from contextlib import suppress
 
 from gdsload._native import system
 from gdsload.checkpoint.file_io import open_regular
@@ -16,30 +17,30 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "
 
 
 def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
-    """What the path is on: kind of filesystem, device and mount point."""
+    """Kind of filesystem, device and mount point."""
     real = os.path.realpath(path)
     name = f"filesystem of {os.fspath(path)}"
     if not os.path.exists(real):
         return Finding(name, NO, "there is no such file or directory")
     found = mount_of(real, root)
     if found is None:
-        return Finding(name, PARTLY, "the system does not say")
+        return Finding(name, PARTLY, "the mount is unknown")
     kind = found.kind
     detail = f"{kind} on {found.source}, mounted at {found.point}"
     if kind in ("tmpfs", "ramfs"):
-        return Finding(name, PARTLY, f"{detail}: it lives in memory, there is nothing to read from")
+        return Finding(name, PARTLY, f"{detail}: it lives in memory, there is no storage to read")
     if kind in _NETWORK or kind.startswith("fuse"):
-        return Finding(name, PARTLY, f"{detail}: the network or a daemon sets its rate")
+        return Finding(name, PARTLY, f"{detail}: the network or a daemon limits its rate")
     return Finding(name, YES, detail)
 
 
 def direct_io(path: str | os.PathLike[str]) -> Finding:
-    """Whether a file there can be read past the page cache, tried with one block.
+    """Whether direct I/O works, tried with one block.
 
-    In a directory a checkpoint's file is tried, or any other, or one without a name.
+    In a directory, a file of a checkpoint is tried, or any other file, or a temporary one.
     """
     name = f"direct I/O on {os.fspath(path)}"
-    hint = "such files are read through the page cache; xfs and ext4 do direct I/O"
+    hint = "such files are read through the page cache; xfs and ext4 support direct I/O"
     try:
         fd = _sample(os.fspath(path))
     except (OSError, CheckpointError) as error:
@@ -47,7 +48,7 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     try:
         alignment = system.direct_alignment(fd)
         if alignment is not None and alignment[1] == 0:
-            return Finding(name, NO, "the filesystem says that it does none", hint)
+            return Finding(name, NO, "the filesystem does not support it", hint)
         block = max(alignment or (mmap.PAGESIZE,))
         twin = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         try:
@@ -59,23 +60,17 @@ def direct_io(path: str | os.PathLike[str]) -> Finding:
     finally:
         os.close(fd)
     if alignment is None:
-        return Finding(name, YES, f"works with {block} bytes; the kernel does not say what it asks")
+        return Finding(name, YES, f"works with {block} bytes; its alignment is unknown")
     return Finding(name, YES, f"works; memory aligned to {alignment[0]}, offset to {alignment[1]}")
 
 
 def _sample(path: str) -> int:
-    """A descriptor of a regular file at or in the path."""
+    """A descriptor of a regular file at or in `path`."""
     if not stat.S_ISDIR(os.stat(path).st_mode):
         return open_regular(path)[0]
     with os.scandir(path) as entries:
-        files = sorted(
-            (not entry.name.endswith(".safetensors"), entry.path)
-            for entry in entries
-            if entry.is_file()
-        )
-    for _, file in files:
-        try:
+        files = [entry.path for entry in entries if entry.is_file()]
+    for file in sorted(files, key=lambda each: (not each.endswith(".safetensors"), each)):
+        with suppress(CheckpointError):
             return open_regular(file)[0]
-        except CheckpointError:
-            continue
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)

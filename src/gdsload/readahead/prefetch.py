@@ -19,6 +19,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
@@ -355,33 +357,59 @@ def prefetch(
     cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
-    **where: Any,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    strict: bool = True,
+    header_limit: int = HEADER_LIMIT_BYTES,
 ) -> Prefetch:
-    """Starts reading a checkpoint, and returns within milliseconds; torch is not imported.
+    """Starts to read a checkpoint in the background; returns within milliseconds.
 
-    `tier` "memory" reads into memory that a later `load_file`, `stream`, `safe_open` or
-    `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
-    Each byte is taken once, since tensors own their memory; a second load reads again. What the
-    first load leaves is let go when it ends, unless `keep`, which holds it until `close`. `tier`
-    "pool" reads into the open `warmup.HostPool`, which keeps it for every later load, and fails
-    where it cannot. `tier` "pagecache" only fills the page cache, with at most `limit_bytes` (None:
-    the memory that is available), for this process and for others.
+    A later load of the same files in this process takes over the bytes, without being told of the
+    prefetch: files are identified by device, inode, size and times. A load that finds another
+    version of a file reads it itself. Each byte is taken over once, because tensors own their
+    memory. A process that prefetches for a GPU uses CUDA and must not fork afterwards.
 
-    With a GPU as `device`, tier "memory" is memory of that GPU, for loads to it: a few blocks that
-    gdsload takes from the CUDA driver, each given back when the last tensor in it is gone. Where
-    the GPU cannot be used, `report.refusals` says why, and weights wait in host memory. For the
-    other tiers its context is opened meanwhile; with "pagecache" the ring that its load will pass
-    through is pinned, too. As after every use of CUDA, such a process must not be forked any more.
+    torch is not imported. If it was not imported yet, Python's cycle collector runs less often
+    (once in 10,000 new objects) until the first load or `close`; importing transformers is then
+    one seventh faster.
 
-    Until the first load, or `close`, Python's cycle collector makes fewer passes (one in 10,000 new
-    objects) if torch was not imported yet, which takes a seventh off importing transformers.
+    Args:
+        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        device: Where the load is expected. For a GPU, tier "memory" is memory of this GPU; if the
+            GPU cannot be used, `report.refusals` has the reason and host memory is used. The other
+            tiers initialise the GPU meanwhile.
+        tier: "memory" reads into memory that a load takes over. "pool" reads into the open
+            `warmup.HostPool`, for every later load. "pagecache" fills the page cache, for all
+            processes.
+        names: The tensors to read, in this order. None reads all.
+        limit_bytes: For "pagecache": bytes to read at most. None: the available memory.
+        keep: Whether bytes that the first load does not take are held until `close`.
+        backend: As for `load_file`.
+        cache: As for `load_file`.
+        options: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which the prefetch fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        strict: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
 
-    The files are told apart by device, inode, size and times: a load that finds another version
-    takes nothing from this one. Errors do not leave the thread that reads: `wait` raises them, and
-    a load that would have adopted the bytes reads them itself. `names`, `backend`, `cache`,
-    `options`, `stall_seconds` and `where` are those of `load_file`.
+    Returns:
+        The running prefetch. Its errors are raised by `Prefetch.wait`; a load reads bytes that the
+        prefetch failed to read.
 
-    Raises ValueError for an unknown `tier` or `cache`, and for "pool" where none is open.
+    Raises:
+        ValueError: `tier`, `cache` or `limit_bytes` has no such value, or tier "pool" finds no open
+            pool.
+        TypeError: `names` is a string.
+
+    Example:
+        >>> ahead = gdsload.prefetch("model", "cuda:0")
+        >>> import transformers
+        >>> model = gdsload.from_pretrained("model", device_map="cuda:0")
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
@@ -397,6 +425,7 @@ def prefetch(
     session = {
         "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
     }  # fmt: skip
+    where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which holds the collector back now and then

@@ -13,10 +13,12 @@ from gdsload._native.memory import Region
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.errors import ReadError
+from gdsload.loading.batch import Batch
 from gdsload.loading.claims import COMING, LANDED, LOST, OfferedRange
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.session import Session
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import BufferView, HostBuffers, available_bytes
+from gdsload.memory.available import available_bytes
+from gdsload.memory.host_buffers import BufferView, HostBuffers
 from gdsload.planning.read_plan import (
     ByteRange,
     Location,
@@ -33,7 +35,7 @@ SCRATCH_BYTES = 64 << 20
 
 
 class PrefetchBatch(Batch):
-    """Pieces on their way into memory that nobody has asked for yet. A `claims.Flight`."""
+    """Ranges that are read into memory before a load asks for them."""
 
     ahead = True
 
@@ -54,15 +56,13 @@ class PrefetchBatch(Batch):
         read, where there is no room for them."""
         if session.device == "cpu":
             return cls(session, *session.arrange(pieces))
-        from gdsload.loading.device_batch import (  # not before a device is asked for
-            arranged,
-            in_blocks,
-        )
+        from gdsload.loading.device_batch import in_blocks  # imported only for a device
 
-        plan, views, memory = arranged(session, pieces)
-        if memory is None and plan.transfers:
-            plan, views, memory = in_blocks(session, plan, pieces)
-        return cls(session, plan, views, memory)
+        plan, views = session.arrange(pieces)
+        if not plan.transfers:
+            return cls(session, plan, views)
+        blocks, memory = in_blocks(session, plan, pieces)
+        return cls(session, plan, blocks, memory)
 
     def stretches(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """What there is to claim, file by file."""

@@ -149,7 +149,7 @@ def _load(
             weights = stack.enter_context(ModelReader([str(f) for f in files], options, report))
             weights.foresee(model, config)
         except BackendUnavailable as error:
-            if options.backend != "auto" or options.options.get("in_place"):
+            if options.backend != "auto":
                 raise
             note(report, STOCK, str(error))
             return stock()
@@ -338,7 +338,7 @@ def _drop_in_open(original: Call) -> Call:
         reading = _reading(**rest)
         if reading is None or framework != "pt":
             return original(filename, framework=framework, device=device, **rest)
-        from gdsload.api import safe_open as ours
+        from gdsload.safetensors_file import safe_open as ours
 
         return ours(filename, framework, device, **reading)
 

@@ -88,7 +88,13 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises CheckpointError where it names none at all, and what transformers raises for a config
     that cannot be found.
     """
-    import transformers
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        hint = "pip install 'gdsload[transformers]'"
+        raise ImportError(f"from_pretrained needs transformers: {hint}", name=error.name) from error
 
     config = kwargs.get("config")
     if not isinstance(config, transformers.PretrainedConfig):

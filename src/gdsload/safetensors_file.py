@@ -1,0 +1,293 @@
+"""`safe_open` and its slices: single tensors of a checkpoint, read when they are asked for.
+
+Replaces the class of the same name in safetensors. The module has another name than the class, so
+that importing it never hides `gdsload.safe_open`. Not responsible for planning and reading.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gdsload.api import ReadSettings
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.lookup import Lookup
+from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
+from gdsload.loading import device_batch
+from gdsload.loading.session import STALL_SECONDS
+from gdsload.planning.tensor_slices import rows_of
+from gdsload.report import LoadReport
+from gdsload.system.lifecycle import fork_safe_lock
+
+if TYPE_CHECKING:
+    import torch
+
+
+class safe_open:
+    """Opens a checkpoint and reads single tensors from it, like `safetensors.safe_open`.
+
+    A tensor outlives the file, and a slice outlives the `with` block. Several threads may use one
+    object; their reads are done one after the other. It cannot be pickled or copied.
+
+    Args:
+        filename: A file, a directory, an index file, or a model id, as for `load_file`.
+        framework: "pt" ("torch", "pytorch") for torch tensors, "np" ("numpy") for arrays.
+        device: Where the tensors are needed, as for `load_file`.
+        backend: As for `load_file`.
+        cache: As for `load_file`.
+        options: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which a read fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        strict: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
+
+    Raises:
+        ValueError: The framework is unknown, or numpy is combined with a GPU.
+        GdsloadError: As for `load_file`.
+
+    Example:
+        >>> with gdsload.safe_open("model", framework="pt", device="cuda:0") as opened:
+        ...     rows = opened.get_slice("lm_head.weight")[:1000]
+    """
+
+    @safetensors_errors()
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: str = "pt",
+        device: str | int | torch.device | None = "cpu",
+        *,
+        backend: str = "auto",
+        cache: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        stall_seconds: float = STALL_SECONDS,
+        revision: str | None = None,
+        subfolder: str = "",
+        variant: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        strict: bool = True,
+        header_limit: int = HEADER_LIMIT_BYTES,
+    ) -> None:
+        if framework not in ("pt", "torch", "pytorch", "np", "numpy"):
+            raise also_safetensors(ValueError)(
+                f"framework {framework!r}: gdsload gives torch or numpy tensors"
+            )
+        self._numpy = framework in ("np", "numpy")
+        settings = ReadSettings.of(device, backend, cache, options, stall_seconds)
+        self._device = settings.device
+        if self._numpy and self._device != "cpu":
+            raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
+        # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
+        self._lock = fork_safe_lock(self)
+        self._slices = 0  # slices that exist; they may be read after the `with` block
+        self._left = False
+        lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+        self._checkpoint = lookup.open(filename)
+        try:
+            report = LoadReport(self._checkpoint.source, device=self._device)
+            self._session = settings.session(self._checkpoint, report, self._checkpoint.total_bytes)
+        except BaseException:
+            self._checkpoint.close()
+            raise
+
+    @safetensors_errors()
+    def keys(self) -> list[str]:
+        """The tensor names, sorted."""
+        return sorted(self._open().tensors)
+
+    @safetensors_errors()
+    def offset_keys(self) -> list[str]:
+        """The tensor names, in file order."""
+        return list(self._open().tensors)
+
+    @safetensors_errors()
+    def metadata(self) -> dict[str, str] | None:
+        """The `__metadata__` of the headers; None if there is none."""
+        return dict(self._open().metadata) or None
+
+    def get_tensor(self, name: str) -> Any:
+        """Reads one tensor. Raises CheckpointError for an unknown name."""
+        return self.get_tensors([name])[name]
+
+    @safetensors_errors()
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Reads several tensors together; None reads all. Returns them by name."""
+        infos = self._open().infos(names)
+        return {name: self._converted(tensor) for name, tensor in self._read(infos).items()}
+
+    @safetensors_errors()
+    def get_slice(self, name: str) -> Slice:
+        """A tensor that is read when it is indexed. Raises CheckpointError for an unknown name."""
+        return Slice(self, self._open().info(name))
+
+    def _open(self) -> Checkpoint:
+        if self._left:
+            raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+        return self._checkpoint
+
+    def _count_slices(self, change: int) -> None:
+        with self._lock:
+            self._slices += change
+            if self._left and not self._slices:
+                self.close()
+
+    def _read(self, infos: list[TensorInfo]) -> dict[str, torch.Tensor]:
+        with self._lock:
+            if self._checkpoint.closed and self._checkpoint.shards:
+                raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+            report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
+            report.count(infos)
+            with report.whole():
+                return device_batch.load(self._session, infos)
+
+    def _converted(self, tensor: torch.Tensor) -> Any:
+        if self._numpy:
+            return _as_numpy(tensor)
+        return tensor if self._device == self._session.device else tensor.to(self._device)
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left = True
+        self._count_slices(0)
+
+    def close(self) -> None:
+        """Closes the files after the read of another thread, if any, has ended.
+
+        Tensors stay valid, slices do not. Leaving the `with` block closes the files as well, but
+        only when the last slice is gone. May be called again.
+        """
+        with self._lock:
+            self._left = True
+            self._session.close()
+            self._checkpoint.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open().tensors
+
+    def __reduce__(self) -> str:
+        raise TypeError("a safe_open owns file descriptors and cannot be copied or pickled")
+
+
+class Slice:
+    """One tensor of a `safe_open` that is read when it is indexed.
+
+    It takes the indexes of a torch tensor; with numpy, the ranges and numbers that safetensors
+    takes.
+    """
+
+    def __init__(self, opened: safe_open, info: TensorInfo) -> None:
+        self._opened = opened
+        self._info = info
+        opened._count_slices(+1)
+
+    def __del__(self) -> None:
+        self._opened._count_slices(-1)
+
+    def get_shape(self) -> list[int]:
+        """The shape in elements, as in the header."""
+        return list(self._info.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype by safetensors' name, such as "BF16"."""
+        return self._info.dtype
+
+    @safetensors_errors()
+    def __getitem__(self, index: Any) -> Any:
+        """Indexes the tensor. If the first index is a range of rows, only those rows are read."""
+        if self._opened._numpy:
+            _require_within(index, self._info.shape)
+        info, rest = self._info, index
+        first = index[0] if isinstance(index, tuple) and index else index
+        if info.shape and isinstance(first, slice) and info.dtype != "F4":
+            start, stop, step = first.indices(info.shape[0])
+            if step == 1:
+                info = rows_of(info, start, max(stop, start))
+                rest = (slice(None), *index[1:]) if isinstance(index, tuple) else slice(None)
+        tensor = self._opened._read([info])[info.name]
+        return self._opened._converted(tensor[rest])
+
+    def __reduce__(self) -> str:
+        raise TypeError("a slice of a safe_open cannot be copied or pickled")
+
+
+def _as_numpy(tensor: torch.Tensor) -> Any:
+    """An array on the same memory. Raises TypeError for a dtype that numpy does not know."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # numpy knows it if ml_dtypes is imported
+        import numpy
+
+        return tensor.view(torch.int16).numpy().view(numpy.dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def _require_within(index: Any, shape: Sequence[int]) -> None:
+    """Refuses an index that safetensors refuses for arrays, with its type of error and message.
+
+    Ranges with negative bounds are accepted in addition.
+    """
+    refused = also_safetensors(IndexError)
+    if isinstance(index, list):
+        if index:
+            raise refused("Non empty lists are not implemented")
+        return
+    items = index if isinstance(index, tuple) else (index,)
+    if sum(item is Ellipsis for item in items) > 1:
+        raise refused("Only one ellipsis (...) is allowed in slice index")
+    parsed: list[int | slice] = []
+    for item in items:
+        if item is Ellipsis:
+            parsed += [slice(None)] * (len(shape) - len(items) + 1)
+        elif isinstance(item, slice):
+            if item.step is not None and operator.index(item.step) < 1:
+                raise refused(f"Slice step must be a positive integer, got {item.step}")
+            parsed.append(item)
+        else:
+            parsed.append(_number_within(item, len(parsed), shape))
+    shown = f"Error during slicing [{', '.join(map(_as_written, parsed))}] with shape {list(shape)}"
+    if len(parsed) > len(shape):
+        raise refused(f"{shown}: more slicing indexes than dimensions in tensor")
+    # safetensors checks from the last dimension to the first.
+    for dimension, item in reversed(list(enumerate(parsed))):
+        size = shape[dimension]
+        start, stop = (item, item + 1) if isinstance(item, int) else (item.start or 0, item.stop)
+        stop = size if stop is None else stop
+        if start >= size > 0 or (isinstance(item, int) and not size):
+            asked = start
+        elif stop > size:
+            asked = stop - 1
+        else:
+            continue
+        raise refused(
+            f"{shown}: index {asked} out of bounds for tensor dimension #{dimension} of size {size}"
+        )
+
+
+def _number_within(item: Any, dimension: int, shape: Sequence[int]) -> int:
+    try:
+        number = operator.index(item)
+    except TypeError:
+        raise also_safetensors(IndexError)(
+            f"Unsupported slice index at position {dimension}: expected slice, int, or ellipsis"
+        ) from None
+    size = shape[dimension] if dimension < len(shape) else 0
+    if number < -size:
+        raise also_safetensors(IndexError)(
+            f"Invalid index {number} for dimension {dimension} of size {size}"
+        )
+    return number + size if number < 0 else number
+
+
+def _as_written(item: int | slice) -> str:
+    if isinstance(item, int):
+        return str(item)
+    bounds = [item.start, item.stop] + ([item.step] if item.step not in (None, 1) else [])
+    return ":".join("" if bound is None else str(bound) for bound in bounds)

@@ -1,0 +1,53 @@
+"""A progress bar in bytes on stderr. Not responsible for counting the bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_DELAY_SECONDS = 0.5  # a load that is over sooner shows no bar
+
+
+@contextmanager
+def progress_bar(
+    wanted: bool | None, total_bytes: int, title: str = "gdsload"
+) -> Iterator[Callable[[int], None]]:
+    """Shows a bar with rate and remaining time, and yields a function that advances it.
+
+    The bar is created with the first bytes: no read waits for the import of tqdm.
+
+    Args:
+        wanted: True shows the bar and leaves it on the screen, False shows none, None shows it
+            while the load runs if stderr is a terminal.
+        total_bytes: Where the bar ends.
+        title: Text in front of the bar.
+
+    Yields:
+        A function that takes the number of new bytes.
+    """
+    shown = wanted or (wanted is None and sys.stderr is not None and sys.stderr.isatty())
+    bar: Any = None
+
+    def advance(nbytes: int) -> None:
+        nonlocal bar
+        if shown and bar is None:
+            from tqdm import tqdm
+
+            bar = tqdm(
+                desc=title,
+                total=total_bytes,
+                unit="B",
+                unit_scale=True,
+                delay=0 if wanted else _DELAY_SECONDS,
+                leave=bool(wanted),
+            )
+        if bar is not None:
+            bar.update(min(nbytes, total_bytes - bar.n))
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.close()

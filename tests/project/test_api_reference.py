@@ -1,0 +1,36 @@
+"""docs/api.md is what scripts/api_reference.py writes, and has all public names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gdsload
+from gdsload import backends, warmup
+from gdsload.report import LoadReport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_page_is_up_to_date() -> None:
+    command = [sys.executable, ROOT / "scripts" / "api_reference.py", "--check"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("module", [gdsload, warmup, backends], ids=lambda each: each.__name__)
+def test_page_has_every_public_name(module: object) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [name for name in vars(module)["__all__"] if not name.startswith("__")]
+    assert [name for name in names if f".{name}`" not in page] == []
+
+
+def test_page_has_every_field_of_the_report_and_every_option() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    fields = LoadReport.__dataclass_fields__
+    assert [name for name in fields if f"- `{name}`: " not in page] == []
+    options = [each.name for name in backends.names() for each in backends.find(name).options()]
+    assert [name for name in options if f"| `{name}` |" not in page] == []
