@@ -49,19 +49,6 @@ def test_native_path_without_nvidia_fs_has_the_reason(doubles: Doubles, tmp_path
     assert "nvidia-fs is not loaded" in native.detail
 
 
-def test_device_with_shared_memory_says_why_bytes_are_staged(doubles: Doubles) -> None:
-    for machine, why in (
-        (gpudoubles.GB10, "was never measured, and options={'in_place': True} asks for it"),
-        (gpudoubles.JETSON, "no concurrent managed access"),
-        (gpudoubles.GH200, "has a faster one of its own"),
-    ):
-        doubles.set(unified=machine)
-        detail = found()["cuda:0"].detail
-        assert why in detail and detail.endswith(": bytes are staged")
-    doubles.set()
-    assert "staged" not in found()["cuda:0"].detail
-
-
 def test_paths_without_a_device_have_reasons(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
