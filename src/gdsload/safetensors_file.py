@@ -246,12 +246,12 @@ def _require_within(index: Any, shape: Sequence[int]) -> None:
     for item in items:
         if item is Ellipsis:
             parsed += [slice(None)] * (len(shape) - len(items) + 1)
-        elif isinstance(item, slice):
-            if item.step is not None and operator.index(item.step) < 1:
-                raise refused(f"Slice step must be a positive integer, got {item.step}")
-            parsed.append(item)
-        else:
+        elif not isinstance(item, slice):
             parsed.append(_number_within(item, len(parsed), shape))
+        elif item.step is not None and operator.index(item.step) < 1:
+            raise refused(f"Slice step must be a positive integer, got {item.step}")
+        else:
+            parsed.append(item)
     shown = f"Error during slicing [{', '.join(map(_as_written, parsed))}] with shape {list(shape)}"
     if len(parsed) > len(shape):
         raise refused(f"{shown}: more slicing indexes than dimensions in tensor")

@@ -1,5 +1,6 @@
-"""load_file and safe_open in code that was written for safetensors: its arguments, its errors, its
-handle. safetensors itself is the reference where it can be asked."""
+"""load_file and safe_open as replacements of safetensors: arguments, errors, the opened file.
+
+If safetensors has the same feature, its result is the expected one."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def test_backend_of_safetensors_chooses_the_io_mode(path: Path, backend: str) ->
     by_load_file = gdsload.load_file(path, backend=backend)
     mapped = {"mapped": gdsload.last_report().wanted_bytes}
     assert (gdsload.last_report().paths == mapped) is (backend == "mmap")
-    roads = gdsload.last_report().paths
-    assert not any(size for road, size in roads.items() if road.endswith("direct"))
+    paths = gdsload.last_report().paths
+    assert not any(size for name, size in paths.items() if name.endswith("direct"))
     with gdsload.safe_open(path, framework="pt", backend=backend) as opened:
         by_safe_open = opened.get_tensors()
     for got in (by_load_file, by_safe_open):
@@ -61,7 +62,7 @@ def test_backend_of_safetensors_contradicting_the_cache_is_refused(path: Path) -
     assert gdsload.load_file(path, backend="pread", cache="buffered")
 
 
-def test_arguments_of_safetensors_are_taken_by_name(path: Path) -> None:
+def test_arguments_of_safetensors_are_accepted_by_name(path: Path) -> None:
     assert sorted(gdsload.load_file(filename=path, device="cpu")) == ["a", "b", "empty", "half"]
     with gdsload.safe_open(filename=path, framework="pt", device=None) as opened:
         assert opened.get_tensor("a").device == torch.device("cpu")
@@ -119,7 +120,7 @@ def test_error_after_the_handle_is_closed_is_a_safetensor_error(path: Path) -> N
     assert opened.__enter__() is opened
 
 
-def test_missing_file_is_told_from_a_broken_one(
+def test_missing_file_is_a_file_not_found_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -134,7 +135,7 @@ def test_missing_file_is_told_from_a_broken_one(
                 assert str(caught.value) == str(theirs.value)
 
 
-def test_error_class_does_not_need_safetensors_before() -> None:
+def test_error_imports_safetensors_only_when_raised() -> None:
     """safetensors is imported where an error is raised, not by gdsload."""
     code = (
         "import sys, gdsload\n"
@@ -149,7 +150,7 @@ def test_error_class_does_not_need_safetensors_before() -> None:
     assert ran.stdout.split() == ["False", "True"]
 
 
-def test_error_without_safetensors_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_safetensors_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(gdsload.CheckpointError):
         pass
 
@@ -174,7 +175,7 @@ INDEXES: list[Any] = [
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=str)
-def test_slice_of_an_array_is_that_of_safetensors(path: Path, index: Any) -> None:
+def test_slice_of_an_array_equals_that_of_safetensors(path: Path, index: Any) -> None:
     with safetensors.safe_open(path, "np") as theirs, gdsload.safe_open(path, "np") as ours:
         try:
             want = theirs.get_slice("a")[index]
@@ -191,7 +192,7 @@ def test_slice_of_an_array_is_that_of_safetensors(path: Path, index: Any) -> Non
             assert np.array_equal(got, want)
 
 
-def test_bfloat16_array_is_that_of_safetensors(path: Path) -> None:
+def test_bfloat16_array_equals_that_of_safetensors(path: Path) -> None:
     """numpy has the dtype where ml_dtypes is imported."""
     with safetensors.safe_open(path, "np") as theirs, gdsload.safe_open(path, "np") as ours:
         try:
@@ -217,7 +218,7 @@ def test_handle_cannot_be_copied_or_pickled(path: Path) -> None:
         assert opened.get_tensor("b").tolist() == list(range(6))
 
 
-def test_handle_is_true_and_no_sequence(tmp_path: Path) -> None:
+def test_handle_is_true_and_not_iterable(tmp_path: Path) -> None:
     safetensors.torch.save_file({}, tmp_path / "none.safetensors")
     with gdsload.safe_open(tmp_path / "none.safetensors") as opened:
         assert opened
@@ -244,7 +245,7 @@ def test_slice_outlives_the_with_block(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])
-def test_handle_is_used_by_several_threads(tmp_path: Path, cache: str) -> None:
+def test_handle_used_by_several_threads_reads_right_bytes(tmp_path: Path, cache: str) -> None:
     file = tmp_path / "model.safetensors"
     want = {f"t{i}": torch.full((3000 + i,), i, dtype=torch.int32) for i in range(16)}
     safetensors.torch.save_file(want, file)
@@ -280,10 +281,10 @@ def test_handle_is_used_by_several_threads(tmp_path: Path, cache: str) -> None:
     assert wrong == []
 
 
-def test_handle_closed_beside_a_reader_waits_for_the_read(
+def test_handle_closed_during_a_read_waits_for_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closing ends no read of another thread: it comes before or after."""
+    """Closing waits for a read of another thread, or comes before it."""
     opened = gdsload.safe_open(path)
     reading, closing = threading.Event(), threading.Event()
     load = gdsload.loading.device_batch.load
@@ -312,7 +313,7 @@ def test_handle_closed_beside_a_reader_waits_for_the_read(
 
 
 def test_load_model_of_safetensors_reads_by_gdsload_when_accelerated(tmp_path: Path) -> None:
-    """It hands its `backend` on to load_file."""
+    """It passes its `backend` to load_file."""
     model, same = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
     safetensors.torch.save_model(model, str(tmp_path / "linear.safetensors"))
     for backend in ("mmap", "pread"):
