@@ -1,7 +1,7 @@
-"""The element types that a safetensors header may name, and how torch calls them.
+"""The element types of safetensors, and their names in torch.
 
-Sizes are in bits, because some types are smaller than a byte. torch is imported only when a torch
-dtype is asked for: checkpoints are parsed and planned without it.
+Sizes are in bits, because some types are smaller than a byte. torch is imported only for a torch
+dtype: parsing and planning do not need it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class DType(NamedTuple):
-    """One element type. `torch_name` is None where torch has no such type."""
+    """One element type. `torch_name` is None if torch has no such type."""
 
     name: str  # as in the header, e.g. "BF16"
     bits: int  # of one element
-    torch_name: str | None  # attribute of the torch module; F4's holds two elements
-    align: int  # bytes that the address of a tensor must be a multiple of to be viewed
+    torch_name: str | None  # an attribute of torch; that of F4 has two elements
+    align: int  # bytes; a tensor can be viewed at an address that is a multiple of it
 
 
 DTYPES: dict[str, DType] = {
@@ -54,9 +54,9 @@ DTYPES: dict[str, DType] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype for the header's `name`; imports torch.
+    """The torch dtype for a name in a header; imports torch.
 
-    Raises CheckpointError when the format has no such type, or when torch (this torch) lacks it.
+    Raises CheckpointError if safetensors or this version of torch has no such type.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -68,16 +68,15 @@ def torch_dtype(name: str) -> torch.dtype:
     found = getattr(torch, dtype.torch_name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointError(
-            f"torch {torch.__version__} has no dtype torch.{dtype.torch_name}, which safetensors'"
-            f" {name} needs: a newer torch has it"
+            f"torch {torch.__version__} has no dtype torch.{dtype.torch_name} for safetensors'"
+            f" {name}: a newer torch has it"
         )
     return found
 
 
 @cache
 def known_dtype(name: str) -> torch.dtype | None:
-    """The torch dtype for the header's `name`; None where there is none, for who asks only whether
-    two are the same. Imports torch."""
+    """Like `torch_dtype`, but None if there is none; for equality tests."""
     try:
         return torch_dtype(name)
     except CheckpointError:

@@ -1,23 +1,23 @@
-"""What can go wrong, as types.
+"""The errors of gdsload.
 
     GdsloadError
     ├── CheckpointError(ValueError)             what is wrong, in which file, at which tensor
     │   ├── FileChanged                         the file was written or replaced while it was read
-    │   └── CheckpointUnreadable(OSError)       the file system said no (errno is kept)
+    │   └── CheckpointUnreadable(OSError)       a file cannot be opened; has errno
     │       ├── CheckpointNotFound(FileNotFoundError)
     │       └── CheckpointAccessError(PermissionError)
-    ├── PlacementError(ValueError)              it cannot fit, and by how many bytes
-    ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and the hint
+    ├── PlacementError(ValueError)              it does not fit, and by how many bytes
+    ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and a hint
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
         ├── ShortRead
         ├── StallError
-        └── CuFileError                         .code: what cuFile answered
+        └── CuFileError                         .code: the error code of cuFile
 
 Each is raised once, near its cause, and its text is one sentence that names the file. All of them
-can be pickled, so that they cross process borders whole.
+can be pickled and keep their attributes.
 
-Where gdsload stands in for safetensors, its errors are safetensors.SafetensorError as well
-(`safetensors_errors`), except for CheckpointUnreadable: there safetensors raises an OSError, too.
+In the functions that replace those of safetensors, the errors are safetensors.SafetensorError as
+well (`safetensors_errors`). Except CheckpointUnreadable: there safetensors raises an OSError, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-_SHOWN_CHARACTERS = 160  # a hostile name may be megabytes long; a message must stay a sentence
+_SHOWN_CHARACTERS = 160  # a hostile name may be megabytes long
 
 
 def shown(text: object) -> str:
-    """`text` as it may stand in a message: quoted, control characters escaped, cut to size."""
+    """`text` for a message: quoted, control characters escaped, shortened."""
     if not isinstance(text, str):
         return repr(text)[:_SHOWN_CHARACTERS]
     if len(text) > _SHOWN_CHARACTERS:
@@ -41,7 +41,7 @@ def shown(text: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Paths may hold line breaks, and bytes that no terminal can print: both are escaped."""
+    """Escapes line breaks and unprintable characters, which paths may contain."""
     if text.isprintable():
         return text
     return "".join(
@@ -49,43 +49,37 @@ def _one_line(text: str) -> str:
     )
 
 
-def _facts(error: BaseException) -> dict[str, Any]:
-    facts = dict(error.__dict__)
-    if isinstance(error, OSError):
-        facts.update(errno=error.errno, strerror=error.strerror, filename=error.filename)
-    return facts
-
-
-def _revive(kind: type[BaseException], args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
-    # Which __new__ is safe depends on the memory layout; __init__ is skipped, its facts are given.
-    base: Any = OSError if issubclass(kind, OSError) else Exception
-    error = base.__new__(kind)
+def _restored(kind: Any, safetensors: bool, args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
+    """A copy of a pickled error. __init__ is not called: its results are in `facts`."""
+    base: Any = OSError if issubclass(kind, OSError) else Exception  # by memory layout
+    error = base.__new__(also_safetensors(kind) if safetensors else kind)
     error.args = args
     for name, value in facts.items():
         setattr(error, name, value)
     return error
 
 
-def _revive_also(kind: Any, args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
-    return _revive(also_safetensors(kind), args, facts)
+def _reduced(error: BaseException) -> tuple[Any, ...]:
+    facts = dict(error.__dict__)
+    if isinstance(error, OSError):
+        facts.update(errno=error.errno, strerror=error.strerror, filename=error.filename)
+    plain = getattr(error, "_without_safetensors", None)  # set by also_safetensors
+    return _restored, (plain or type(error), plain is not None, error.args, facts)
 
 
 class GdsloadError(Exception):
-    """The root of every error that gdsload raises on purpose."""
+    """The base class of all errors of gdsload."""
 
     def __str__(self) -> str:
-        # Without this, the OSError half would print "[Errno 5] ..." in place of our sentence.
+        # OSError would print "[Errno 5] ..." instead of the message.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _revive, (type(self), self.args, _facts(self))
+        return _reduced(self)
 
 
 class CheckpointError(GdsloadError, ValueError):
-    """The checkpoint is not what it says it is. `path` and `tensor` say where, when known."""
-
-    path: str | None
-    tensor: str | None
+    """The checkpoint is invalid. `path` and `tensor` say where, if known."""
 
     def __init__(self, message: str, *, path: str | None = None, tensor: str | None = None) -> None:
         super().__init__(_one_line(message))
@@ -94,11 +88,11 @@ class CheckpointError(GdsloadError, ValueError):
 
 
 class FileChanged(CheckpointError):
-    """A file of the checkpoint was written to or replaced between its opening and now."""
+    """A file of the checkpoint was written or replaced after it was opened."""
 
 
 class CheckpointUnreadable(CheckpointError, OSError):
-    """The operating system refused a file or directory of the checkpoint; `errno` is kept."""
+    """A file or directory of the checkpoint cannot be opened; `errno` says why."""
 
     def __init__(
         self,
@@ -114,17 +108,15 @@ class CheckpointUnreadable(CheckpointError, OSError):
 
 
 class CheckpointNotFound(CheckpointUnreadable, FileNotFoundError):
-    """A file, a directory or a cached model that should be there is not."""
+    """A file, a directory or a cached model does not exist."""
 
 
 class CheckpointAccessError(CheckpointUnreadable, PermissionError):
-    """A file or directory of the checkpoint may not be read by this user."""
+    """This user may not read a file or directory of the checkpoint."""
 
 
 class PlacementError(GdsloadError, ValueError):
-    """A tensor cannot live where it was asked to. `missing_bytes` says by how much, when known."""
-
-    missing_bytes: int | None
+    """A tensor does not fit where it is wanted. `missing_bytes` says by how much, if known."""
 
     def __init__(self, message: str, *, missing_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -132,9 +124,7 @@ class PlacementError(GdsloadError, ValueError):
 
 
 class BackendUnavailable(GdsloadError, RuntimeError):
-    """No backend that was allowed can work. `reasons` maps each backend to why, and the hint."""
-
-    reasons: dict[str, str]
+    """No allowed backend works here. `reasons` maps each backend to why, and a hint."""
 
     def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -142,16 +132,10 @@ class BackendUnavailable(GdsloadError, RuntimeError):
 
 
 class ReadError(GdsloadError, OSError):
-    """A read failed: `wanted` bytes at byte `offset` of `path`, of which `got` came.
+    """A read failed: `wanted` bytes at byte `offset` of `path`, of which `got` were read.
 
-    `errno` is the system's answer, or None; `hint` is a hint, or "". The text carries both.
+    `errno` is the error code of the system, or None; `hint` is advice, or "". The text has both.
     """
-
-    path: str
-    offset: int
-    wanted: int
-    got: int
-    hint: str
 
     def __init__(
         self,
@@ -175,17 +159,15 @@ class ReadError(GdsloadError, OSError):
 
 
 class ShortRead(ReadError):
-    """The file ended before the bytes that its header promises."""
+    """The file is shorter than its header says."""
 
 
 class StallError(ReadError):
-    """Storage gave no byte for longer than the limit; the text says how long and for what."""
+    """The storage has not answered for longer than the limit."""
 
 
 class CuFileError(ReadError):
-    """cuFile refused or failed an operation; `code` is its answer: CUfileOpError or CUresult."""
-
-    code: int
+    """A cuFile operation failed; `code` is its CUfileOpError or CUresult."""
 
     def __init__(self, message: str, *, code: int = 0, **facts: Any) -> None:
         super().__init__(message, **facts)
@@ -194,9 +176,11 @@ class CuFileError(ReadError):
 
 @cache
 def also_safetensors(kind: Any) -> Any:
-    """A subclass of `kind` that is a safetensors.SafetensorError as well, and has the name of
-    `kind`. Imports safetensors: for use where an error is raised. `kind` itself if there is no
-    safetensors."""
+    """A subclass of `kind` and of safetensors.SafetensorError, with the name of `kind`.
+
+    Returns `kind` itself if safetensors is not installed. Imports safetensors: call it only to
+    raise an error.
+    """
     try:
         from safetensors import SafetensorError
     except ImportError:
@@ -204,19 +188,21 @@ def also_safetensors(kind: Any) -> Any:
     if issubclass(kind, SafetensorError):
         return kind
 
-    def reduce(self: BaseException) -> tuple[Any, ...]:
-        return _revive_also, (kind, self.args, _facts(self))
-
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduce}
+    names = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__reduce__": _reduced,
+        "_without_safetensors": kind,
+    }
     return type(kind.__name__, (kind, SafetensorError), names)
 
 
 @contextmanager
 def safetensors_errors() -> Iterator[None]:
-    """Errors of gdsload that leave this block are caught by `except SafetensorError`, too.
+    """Makes errors of gdsload that leave this block instances of SafetensorError as well.
 
-    CheckpointUnreadable stays as it is: code that tells a missing file from a broken one may catch
-    SafetensorError first.
+    CheckpointUnreadable is left as it is: code that distinguishes a missing file from a broken one
+    may catch SafetensorError first.
     """
     try:
         yield

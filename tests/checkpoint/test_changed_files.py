@@ -1,4 +1,4 @@
-"""Files that change while they are read: the bytes of one version, or one error."""
+"""Files that change while they are read: the bytes of one version, or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
-    """Does something after the file was opened and before its first byte is asked for."""
+    """Calls a function after the file was opened and before its first read."""
 
     def arrange(act: Callable[[], Any]) -> None:
         real = session.Session.arrange
@@ -39,7 +39,9 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cache", ["direct", "buffered"])
-def test_truncated_after_it_was_opened(path: Path, meanwhile: Any, engine: str, cache: str) -> None:
+def test_file_truncated_after_open_raises_short_read(
+    path: Path, meanwhile: Any, engine: str, cache: str
+) -> None:
     meanwhile(lambda: os.truncate(path, 1_000_001))
     with pytest.raises((ShortRead, FileChanged)) as caught:
         gdsload.load_file(path, cache=cache, options={"engine": engine, **SMALL})
@@ -58,7 +60,7 @@ def test_truncated_after_it_was_opened(path: Path, meanwhile: Any, engine: str, 
         lambda path, cache: gdsload.safe_open(path, cache=cache).get_tensor("t5"),
     ],
 )
-def test_changed_after_it_was_opened(
+def test_file_changed_after_open_raises_file_changed(
     path: Path, meanwhile: Any, cache: str, change: str, use: Callable[[Path, str], Any]
 ) -> None:
     def act() -> None:
@@ -76,8 +78,10 @@ def test_changed_after_it_was_opened(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])
-def test_replaced_after_it_was_opened(path: Path, meanwhile: Any, cache: str, engine: str) -> None:
-    """By another valid file of the same size and names: the old bytes, or an error; never both."""
+def test_file_replaced_after_open_gives_one_version_or_an_error(
+    path: Path, meanwhile: Any, cache: str, engine: str
+) -> None:
+    """The new file is valid and has the same size and names; versions are never mixed."""
     other = save(path.with_suffix(".new"), 2)
     meanwhile(lambda: os.replace(other, path) if other.exists() else None)
     try:
@@ -87,8 +91,8 @@ def test_replaced_after_it_was_opened(path: Path, meanwhile: Any, cache: str, en
     assert is_full_of(got, 1)
 
 
-def test_a_race_with_a_writer(path: Path) -> None:
-    """A thread that rewrites, replaces and truncates without pause: right, or our error."""
+def test_concurrent_writer_gives_one_version_or_an_error(path: Path) -> None:
+    """A thread rewrites, replaces and truncates the file all the time."""
     versions = [path.read_bytes(), save(path.with_suffix(".2"), 2).read_bytes()]
     stop = threading.Event()
 

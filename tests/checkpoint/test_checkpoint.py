@@ -1,4 +1,4 @@
-"""A checkpoint at the door: one open per file, held against its index, and nothing left behind."""
+"""Opening checkpoints: one open per file, comparison with the index, no leaked descriptors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_said_is_where_it_lies(two: Path) -> None:
+def test_open_index_gives_tensors_at_their_offsets(two: Path) -> None:
     with Checkpoint.open(two) as checkpoint:
         assert list(checkpoint.tensors) == ["a", "b", "c"]
         assert [shard.name for shard in checkpoint.shards] == [
@@ -94,7 +94,7 @@ def test_what_is_said_is_where_it_lies(two: Path) -> None:
         checkpoint.verify_unchanged()
 
 
-def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
+def test_header_longer_than_the_first_read_is_read_whole(tmp_path: Path) -> None:
     names = [f"tensor.{'x' * 60}.{number}" for number in range(4000)]
     path = write(tmp_path / "many.safetensors", *names)
     assert path.stat().st_size > 300_000
@@ -104,7 +104,7 @@ def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
         assert os.pread(checkpoint.shards[0].fd, 8, last.offset) == b"many"
 
 
-def test_many_shards_keep_their_order(tmp_path: Path) -> None:
+def test_many_shards_are_in_the_order_of_their_names(tmp_path: Path) -> None:
     for number in range(100):
         write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
     with Checkpoint.open(tmp_path) as checkpoint:
@@ -115,7 +115,7 @@ def test_many_shards_keep_their_order(tmp_path: Path) -> None:
 # --- closing -------------------------------------------------------------------------------------
 
 
-def test_closing(two: Path) -> None:
+def test_closed_checkpoint_refuses_use(two: Path) -> None:
     checkpoint = Checkpoint.open(two)
     assert not checkpoint.closed
     checkpoint.close()
@@ -132,7 +132,7 @@ def test_closing(two: Path) -> None:
             use()
 
 
-def test_dropped_without_closing(two: Path) -> None:
+def test_dropped_checkpoint_closes_its_files(two: Path) -> None:
     before = open_files()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -143,7 +143,7 @@ def test_dropped_without_closing(two: Path) -> None:
     assert open_files() == before
 
 
-def test_descriptors_are_neither_copied_nor_pickled(two: Path) -> None:
+def test_shard_copied_or_pickled_raises(two: Path) -> None:
     with Checkpoint.open(two) as checkpoint:
         for action in (copy.copy, pickle.dumps):
             with pytest.raises(TypeError, match="file descriptor"):
@@ -152,7 +152,7 @@ def test_descriptors_are_neither_copied_nor_pickled(two: Path) -> None:
 
 # --- failing -------------------------------------------------------------------------------------
 
-INDEX_LIES: list[tuple[dict[str, str], str]] = [
+WRONG_INDEXES: list[tuple[dict[str, str], str]] = [
     (
         {"a": "1111.safetensors", "z": "2222.safetensors"},
         "'z' is in 2222.safetensors, but no shard",
@@ -165,14 +165,18 @@ INDEX_LIES: list[tuple[dict[str, str], str]] = [
 ]
 
 
-@pytest.mark.parametrize("weight_map,fragment", INDEX_LIES, ids=["nobody", "other", "missing"])
-def test_index_against_shards(two: Path, weight_map: dict[str, str], fragment: str) -> None:
+@pytest.mark.parametrize(
+    "weight_map,fragment", WRONG_INDEXES, ids=["no shard", "other shard", "missing shard"]
+)
+def test_index_that_contradicts_its_shards_raises(
+    two: Path, weight_map: dict[str, str], fragment: str
+) -> None:
     write_index(two, weight_map)
     with pytest.raises(CheckpointError, match=fragment):
         Checkpoint.open(two)
 
 
-def test_a_missing_shard_is_a_missing_file(two: Path) -> None:
+def test_missing_shard_raises_checkpoint_not_found(two: Path) -> None:
     (two / "2222.safetensors").unlink()
     with pytest.raises(CheckpointNotFound) as caught:
         Checkpoint.open(two)
@@ -181,7 +185,7 @@ def test_a_missing_shard_is_a_missing_file(two: Path) -> None:
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_tensor_in_two_shards(two: Path, indexed: bool) -> None:
+def test_tensor_in_two_shards_raises_if_strict(two: Path, indexed: bool) -> None:
     write(two / "2222.safetensors", "a", "c")
     if not indexed:
         (two / "model.safetensors.index.json").unlink()
@@ -194,19 +198,19 @@ def test_a_tensor_in_two_shards(two: Path, indexed: bool) -> None:
         )
 
 
-def test_not_strict_follows_the_files(two: Path) -> None:
+def test_wrong_index_is_ignored_if_not_strict(two: Path) -> None:
     write_index(two, {"a": "2222.safetensors", "z": "1111.safetensors"})
     with Checkpoint.open(two, strict=False) as checkpoint:
         assert list(checkpoint.tensors) == ["a", "b", "c"]
 
 
-def test_tensors_that_the_index_leaves_out_are_loaded(two: Path) -> None:
+def test_tensors_missing_in_the_index_are_loaded(two: Path) -> None:
     write_index(two, {"a": "1111.safetensors", "c": "2222.safetensors"})
     with Checkpoint.open(two) as checkpoint:
         assert list(checkpoint.tensors) == ["a", "b", "c"]
 
 
-def test_the_last_of_many_is_broken(tmp_path: Path) -> None:
+def test_broken_last_shard_is_named(tmp_path: Path) -> None:
     for number in range(40):
         write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
     with open(tmp_path / "0039.safetensors", "ab") as file:
@@ -215,28 +219,28 @@ def test_the_last_of_many_is_broken(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_threads_end_with_a_broken_header_while_the_error_is_kept(tmp_path: Path) -> None:
+def test_broken_header_ends_all_threads(tmp_path: Path) -> None:
     names = [f"{number:04d}.safetensors" for number in range(file_io._AHEAD + 2 * file_io._THREADS)]
     for name in names:
         write(tmp_path / name, name)
     (tmp_path / names[0]).write_bytes((2).to_bytes(8, "little") + b"{]")
-    with pytest.raises(CheckpointError) as caught:  # kept, and with it the frames that it came by
+    with pytest.raises(CheckpointError) as caught:  # this keeps the frames of the error alive
         Checkpoint.open(tmp_path)
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
             thread.join(20)
-            assert not thread.is_alive(), "it waits for whoever takes its results"
+            assert not thread.is_alive(), "it still waits for its results to be taken"
     assert names[0] in str(caught.value)
 
 
-def test_header_limit(two: Path) -> None:
+def test_header_limit_exceeded_raises(two: Path) -> None:
     with pytest.raises(CheckpointError, match="more than the limit of 20"):
         Checkpoint.open(two / "1111.safetensors", header_limit=20)
     with pytest.raises(CheckpointError, match=r"index has .* more than the limit of 20"):
         Checkpoint.open(two, header_limit=20)
 
 
-def test_no_more_descriptors(tmp_path: Path) -> None:
+def test_too_many_open_files_raises_with_hint(tmp_path: Path) -> None:
     for number in range(40):
         write(tmp_path / f"{number:04d}.safetensors", f"t{number}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -254,7 +258,7 @@ def test_no_more_descriptors(tmp_path: Path) -> None:
 # --- lists of files ------------------------------------------------------------------------------
 
 
-def test_of(two: Path, tmp_path: Path) -> None:
+def test_list_of_files_is_one_checkpoint(two: Path, tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "deep" / "3333.safetensors", "d")
     with Checkpoint.of([elsewhere, str(two / "1111.safetensors")]) as checkpoint:
         assert list(checkpoint.tensors) == ["d", "a", "b"]
@@ -263,7 +267,7 @@ def test_of(two: Path, tmp_path: Path) -> None:
         assert list(checkpoint.tensors) == ["d", "c"]
 
 
-def test_of_refuses(two: Path) -> None:
+def test_list_of_files_that_do_not_fit_raises(two: Path) -> None:
     first = two / "1111.safetensors"
     with pytest.raises(CheckpointError, match="no files"):
         Checkpoint.of([])
@@ -282,7 +286,7 @@ def test_of_refuses(two: Path) -> None:
 # --- files that change ---------------------------------------------------------------------------
 
 
-def test_each_file_is_opened_once(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_opens_each_file_once(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     real_open = os.open
 
@@ -296,7 +300,9 @@ def test_each_file_is_opened_once(two: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(opened[1:]) == ["1111.safetensors", "2222.safetensors"]
 
 
-def test_all_are_opened_before_any_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_replaced_during_open_give_one_version(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (two / "model.safetensors.index.json").unlink()
     real_read = file_io.os.pread
 
@@ -325,7 +331,7 @@ def test_all_are_opened_before_any_is_read(two: Path, monkeypatch: pytest.Monkey
 
 
 def pass_a_tick(path: Path) -> None:
-    """Until a change would be seen: some kernels stamp files with a clock of 4 ms."""
+    """Waits until a change is visible: some kernels use a clock of 4 ms for files."""
     scratch = path.with_name("scratch")
     opened = path.stat().st_ctime_ns
     scratch.touch()
@@ -345,7 +351,7 @@ def cut(path: Path) -> None:
 def rewrite(path: Path) -> None:
     with open(path, "r+b") as file:
         file.write(file.read(1))
-    os.utime(path, ns=(1, 1))  # whatever the clock's grain, this is another time
+    os.utime(path, ns=(1, 1))  # a different time at any clock resolution
 
 
 def old_time(path: Path) -> None:
@@ -366,7 +372,9 @@ def old_time(path: Path) -> None:
     ],
     ids=["grown", "cut", "rewritten", "rewritten, time set back", "deleted"],
 )
-def test_changed(two: Path, change: Callable[[Path], None], fragment: str) -> None:
+def test_changed_file_raises_file_changed(
+    two: Path, change: Callable[[Path], None], fragment: str
+) -> None:
     with Checkpoint.open(two) as checkpoint:
         pass_a_tick(two / "2222.safetensors")
         change(two / "2222.safetensors")
@@ -374,20 +382,20 @@ def test_changed(two: Path, change: Callable[[Path], None], fragment: str) -> No
             checkpoint.verify_unchanged()
 
 
-def test_a_file_that_ends_before_its_size(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_ends_early_raises(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_io.os, "pread", lambda *_: b"")
     with pytest.raises(CheckpointError, match="the file ended at byte 0"):
         Checkpoint.open(two / "1111.safetensors")
 
 
-def test_short_reads_are_continued(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_header_reads_are_continued(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_read = os.pread
     monkeypatch.setattr(file_io.os, "pread", lambda fd, size, at: real_read(fd, min(size, 7), at))
     with Checkpoint.open(two) as checkpoint:
         assert list(checkpoint.tensors) == ["a", "b", "c"]
 
 
-def test_a_read_that_fails(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_header_read_raises_read_error(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -400,21 +408,21 @@ def test_a_read_that_fails(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- direct reads --------------------------------------------------------------------------------
 
 
-def test_reopen_direct(two: Path) -> None:
+def test_reopen_direct_of_replaced_file_opens_the_same_inode(two: Path) -> None:
     with Checkpoint.open(two) as checkpoint:
         shard = checkpoint.shards[0]
         write(two / "new", "other")
         os.replace(two / "new", shard.path)  # by name it would be another file now
         twin = shard.reopen_direct()
         if twin is None:
-            pytest.skip(f"the file system of {shard.path} does no direct reads")
+            pytest.skip(f"the file system of {shard.path} has no direct I/O")
         try:
             assert os.fstat(twin).st_ino == shard.identity.ino
         finally:
             os.close(twin)
 
 
-def test_reopen_direct_without_a_status_closes_it(
+def test_reopen_direct_after_failed_fstat_closes_its_descriptor(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(fd: int) -> None:
@@ -429,7 +437,9 @@ def test_reopen_direct_without_a_status_closes_it(
         assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_reopen_direct_refused(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reopen_direct_without_support_returns_none(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Checkpoint.open(two) as checkpoint:
 
         def refuse(*_: object) -> int:
@@ -445,7 +455,7 @@ def test_reopen_direct_refused(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # --- threads -------------------------------------------------------------------------------------
 
 
-def test_each_keeps_order_and_raises_the_first_error() -> None:
+def test_parallel_map_keeps_order_and_raises_the_first_error() -> None:
     assert list(file_io.parallel_map(lambda n: n * n, range(200), path_of=str)) == [
         n * n for n in range(200)
     ]
@@ -457,29 +467,29 @@ def test_each_keeps_order_and_raises_the_first_error() -> None:
         kept.append(number)
         return number
 
-    taken, thrown = [], []
+    taken, discarded = [], []
     with pytest.raises(CheckpointError, match="item 50"):
-        for result in file_io.parallel_map(work, range(200), path_of=str, discard=thrown.append):
+        for result in file_io.parallel_map(work, range(200), path_of=str, discard=discarded.append):
             taken.append(result)
     assert taken == list(range(50))
-    assert sorted(taken + thrown) == sorted(kept)
+    assert sorted(taken + discarded) == sorted(kept)
 
 
-def test_each_discards_what_nobody_takes() -> None:
+def test_parallel_map_closed_early_discards_results() -> None:
     done: list[int] = []
-    thrown: list[int] = []
+    discarded: list[int] = []
     results = file_io.parallel_map(
-        lambda n: done.append(n) or n, range(100), path_of=str, discard=thrown.append
+        lambda n: done.append(n) or n, range(100), path_of=str, discard=discarded.append
     )
     assert next(results) == 0
     results.close()
-    assert sorted(thrown) == sorted(done)[1:]
+    assert sorted(discarded) == sorted(done)[1:]
     assert len(done) < 100
 
 
-def test_storage_that_hangs_is_named() -> None:
+def test_parallel_map_with_hung_item_raises_stall_error() -> None:
     release = threading.Event()
-    thrown: list[str] = []
+    discarded: list[str] = []
     gone = threading.Event()
 
     def hang(item: str) -> str:
@@ -487,7 +497,7 @@ def test_storage_that_hangs_is_named() -> None:
         return item
 
     def discard(item: str) -> None:
-        thrown.append(item)
+        discarded.append(item)
         gone.set()
 
     with pytest.raises(StallError, match=r"a\.bin: the storage has not answered for 0\.05 s"):
@@ -496,13 +506,13 @@ def test_storage_that_hangs_is_named() -> None:
         )
     release.set()
     assert gone.wait(10)
-    assert thrown == ["a.bin"]
+    assert discarded == ["a.bin"]
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
             thread.join(10)
 
 
-def test_ctrl_c_does_not_wait_for_storage() -> None:
+def test_parallel_map_with_hung_item_is_interrupted_by_ctrl_c() -> None:
     release, hanging = threading.Event(), threading.Event()
 
     def hang(item: str) -> str:

@@ -1,4 +1,4 @@
-"""Every lie that a header can tell, one row each, and every honest oddity beside it."""
+"""Invalid headers, one row each, and valid headers of unusual form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def theirs_accepts(text: str | bytes, data: int) -> bool:
 
 
 BIG = str(2**32)
-LIES: list[tuple[str, str | bytes, int, str]] = [
+INVALID: list[tuple[str, str | bytes, int, str]] = [
     # JSON
     ("nothing", b"", 0, "begins with zeros only"),
     ("no object", "[]", 0, "not a JSON object"),
@@ -181,8 +181,10 @@ LIES: list[tuple[str, str | bytes, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize("text,data,fragment", [row[1:] for row in LIES], ids=[r[0] for r in LIES])
-def test_lie(text: str | bytes, data: int, fragment: str) -> None:
+@pytest.mark.parametrize(
+    "text,data,fragment", [row[1:] for row in INVALID], ids=[r[0] for r in INVALID]
+)
+def test_invalid_header_raises(text: str | bytes, data: int, fragment: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         parse(text, data)
     message = str(caught.value)
@@ -193,7 +195,7 @@ def test_lie(text: str | bytes, data: int, fragment: str) -> None:
     assert caught.value.path == "f.safetensors"
 
 
-# Refused by us alone: the list in the module's docstring.
+# Refused by gdsload but not by safetensors: listed in the docstring of the module.
 STRICTER = {
     "name twice",
     "name twice, once escaped",
@@ -207,12 +209,14 @@ STRICTER = {
 }
 
 
-@pytest.mark.parametrize("row", LIES, ids=[row[0] for row in LIES])
-def test_safetensors_refuses_it_too(row: tuple[str, str | bytes, int, str]) -> None:
+@pytest.mark.parametrize("row", INVALID, ids=[row[0] for row in INVALID])
+def test_invalid_header_is_refused_by_safetensors_too(
+    row: tuple[str, str | bytes, int, str],
+) -> None:
     assert theirs_accepts(row[1], row[2]) == (row[0] in STRICTER)
 
 
-HONEST: list[tuple[str, str, int]] = [
+VALID: list[tuple[str, str, int]] = [
     ("no tensor", "{}", 0),
     ("white space", " \t\r\n{}\r\n ", 0),
     ("metadata null", '{"__metadata__":null}', 0),
@@ -242,8 +246,8 @@ HONEST: list[tuple[str, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("text,data", [row[1:] for row in HONEST], ids=[row[0] for row in HONEST])
-def test_honest(text: str, data: int) -> None:
+@pytest.mark.parametrize("text,data", [row[1:] for row in VALID], ids=[row[0] for row in VALID])
+def test_unusual_valid_header_is_parsed(text: str, data: int) -> None:
     header = parse(text, data)
     assert theirs_accepts(text, data)
     start = 8 + len(text.encode())
@@ -256,7 +260,7 @@ def test_honest(text: str, data: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda dtype: dtype.name)
-def test_each_dtype(dtype: object) -> None:
+def test_each_dtype_is_parsed(dtype: object) -> None:
     name, bits = dtype[:2]  # type: ignore[index]
     text = one(name, "[2,4]", f"[0,{bits}]")
     (info,) = parse(text, bits).tensors.values()
@@ -264,14 +268,14 @@ def test_each_dtype(dtype: object) -> None:
     assert theirs_accepts(text, bits)
 
 
-def test_limits_that_the_program_has_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raised_interpreter_limits_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(1_000_000)
     try:
         for text in (extra("[" * 200_000 + "]" * 200_000), extra('[{"[]":' * 200_000), "[" * 128):
             with pytest.raises(CheckpointError, match="deeper than 127"):
                 parse(text, 4)
-        for _, text, data in HONEST:
+        for _, text, data in VALID:
             assert parse(text, data) is not None
     finally:
         sys.setrecursionlimit(before)
@@ -299,21 +303,21 @@ FOREIGN: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize("data,fragment", FOREIGN, ids=[row[1] for row in FOREIGN])
-def test_what_is_no_safetensors_file(data: bytes, fragment: str) -> None:
+def test_file_of_another_format_is_named(data: bytes, fragment: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         length = header_length(data, len(data), path="f.safetensors")
         parse_header(data[8 : 8 + length], len(data), path="f.safetensors")
     assert fragment in str(caught.value)
 
 
-def test_header_limit_is_the_last_length_that_passes() -> None:
+def test_header_of_exactly_the_limit_is_accepted() -> None:
     head = (100).to_bytes(8, "little")
     assert header_length(head, 108, path="f", limit=100) == 100
     with pytest.raises(CheckpointError, match=r"more than the limit of 99 \(header_limit"):
         header_length(head, 108, path="f", limit=99)
 
 
-def test_a_length_that_looks_like_another_format_is_still_read() -> None:
+def test_length_that_looks_like_another_format_is_accepted() -> None:
     text = b"{}" + b" " * (0x8B1F - 2)
     head = len(text).to_bytes(8, "little")
     assert head.startswith(b"\x1f\x8b")
@@ -321,7 +325,7 @@ def test_a_length_that_looks_like_another_format_is_still_read() -> None:
     assert parse_header(text, 8 + len(text), path="f").tensors == {}
 
 
-INDEX_LIES: list[tuple[bytes, str]] = [
+INDEX_INVALID: list[tuple[bytes, str]] = [
     (b"", "broken at character 0"),
     (b"[]", "not a JSON object"),
     (b"{}", "no weight_map object"),
@@ -342,15 +346,15 @@ INDEX_LIES: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize("raw,fragment", INDEX_LIES, ids=range(len(INDEX_LIES)))
-def test_index_lie(raw: bytes, fragment: str) -> None:
+@pytest.mark.parametrize("raw,fragment", INDEX_INVALID, ids=range(len(INDEX_INVALID)))
+def test_invalid_index_raises(raw: bytes, fragment: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_weight_map(raw, path="i.json")
     assert fragment in str(caught.value)
     assert str(caught.value).startswith("i.json: ")
 
 
-def test_index_without_metadata() -> None:
+def test_index_without_metadata_is_read() -> None:
     raw = b'{"weight_map":{"b":"x.safetensors","a":"x.safetensors"}}'
     assert list(read_weight_map(raw, path="i")) == ["b", "a"]
 

@@ -1,4 +1,4 @@
-"""Held against safetensors itself: the same reading of honest files, and never more trusting."""
+"""Comparison with safetensors: equal results for valid files, and never more permissive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK = settings(
 
 
 def ours(file: bytes) -> Header | None:
-    """What we read in a file, or None if we refuse it. No other exception may come."""
+    """The header as parsed by gdsload, None if it is refused. Other exceptions fail the test."""
     try:
         length = header_length(file, len(file), path="f")
         return parse_header(file[LENGTH_BYTES : LENGTH_BYTES + length], len(file), path="f")

@@ -14,7 +14,7 @@ from gdsload.cli import main
 
 @pytest.fixture
 def linked(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A directory of links to the files of a checkpoint with an index, which lies elsewhere."""
+    """A directory of links to the files of a checkpoint with an index in another directory."""
     assert (tiny_checkpoint / "model.safetensors.index.json").exists()
     directory = tmp_path / "linked"
     directory.mkdir()

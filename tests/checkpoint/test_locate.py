@@ -1,4 +1,4 @@
-"""Where files are found: directories, variants, indexes, links and the hub cache, all offline."""
+"""Finding files: directories, variants, indexes, links and the hub cache, without network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("somebody went to the network")
+        raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
@@ -75,7 +75,7 @@ def names(*args: object, **options: object) -> list[str]:
         ),
     ],
 )
-def test_directory(
+def test_directory_gives_its_shards(
     tmp_path: Path, files: list[str], options: dict[str, str], expected: list[str]
 ) -> None:
     touch(tmp_path, *files)
@@ -83,7 +83,7 @@ def test_directory(
     assert names(str(tmp_path) + "/", **options) == expected
 
 
-def test_subfolder_and_variant_of_an_index(tmp_path: Path) -> None:
+def test_subfolder_and_variant_find_an_index(tmp_path: Path) -> None:
     shard = "model.fp16-00001-of-00001.safetensors"
     write_index(tmp_path / "u" / "model.safetensors.index.fp16.json", {"w": shard})
     touch(tmp_path / "u", shard)
@@ -92,14 +92,14 @@ def test_subfolder_and_variant_of_an_index(tmp_path: Path) -> None:
     assert found.weight_map == {"w": shard}
 
 
-def test_index_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_path_gives_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = write_index(tmp_path / "any.index.json", {"b": "2.safetensors", "a": "1.safetensors"})
     assert names(index) == ["1.safetensors", "2.safetensors"]
     monkeypatch.chdir(tmp_path)
     assert names("any.index.json") == ["1.safetensors", "2.safetensors"]
 
 
-def test_the_only_index_of_a_directory(tmp_path: Path) -> None:
+def test_single_index_of_any_name_is_used(tmp_path: Path) -> None:
     write_index(tmp_path / "unet.safetensors.index.json", {"a": "1.safetensors"})
     touch(tmp_path, "1.safetensors", "2.safetensors")
     assert names(tmp_path) == ["1.safetensors"]
@@ -108,13 +108,13 @@ def test_the_only_index_of_a_directory(tmp_path: Path) -> None:
         locate(tmp_path)
 
 
-def test_a_shard_is_missing_and_no_index_tells(tmp_path: Path) -> None:
+def test_missing_numbered_shard_raises(tmp_path: Path) -> None:
     touch(tmp_path, "m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors")
     with pytest.raises(CheckpointError, match="there are 2 of the 3 shards of 'm'"):
         locate(tmp_path)
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
     touch(tmp_path, "pytorch_model.bin", "config.json")
     with pytest.raises(CheckpointNotFound, match=r"it holds 'pytorch_model\.bin'"):
         locate(tmp_path)
@@ -142,7 +142,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         ("x" * 5000, {}, "x"),
     ],
 )
-def test_source_that_cannot_be(
+def test_invalid_source_raises(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     source: str,
@@ -155,7 +155,7 @@ def test_source_that_cannot_be(
         locate(source, **options)  # type: ignore[arg-type]
 
 
-def test_one_file_has_no_subfolder(tmp_path: Path) -> None:
+def test_file_with_subfolder_raises(tmp_path: Path) -> None:
     touch(tmp_path, "a.safetensors")
     with pytest.raises(CheckpointError, match="one file"):
         locate(tmp_path / "a.safetensors", subfolder="x")
@@ -184,7 +184,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_index_name_refused(tmp_path: Path, name: str) -> None:
+def test_index_with_unsafe_shard_name_raises(tmp_path: Path, name: str) -> None:
     index = write_index(
         tmp_path / "m" / "model.safetensors.index.json", {"ok": "a.safetensors", "w": name}
     )
@@ -198,7 +198,7 @@ def test_index_name_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a.safetensors", "..a.safetensors", "é ü.safetensors", "-.safetensors"]
 )
-def test_index_name_accepted(name: str) -> None:
+def test_unusual_safe_shard_name_is_accepted(name: str) -> None:
     assert shard_name_fault(name) == ""
 
 
@@ -220,7 +220,7 @@ def test_link_to_another_directory_is_followed(tmp_path: Path) -> None:
     open_all(tmp_path / "way")
 
 
-def test_index_name_that_leaves_the_directory_is_refused_also_where_it_exists(
+def test_shard_name_outside_the_directory_raises_even_if_it_exists(
     tmp_path: Path,
 ) -> None:
     touch(tmp_path, "x.safetensors")
@@ -231,7 +231,7 @@ def test_index_name_that_leaves_the_directory_is_refused_also_where_it_exists(
             locate(tmp_path / "m")
 
 
-def test_links_that_stay_or_that_the_user_named(tmp_path: Path) -> None:
+def test_links_inside_or_named_by_the_user_are_followed(tmp_path: Path) -> None:
     real = tmp_path / "real"
     write_index(real / "model.safetensors.index.json", {"w": "a.safetensors"})
     touch(real / "store", "b")
@@ -245,7 +245,7 @@ def test_links_that_stay_or_that_the_user_named(tmp_path: Path) -> None:
     open_all(tmp_path / "plain")
 
 
-def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+def test_dangling_links_raise(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("gone")
     with pytest.raises(CheckpointNotFound, match=r"a link to .*gone, which does not exist"):
         open_all(tmp_path)
@@ -257,10 +257,10 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
         open_all(tmp_path / "i.json")
 
 
-# --- what is no regular file ---------------------------------------------------------------------
+# --- special files ---------------------------------------------------------------------
 
 
-def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
+def test_special_files_raise_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.safetensors")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket.safetensors"))
@@ -277,7 +277,7 @@ def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
         locate(tmp_path / "fifo.json")
 
 
-def test_the_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
+def test_opened_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
     touch(tmp_path, "a.safetensors")
     (shard,) = locate(tmp_path / "a.safetensors").shards
     fd, status = open_regular(shard.path)
@@ -289,14 +289,16 @@ def test_the_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_permission_denied_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permission_denied_names_path_and_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = touch(tmp_path, "a.safetensors") / "a.safetensors"
     path.chmod(0o600)
 
     def forbid(*_: object, **__: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", forbid)  # root may read everything: the refusal is played
+    monkeypatch.setattr(os, "open", forbid)  # root may read everything: the refusal is simulated
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(CheckpointAccessError) as caught:
         open_all(path)
@@ -329,7 +331,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1", "refs/pr/1", COMMIT])
-def test_hub_id(cache: Path, revision: str | None) -> None:
+def test_hub_id_with_revision_is_found(cache: Path, revision: str | None) -> None:
     found = locate("org/name", cache_dir=cache, revision=revision)
     assert [shard.name for shard in found.shards] == ["m-1.safetensors", "m-2.safetensors"]
     assert found.title == "org/name"
@@ -337,7 +339,7 @@ def test_hub_id(cache: Path, revision: str | None) -> None:
         os.close(open_regular(shard.path)[0])
 
 
-def test_hub_subfolder_and_snapshot_by_path(cache: Path) -> None:
+def test_hub_subfolder_and_snapshot_path_are_found(cache: Path) -> None:
     assert names("org/name", cache_dir=cache, subfolder="sub") == ["model.safetensors"]
     snapshot = cache / "models--org--name" / "snapshots" / COMMIT
     open_all(snapshot)
@@ -355,7 +357,7 @@ def test_hub_subfolder_and_snapshot_by_path(cache: Path) -> None:
         ({"HF_HOME": "~/x/$WHERE", "WHERE": "y"}, "/home/me/x/y/hub"),
     ],
 )
-def test_hub_cache_variables(
+def test_hub_cache_follows_environment_variables(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
@@ -366,12 +368,12 @@ def test_hub_cache_variables(
     assert hub_cache() == expected
 
 
-def test_hub_id_from_the_environment(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_is_found_in_hf_hub_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     assert len(names("org/name")) == 2
 
 
-def test_not_in_the_cache(cache: Path) -> None:
+def test_model_missing_in_the_cache_raises(cache: Path) -> None:
     with pytest.raises(CheckpointNotFound) as caught:
         locate("org/other", cache_dir=cache)
     assert str(cache) in str(caught.value)
@@ -381,13 +383,13 @@ def test_not_in_the_cache(cache: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_a_reference_that_lies(cache: Path) -> None:
+def test_reference_without_commit_raises(cache: Path) -> None:
     (cache / "models--org--name" / "refs" / "v1").write_text("../../../etc")
     with pytest.raises(CheckpointError, match="does not contain a commit"):
         locate("org/name", cache_dir=cache, revision="v1")
 
 
-def test_blobs_shared_by_the_whole_cache(cache: Path) -> None:
+def test_blobs_linked_to_a_shared_store_are_opened(cache: Path) -> None:
     digest = "ab" * 32
     touch(cache / "blobs" / "ab", digest)
     blob = cache / "models--org--name" / "blobs" / "bb"
@@ -397,7 +399,7 @@ def test_blobs_shared_by_the_whole_cache(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "FIFO", "character device"])
-def test_link_to_no_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_link_to_special_file_raises(tmp_path: Path, kind: str) -> None:
     targets = {"directory": tmp_path, "FIFO": tmp_path / "fifo", "character device": "/dev/null"}
     os.mkfifo(tmp_path / "fifo")
     write_index(tmp_path / "m" / "model.safetensors.index.json", {"w": "a.safetensors"})
@@ -406,7 +408,7 @@ def test_link_to_no_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
         open_all(tmp_path / "m")
 
 
-def test_name_without_a_slash_is_missed_as_safetensors_misses_it(
+def test_missing_plain_name_raises_the_text_of_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

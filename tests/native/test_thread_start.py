@@ -60,7 +60,7 @@ def test_thread_that_cannot_start_is_none_and_leaves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("no_threads")
-def test_each_without_threads_works_in_the_caller() -> None:
+def test_parallel_map_without_threads_works_in_the_caller() -> None:
     callers: list[threading.Thread] = []
 
     def work(item: int) -> int:
@@ -86,7 +86,7 @@ def test_prefetch_without_a_thread_fails_and_the_load_reads(path: Path) -> None:
         assert torch.equal(gdsload.load_file(path)["a"], torch.arange(9000))
 
 
-def test_each_raises_where_its_thread_runs_out_of_memory() -> None:
+def test_parallel_map_thread_out_of_memory_raises() -> None:
     class Items(list[int]):
         def __iter__(self) -> Iterator[int]:
             yield self[0]

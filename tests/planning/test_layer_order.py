@@ -1,4 +1,4 @@
-"""Tensors in the order in which a model uses them, and without blocking an event loop."""
+"""Tensors in the order in which a model uses them, and streams in an event loop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def ordered(*names: str) -> list[str]:
         ("model.layers.0.mlp.experts.2.w", "model.layers.0.mlp.experts.10.w", "model.layers.1.a"),
     ],
 )  # fmt: skip
-def test_names_tell_the_order(names: tuple[str, ...]) -> None:
+def test_names_are_sorted_in_layer_order(names: tuple[str, ...]) -> None:
     assert ordered(*names) == list(names)
 
 
-def test_a_stream_keeps_to_it(tiny_checkpoint: Path) -> None:
+def test_stream_in_layer_order_yields_layers_in_order(tiny_checkpoint: Path) -> None:
     got = [name for name, _ in gdsload.stream(tiny_checkpoint, order="layers", window_bytes=1)]
     assert got[0] == "model.embed_tokens.weight" and sorted(got) == sorted(
         gdsload.load_file(tiny_checkpoint)
@@ -53,8 +53,8 @@ def test_a_stream_keeps_to_it(tiny_checkpoint: Path) -> None:
         gdsload.stream(tiny_checkpoint, device="nowhere")
 
 
-def test_an_event_loop_goes_on(tiny_checkpoint: Path) -> None:
-    """The reads come when another task of the same loop lets them through."""
+def test_astream_does_not_block_the_event_loop(tiny_checkpoint: Path) -> None:
+    """The reads are blocked until another task of the same loop opens the gate."""
 
     async def both() -> dict[str, torch.Tensor]:
         with gated() as gate:
@@ -70,7 +70,7 @@ def test_an_event_loop_goes_on(tiny_checkpoint: Path) -> None:
         assert torch.equal(got[name], tensor)
 
 
-def test_leaving_the_loop_ends_the_reads(tiny_checkpoint: Path) -> None:
+def test_astream_closed_early_ends_its_reads(tiny_checkpoint: Path) -> None:
     async def some() -> None:
         words = {"cache": "buffered", "window_bytes": 1000}
         async with contextlib.aclosing(gdsload.astream(tiny_checkpoint, **words)) as tensors:

@@ -27,8 +27,8 @@ PAGE = 4096
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[ByteRange], list[int]]:
-    """Pieces of up to three files, in any order, with holes of every size between them."""
-    sizes, pieces = [], []
+    """Byte ranges of up to three files, in any order, with gaps of all sizes."""
+    sizes, ranges = [], []
     for shard in range(draw(st.integers(1, 3))):
         at = draw(st.integers(8, 5000))
         for number in range(draw(st.integers(0, 12))):
@@ -37,10 +37,10 @@ def layouts(draw: st.DrawFn) -> tuple[list[ByteRange], list[int]]:
                 | st.integers(0, 100_000)
             )
             nbytes = draw(st.sampled_from([0, 1, 4096]) | st.integers(0, 60_000))
-            pieces.append(ByteRange(f"{shard}.{number}", shard, at, nbytes))
+            ranges.append(ByteRange(f"{shard}.{number}", shard, at, nbytes))
             at += nbytes
         sizes.append(at + draw(st.integers(0, 3)))
-    return draw(st.permutations(pieces)), sizes
+    return draw(st.permutations(ranges)), sizes
 
 
 limits = st.builds(
@@ -57,28 +57,28 @@ limits = st.builds(
     st.sampled_from([0, 1, 4096, GAP_BYTES, 1 << 20]),
     st.none() | st.lists(st.sampled_from([1, 512, 4096, 65536]), min_size=3, max_size=3),
 )
-def test_any_plan(
+def test_random_ranges_give_a_valid_plan(
     layout: tuple[list[ByteRange], list[int]],
     limits: Limits,
     window_bytes: int,
     gap_bytes: int,
     blocks: list[int] | None,
 ) -> None:
-    pieces, sizes = layout
+    ranges, sizes = layout
 
     def made() -> ReadPlan:
         return plan_reads(
-            pieces, sizes, limits, blocks=blocks, window_bytes=window_bytes, gap_bytes=gap_bytes
+            ranges, sizes, limits, blocks=blocks, window_bytes=window_bytes, gap_bytes=gap_bytes
         )
 
     plan = made()
     assert plan == made(), "the same input gives the same plan"
-    assert set(plan.locations) == {piece.name for piece in pieces}
-    assert plan.wanted_bytes == sum(piece.nbytes for piece in pieces)
+    assert set(plan.locations) == {item.name for item in ranges}
+    assert plan.wanted_bytes == sum(item.nbytes for item in ranges)
     check_transfers(plan, sizes, limits, blocks)
-    check_homes(plan, pieces)
-    check_windows(plan, pieces, window_bytes)
-    check_gaps(plan, pieces, max(gap_bytes, 2 * max(limits.block, PAGE)))
+    check_locations(plan, ranges)
+    check_windows(plan, ranges, window_bytes)
+    check_gaps(plan, ranges, max(gap_bytes, 2 * max(limits.block, PAGE)))
 
 
 def check_transfers(
@@ -108,32 +108,32 @@ def check_transfers(
             assert following - start - length <= TARGET_GAP_BYTES
 
 
-def check_homes(plan: ReadPlan, pieces: list[ByteRange]) -> None:
-    """Each piece lies at its home, and the transfers named there bring all of it, and no others."""
-    for piece in pieces:
-        location = plan.locations[piece.name]
-        if piece.nbytes == 0:
+def check_locations(plan: ReadPlan, ranges: list[ByteRange]) -> None:
+    """The transfers of each location read all bytes of its range, and no others."""
+    for item in ranges:
+        location = plan.locations[item.name]
+        if item.nbytes == 0:
             assert location == Location(-1, 0, 0, -1)
             continue
         target = plan.targets[location.target]
-        assert target.shard == piece.shard
-        assert target.offset + location.offset == piece.offset
-        at = piece.offset
+        assert target.shard == item.shard
+        assert target.offset + location.offset == item.offset
+        at = item.offset
         for read in plan.transfers[location.first : location.last + 1]:
             assert read.target == location.target
             assert read.offset <= at < read.offset + read.wanted, "no read that it does not need"
             at = read.offset + read.wanted
-        assert at >= piece.offset + piece.nbytes
+        assert at >= item.offset + item.nbytes
 
 
-def check_windows(plan: ReadPlan, pieces: list[ByteRange], window_bytes: int) -> None:
+def check_windows(plan: ReadPlan, ranges: list[ByteRange], window_bytes: int) -> None:
     """Windows follow the caller's order and share no memory."""
     assert [first for first, _ in plan.windows] == [0, *(end for _, end in plan.windows)][:-1] or (
         not plan.windows
     )
     assert (plan.windows[-1][1] if plan.windows else 0) == len(plan.transfers)
     place = {read: number for number, window in enumerate(plan.windows) for read in range(*window)}
-    locations = [plan.locations[piece.name] for piece in pieces if piece.nbytes]
+    locations = [plan.locations[item.name] for item in ranges if item.nbytes]
     order = [place[location.first] for location in locations]
     assert order == sorted(order)
     for location in locations:
@@ -147,46 +147,46 @@ def check_windows(plan: ReadPlan, pieces: list[ByteRange], window_bytes: int) ->
         ]
         assert shard_offsets == sorted(shard_offsets), "file order inside a window"
         held = [
-            p.nbytes for p in pieces if p.nbytes and place[plan.locations[p.name].first] == number
+            p.nbytes for p in ranges if p.nbytes and place[plan.locations[p.name].first] == number
         ]
         assert not window_bytes or sum(held) <= window_bytes or len(held) == 1
     if not window_bytes:
         assert len(plan.windows) <= 1
 
 
-def check_gaps(plan: ReadPlan, pieces: list[ByteRange], gap: int) -> None:
-    """What is read beyond the wanted bytes lies in a gap that the rule allows, or at an edge."""
-    for extent in plan.merged_ranges:
+def check_gaps(plan: ReadPlan, ranges: list[ByteRange], gap: int) -> None:
+    """Merged ranges begin and end with a wanted byte range."""
+    for merged in plan.merged_ranges:
         inside = sorted(
-            (piece.offset, piece.offset + piece.nbytes)
-            for piece in pieces
-            if piece.shard == extent.shard
-            and piece.nbytes
-            and extent.offset <= piece.offset
-            and piece.offset + piece.nbytes <= extent.end
+            (item.offset, item.offset + item.nbytes)
+            for item in ranges
+            if item.shard == merged.shard
+            and item.nbytes
+            and merged.offset <= item.offset
+            and item.offset + item.nbytes <= merged.end
         )
-        assert inside[0][0] == extent.offset and max(end for _, end in inside) == extent.end
+        assert inside[0][0] == merged.offset and max(end for _, end in inside) == merged.end
 
 
-def test_one_window_reads_no_byte_twice() -> None:
-    pieces = [ByteRange(str(i), 0, 100 + 5000 * i, 4000) for i in range(50)]
-    plan = plan_reads(pieces, [260_000], Limits())
+def test_close_ranges_are_read_once() -> None:
+    ranges = [ByteRange(str(i), 0, 100 + 5000 * i, 4000) for i in range(50)]
+    plan = plan_reads(ranges, [260_000], Limits())
     assert plan.read_bytes <= 260_000
     assert len(plan.merged_ranges) == len(plan.transfers) == len(plan.targets) == 1
 
 
 @pytest.mark.parametrize(
-    ("hole", "merged_ranges"),
+    ("gap", "merged_ranges"),
     [(GAP_BYTES, 1), (GAP_BYTES + 1, 2), (0, 1), (TARGET_GAP_BYTES * 2, 2)],
 )
-def test_the_gap_rule(hole: int, merged_ranges: int) -> None:
-    pieces = [ByteRange("a", 0, 0, 10_000), ByteRange("b", 0, 10_000 + hole, 10_000)]
-    plan = plan_reads(pieces, [hole + 20_000], Limits())
-    assert len(plan.merged_ranges) == len(merged_ranges_of(pieces)) == merged_ranges
-    assert len(plan.targets) == (2 if hole > TARGET_GAP_BYTES else 1)
+def test_gap_decides_merging_and_targets(gap: int, merged_ranges: int) -> None:
+    ranges = [ByteRange("a", 0, 0, 10_000), ByteRange("b", 0, 10_000 + gap, 10_000)]
+    plan = plan_reads(ranges, [gap + 20_000], Limits())
+    assert len(plan.merged_ranges) == len(merged_ranges_of(ranges)) == merged_ranges
+    assert len(plan.targets) == (2 if gap > TARGET_GAP_BYTES else 1)
 
 
-def test_roads_are_asked_for_each_transfer() -> None:
+def test_io_mode_is_asked_for_each_transfer() -> None:
     asked: list[tuple[int, int, int]] = []
 
     def io_mode_of(shard: int, offset: int, length: int) -> str:
@@ -201,7 +201,7 @@ def test_roads_are_asked_for_each_transfer() -> None:
     assert [read.wanted for read in plan.transfers] == [8192, 8192, 20_010 - 16384]
 
 
-def test_nothing_wanted() -> None:
+def test_no_bytes_wanted_gives_no_transfers() -> None:
     assert plan_reads([], [], Limits()) == ReadPlan()
     plan = plan_reads([ByteRange("empty", 0, 100, 0)], [100], Limits())
     assert not plan.transfers and plan.locations == {"empty": Location(-1, 0, 0, -1)}
@@ -218,12 +218,12 @@ def test_nothing_wanted() -> None:
         lambda: Limits(depth=0),
     ],
 )
-def test_limits_that_cannot_be(bad: Callable[[], Limits]) -> None:
+def test_invalid_limits_raise(bad: Callable[[], Limits]) -> None:
     with pytest.raises(ValueError, match=r"block|requests|depth"):
         bad()
 
 
-def test_a_plan_of_a_checkpoint(tiny_checkpoint: Path) -> None:
+def test_plan_of_a_checkpoint_has_its_tensors(tiny_checkpoint: Path) -> None:
     plan = gdsload.plan(tiny_checkpoint)
     with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
         assert list(plan.locations) == list(checkpoint.tensors)

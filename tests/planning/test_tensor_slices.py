@@ -1,4 +1,4 @@
-"""Parts of tensors: the bytes that are picked, and the tensor they make."""
+"""Slices of tensors: the bytes that are read, and the tensor they give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
 
 
 def assembled(tensor: torch.Tensor, wanted: TensorSlice) -> torch.Tensor:
-    """What a cut makes of the bytes of a file that holds the tensor at offset 128."""
+    """The result of a slice of a file that holds the tensor at offset 128."""
     raw = bytes(128) + tensor.contiguous().numpy().tobytes()
     parts = []
     for part in wanted.parts:
@@ -41,7 +41,7 @@ INDEXES: list[Any] = [
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=str)
-def test_a_cut_is_what_torch_gives(index: Any) -> None:
+def test_slice_equals_that_of_torch(index: Any) -> None:
     tensor = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
     expected = tensor[index]
     found = assembled(tensor, slice_of(info_of(tensor), index))
@@ -50,8 +50,8 @@ def test_a_cut_is_what_torch_gives(index: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_ranges(seed: int) -> None:
-    """Large rows, so that columns are picked out one run each."""
+def test_random_ranges_equal_those_of_torch(seed: int) -> None:
+    """With large rows, so that each row of a column slice is a range of its own."""
     dice = random.Random(seed)
     shape = [dice.randint(1, 4), dice.randint(1, 6), dice.choice([1, 7, GAP_BYTES])]
     dice.shuffle(shape)
@@ -67,14 +67,14 @@ def test_any_ranges(seed: int) -> None:
     assert len({part.name for part in wanted.parts}) == len(wanted.parts)
 
 
-def test_rows_bring_only_rows() -> None:
+def test_row_slice_reads_only_its_rows() -> None:
     info = info_of(torch.empty(100, 7, dtype=torch.int16))
     assert slice_of(info, slice(10, 20)).parts[0].nbytes == 10 * 7 * 2
     assert slice_of(info, (slice(10, 20), slice(0, 3))).parts[0].nbytes == 10 * 7 * 2
     assert slice_of(info, slice(5, 5)).nbytes == 0
 
 
-def test_columns_bring_what_they_need_where_it_pays() -> None:
+def test_column_slice_skips_only_large_gaps() -> None:
     near = info_of(torch.empty(8, 100, dtype=torch.uint8))
     assert slice_of(near, (slice(None), slice(0, 50))).nbytes == near.nbytes
     far = info_of(torch.empty(8, 4 * GAP_BYTES, dtype=torch.uint8))
@@ -88,13 +88,13 @@ def test_columns_bring_what_they_need_where_it_pays() -> None:
     assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == 1
 
 
-def test_the_same_part_has_the_same_key() -> None:
+def test_equal_slices_have_equal_keys() -> None:
     info = info_of(torch.empty(4, 6))
     assert slice_of(info, slice(0, 4)) == whole(info) == slice_of(info, ...)
     assert slice_of(info, slice(0, 2)).key == slice_of(info, (slice(0, 2), slice(None))).key
     assert slice_of(info, slice(0, 2)).key != slice_of(info, slice(1, 3)).key
 
 
-def test_what_has_no_rows_in_bytes_is_read_whole() -> None:
+def test_packed_dtype_is_read_whole() -> None:
     packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
     assert slice_of(packed, slice(0, 2)).nbytes == 16

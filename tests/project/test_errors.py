@@ -1,4 +1,4 @@
-"""The errors: what they inherit, what they say, and that they survive a process border."""
+"""The errors: base classes, messages and pickling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("error,builtin", EVERY, ids=lambda value: getattr(value, "__name__", ""))
-def test_inherits_the_builtin_and_survives_pickling(
+def test_error_inherits_builtin_and_survives_pickling(
     error: errors.GdsloadError, builtin: type[Exception]
 ) -> None:
     assert isinstance(error, errors.GdsloadError)
@@ -39,7 +39,7 @@ def test_inherits_the_builtin_and_survives_pickling(
         assert getattr(twin, fact, None) == getattr(error, fact, None)
 
 
-def test_text_is_the_sentence_and_not_the_errno() -> None:
+def test_read_error_text_has_message_and_hint() -> None:
     error = errors.ReadError("a.bin: it broke", path="a.bin", errno=errno.EIO, hint="try again")
     assert str(error) == "a.bin: it broke (try again)"
     assert error.errno == errno.EIO
@@ -50,23 +50,23 @@ def test_text_is_the_sentence_and_not_the_errno() -> None:
     "text,expected",
     [("w", "'w'"), ("a\nb", "'a\\nb'"), (7, "7")],
 )
-def test_shown(text: object, expected: str) -> None:
+def test_shown_quotes_and_escapes(text: object, expected: str) -> None:
     assert errors.shown(text) == expected
 
 
-def test_shown_cuts_what_is_too_long() -> None:
+def test_shown_shortens_long_text() -> None:
     text = errors.shown("x" * 1_000_000)
     assert len(text) < 300
     assert "1000000 characters" in text
 
 
-def test_a_path_cannot_break_the_line() -> None:
+def test_path_with_line_break_is_escaped() -> None:
     error = errors.CheckpointError("a\nb\udcff é: it broke", path="a\nb\udcff")
     assert str(error) == "a\\nb\\udcff é: it broke"
     assert error.path == "a\nb\udcff"
 
 
-def test_dtypes_agree_with_torch() -> None:
+def test_dtype_sizes_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     for dtype in DTYPES.values():
         if dtype.torch_name is None or not hasattr(torch, dtype.torch_name):
@@ -77,6 +77,6 @@ def test_dtypes_agree_with_torch() -> None:
             assert torch_dtype(dtype.name).itemsize * 8 == dtype.bits * elements
 
 
-def test_a_dtype_that_is_none() -> None:
+def test_unknown_dtype_raises() -> None:
     with pytest.raises(errors.CheckpointError, match="'X1' is not a safetensors dtype"):
         torch_dtype("X1")

@@ -30,12 +30,12 @@ TENSORS = {"qwen3-0.6b": 311, "qwen2.5-7b": 339, "llama-3.1-8b": 291, "qwen3-30b
 
 
 @pytest.mark.parametrize(("model", "count"), TENSORS.items())
-def test_as_many_tensors_as_published(model: str, count: int) -> None:
+def test_tensor_count_is_that_of_the_published_model(model: str, count: int) -> None:
     assert len({tensor.name for tensor in checkpoints.shapes(model)}) == count
 
 
 @pytest.mark.parametrize(("model", "sizes"), PUBLISHED.items())
-def test_files_are_as_long_as_published(model: str, sizes: list[int]) -> None:
+def test_file_sizes_are_those_of_the_published_model(model: str, sizes: list[int]) -> None:
     files = checkpoints.shards(model).values()
     assert [len(checkpoints._header(file)) + checkpoints._nbytes(file) for file in files] == sizes
 
@@ -60,7 +60,7 @@ def test_names_and_shapes_are_those_that_transformers_builds(model: str) -> None
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
-def test_transformers_builds_a_model_from_it(model: str, tmp_path: Path) -> None:
+def test_written_checkpoint_is_loaded_by_transformers(model: str, tmp_path: Path) -> None:
     directory = checkpoints.write(model, tmp_path / "model", layers=2)
     built, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, output_loading_info=True
@@ -73,7 +73,7 @@ def test_transformers_builds_a_model_from_it(model: str, tmp_path: Path) -> None
         assert built(input_ids=torch.tensor([[3, 1, 4, 1, 5]])).logits.isfinite().all()
 
 
-def test_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
+def test_written_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
     index = json.loads((tiny_checkpoint / "model.safetensors.index.json").read_text())
     found = {}
     for path in sorted(tiny_checkpoint.glob("*.safetensors")):
@@ -91,17 +91,19 @@ def test_files_are_read_by_safetensors(tiny_checkpoint: Path) -> None:
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
 
-def test_no_two_pages_agree() -> None:
-    filling = checkpoints.Filling(7, tied=False)
+def test_blocks_of_4_kib_are_all_different() -> None:
+    weights = checkpoints.RandomWeights(7, tied=False)
     tensors = [checkpoints.Tensor(name, "BF16", (3 << 20,)) for name in ("first", "second")]
-    content = b"".join(bytes(block) for tensor in tensors for block in filling.blocks(tensor))
+    content = b"".join(bytes(block) for tensor in tensors for block in weights.blocks(tensor))
     pages = {content[at : at + 4096] for at in range(0, len(content), 4096)}
     assert len(pages) == len(content) // 4096
 
 
 @pytest.mark.parametrize("count", [1, 7, 2048, 2049, 524_287, 524_289])
 def test_blocks_are_as_long_as_their_tensor(count: int) -> None:
-    blocks = checkpoints.Filling(0, tied=False).blocks(checkpoints.Tensor("odd", "BF16", (count,)))
+    blocks = checkpoints.RandomWeights(0, tied=False).blocks(
+        checkpoints.Tensor("odd", "BF16", (count,))
+    )
     assert sum(len(block) for block in blocks) == 2 * count
 
 
@@ -109,7 +111,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_same_seed_same_bytes_other_seed_others(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_seed_decides_the_bytes(tiny_checkpoint: Path, tmp_path: Path) -> None:
     again = contents(checkpoints.write("tiny", tmp_path / "again"))
     other = contents(checkpoints.write("tiny", tmp_path / "other", seed=1))
     assert again == contents(tiny_checkpoint)
@@ -119,7 +121,7 @@ def test_same_seed_same_bytes_other_seed_others(tiny_checkpoint: Path, tmp_path:
     assert other[shard] != again[shard]
 
 
-def test_knows_its_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_holds_is_true_only_for_the_same_arguments(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert checkpoints.holds(tiny_checkpoint, "tiny")
     assert checkpoints.holds(tiny_checkpoint, "tiny", layers=4)
     assert not checkpoints.holds(tiny_checkpoint, "tiny", layers=3)
@@ -138,40 +140,36 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [0, -1, 5])
-def test_layers_that_it_has_not_are_refused(layers: int, tmp_path: Path) -> None:
+def test_impossible_layer_count_raises(layers: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tiny has 4 layers"):
         checkpoints.write("tiny", tmp_path / "model", layers=layers)
 
 
-def test_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_model_raises_with_known_names(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model 'gpt-5'.*qwen3-0\.6b"):
         checkpoints.write("gpt-5", tmp_path / "model")
 
 
-def test_empty_directory_is_taken(tmp_path: Path) -> None:
+def test_empty_directory_is_written(tmp_path: Path) -> None:
     assert checkpoints.holds(checkpoints.write("tiny", tmp_path), "tiny")
 
 
-def test_nothing_in_a_full_directory_is_touched(tmp_path: Path) -> None:
+def test_full_directory_raises_and_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="not empty"):
         checkpoints.write("tiny", tmp_path)
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-def test_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_file_at_the_path_raises(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("a file")
-    with pytest.raises(CheckpointError, match="in the way"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         checkpoints.write("tiny", tmp_path / "model")
 
 
-def test_too_small_a_disk_is_refused_before_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_raises_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
-    with pytest.raises(
-        CheckpointError, match=r"takes 1,503,\d+,\d+ bytes.* 1,000,000,000 are free"
-    ):
+    with pytest.raises(CheckpointError, match=r"takes 1,503,\d+,\d+ bytes; 1,000,000,000 are free"):
         checkpoints.write("qwen3-0.6b", tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -185,7 +183,7 @@ def test_too_small_a_disk_is_refused_before_writing(
     ],
     ids=["disk full", "disk broken", "interrupted"],
 )
-def test_nothing_is_left_of_a_failed_write(
+def test_failed_write_leaves_no_files(
     trouble: BaseException, raised: type[BaseException], tmp_path: Path
 ) -> None:
     steps = itertools.count()
@@ -199,7 +197,7 @@ def test_nothing_is_left_of_a_failed_write(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_needs_neither_torch_nor_numpy() -> None:
+def test_import_needs_neither_torch_nor_numpy() -> None:
     import subprocess
 
     code = "import sys, gdsload.synthetic.checkpoints; print({'torch', 'numpy'} & set(sys.modules))"

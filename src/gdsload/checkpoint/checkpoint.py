@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from types import TracebackType
+from functools import partial
+from operator import attrgetter
 
 from gdsload.checkpoint.file_io import open_regular, parallel_map, read_exactly
 from gdsload.checkpoint.header import (
@@ -41,8 +42,6 @@ class Checkpoint:
         metadata: The metadata of all shards. For a key in several shards, the first one counts.
         total_bytes: The size of all tensors in bytes.
     """
-
-    __slots__ = ("__weakref__", "metadata", "shards", "source", "tensors", "total_bytes")
 
     def __init__(
         self, source: str, shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]
@@ -157,6 +156,7 @@ class Checkpoint:
     def _open_files(cls, files: CheckpointFiles, strict: bool, header_limit: int) -> Checkpoint:
         shards: list[Shard] = []
         headers: list[dict[str, TensorInfo]] = []
+        path_of = attrgetter("path")
 
         def open_shard(shard: ShardPath) -> Shard:
             fd, status = open_regular(shard.path, named_by=files.index_path)
@@ -165,20 +165,12 @@ class Checkpoint:
         try:
             # All shards are opened before the first is read: this leaves a download that replaces
             # them one by one the least time to mix two versions.
-            with closing(
-                parallel_map(
-                    open_shard, files.shards, path_of=lambda s: s.path, discard=Shard.close
-                )
-            ) as opened:
-                shards.extend(opened)
+            opening = parallel_map(open_shard, files.shards, path_of=path_of, discard=Shard.close)
+            with closing(opening):
+                shards.extend(opening)
             # closing() ends the threads before the descriptors that they read are closed.
-            with closing(
-                parallel_map(
-                    lambda shard: _read_header(shard, header_limit),
-                    shards,
-                    path_of=lambda shard: shard.path,
-                )
-            ) as texts:
+            read_header = partial(_read_header, limit=header_limit)
+            with closing(parallel_map(read_header, shards, path_of=path_of)) as texts:
                 for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
                     header = parse_header(text, shard.size, path=shard.path, shard=number)
                     shard.data_start = LENGTH_BYTES + len(text)
@@ -251,12 +243,7 @@ class Checkpoint:
             _ = shard.fd  # raises if closed
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

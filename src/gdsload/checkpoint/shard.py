@@ -44,18 +44,6 @@ class Shard:
         metadata: The `__metadata__` of the header.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_fd",
-        "_quiesced_path",
-        "data_start",
-        "identity",
-        "metadata",
-        "name",
-        "path",
-        "size",
-    )
-
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
         self._fd = fd
         self._quiesced_path = ""  # absolute; set while the descriptor is released by quiesce()
@@ -159,7 +147,3 @@ class Shard:
 
     def __reduce__(self) -> str:
         raise TypeError("a Shard owns a file descriptor and cannot be copied or pickled")
-
-    def __repr__(self) -> str:
-        state = "closed" if self.closed else f"fd {self._fd}"
-        return f"<Shard {self.path} ({self.size} bytes, {state})>"

@@ -1,12 +1,12 @@
-"""Parts of a tensor, and the runs of bytes that bring them: arithmetic, without torch.
+"""Slices of tensors, and the byte ranges that hold them. Pure arithmetic, without torch.
 
-    whole      t[...]          one run
-    rows       t[a:b]          one run: only these rows are read
-    columns    t[:, a:b]       one run per row where what lies between them is worth skipping,
-                               else the rows that hold them, cut in memory
+    whole      t[...]          one range
+    rows       t[a:b]          one range: only these rows are read
+    columns    t[:, a:b]       one range per row if the gaps between them are worth skipping,
+                               else all of these rows, sliced in memory
 
-Never more than the rows that the index names is read. Where runs are read one by one, each brings
-at most one direct-I/O block more at either end than was asked for.
+Only rows that the index names are read. If ranges are read one by one, each may read one direct-I/O
+block more at either end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.dtypes import DTYPES
@@ -23,17 +24,18 @@ from gdsload.system.gc_control import collector_paused
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
 
-# A tensor that falls into more runs than this is read by whole rows: the requests would cost more
-# than the bytes between them.
+# A slice of more ranges is read by whole rows: more requests would cost more than the gaps.
 MAX_RUNS = 8192
 
 
 class TensorSlice(NamedTuple):
-    """What is wanted of a tensor.
+    """The wanted part of a tensor.
 
-    `parts` are runs of the file, each a small tensor of its own; there is one, or they are stacked
-    and seen as `shape`. `index` is what remains to be applied in memory, None for nothing. `key`
-    tells two slices apart.
+    Attributes:
+        key: Differs between different slices.
+        parts: The byte ranges, each described as a tensor.
+        shape: If not None: the parts are stacked and viewed in this shape. If None, there is one.
+        index: If not None: an index to apply to the result in memory.
     """
 
     key: str
@@ -43,18 +45,17 @@ class TensorSlice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the runs."""
-        parts = self.parts
-        return parts[0].nbytes if len(parts) == 1 else sum(part.nbytes for part in parts)
+        """Bytes to read."""
+        return sum([part.nbytes for part in self.parts])
 
 
 @collector_paused()
 def runs_of(slices: Iterable[TensorSlice]) -> list[ByteRange]:
-    """The runs of bytes that these slices are made of, by the names of their parts."""
+    """The byte ranges of these slices, with the names of their parts."""
     return [
-        ByteRange(p.name, p.shard, p.offset, p.nbytes)
+        ByteRange(part.name, part.shard, part.offset, part.nbytes)
         for tensor_slice in slices
-        for p in tensor_slice.parts
+        for part in tensor_slice.parts
     ]
 
 
@@ -64,31 +65,34 @@ def whole(info: TensorInfo) -> TensorSlice:
 
 
 def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
-    """What `tensor[index]` needs. An index that is not made of ranges is applied in memory."""
-    if index is Ellipsis or index == () or not info.shape:
-        return whole(info) if index is Ellipsis or index == () else _in_memory(info, index)
+    """The slice for `tensor[index]`. What ranges cannot express is applied in memory.
+
+    Args:
+        info: The tensor.
+        index: Whatever torch accepts between brackets.
+
+    Example:
+        >>> slice_of(TensorInfo("w", "F32", (4, 6), 0, 128, 96), slice(1, 3)).nbytes
+        48
+    """
+    if index is Ellipsis or index == ():
+        return whole(info)
     items = index if isinstance(index, tuple) else (index,)
     if DTYPES[info.dtype].bits % 8 or len(items) > len(info.shape):
         return _in_memory(info, index)
     ranges: list[tuple[int, int]] = []
     for item, size in zip(items, info.shape, strict=False):
         if not isinstance(item, slice) or item.step not in (None, 1):
-            return _leading_rows(info, items, ranges)
+            if not ranges:
+                return _in_memory(info, items)
+            # The index begins with a range of rows: only these are read.
+            rows = _in_memory(rows_of(info, *ranges[0]), (slice(None), *items[1:]))
+            key = f"{info.name}[{items}]"
+            return rows._replace(key=key, parts=(rows.parts[0]._replace(name=key),))
         start, stop, _ = item.indices(size)
         ranges.append((start, max(stop, start)))
     ranges += [(0, size) for size in info.shape[len(ranges) :]]
     return _ranged(info, ranges)
-
-
-def _leading_rows(
-    info: TensorInfo, items: tuple[Any, ...], known: list[tuple[int, int]]
-) -> TensorSlice:
-    """An index that only begins with a range of rows, or not even with that."""
-    if not known:
-        return _in_memory(info, items)
-    rows = _in_memory(rows_of(info, *known[0]), (slice(None), *items[1:]))
-    key = f"{info.name}[{items}]"
-    return rows._replace(key=key, parts=(rows.parts[0]._replace(name=key),))
 
 
 def _in_memory(info: TensorInfo, index: Any) -> TensorSlice:
@@ -98,53 +102,44 @@ def _in_memory(info: TensorInfo, index: Any) -> TensorSlice:
 
 def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
     shape = info.shape
-    partial = [d for d, (start, stop) in enumerate(ranges) if stop - start != shape[d]]
-    if not partial:
+    lengths = tuple(stop - start for start, stop in ranges)
+    if lengths == shape:
         return whole(info)
     key = f"{info.name}[{', '.join(f'{start}:{stop}' for start, stop in ranges)}]"
-    if any(start == stop for start, stop in ranges):
-        lengths = tuple(stop - start for start, stop in ranges)
+    if 0 in lengths:
         return TensorSlice(key, (info._replace(name=key, shape=lengths, nbytes=0),))
-    depth = _depth(info, ranges, partial)
-    rest = tuple(
-        slice(None) if d <= depth else slice(*ranges[d])
-        for d in range(max(partial) + 1)
-    )  # fmt: skip
-    index = rest if max(partial) > depth else None
-    if depth == 0:
-        return TensorSlice(key, (rows_of(info, *ranges[0])._replace(name=key),), index=index)
-    inner = info.nbytes // prod(shape[: depth + 1])
+    strides = [info.nbytes // prod(shape[: d + 1]) for d in range(len(shape))]
+    partial = [d for d in range(len(shape)) if lengths[d] != shape[d]]
+    # The innermost dimension whose gaps are worth skipping; inner ones are sliced in memory.
+    depth = next(
+        (
+            d
+            for d in reversed(partial)
+            if (shape[d] - lengths[d]) * strides[d] > GAP_BYTES and prod(lengths[:d]) <= MAX_RUNS
+        ),
+        0,
+    )
+    index = None
+    if partial[-1] > depth:
+        inner = ranges[depth + 1 : partial[-1] + 1]
+        index = (*[slice(None)] * (depth + 1), *[slice(*ends) for ends in inner])
     start, stop = ranges[depth]
-    parts = []
-    for number, place in enumerate(product(*(range(*ranges[d]) for d in range(depth)))):
-        line = 0
-        for d, at in enumerate(place):
-            line = line * shape[d] + at
-        parts.append(
-            info._replace(
-                name=f"{key}#{number}",
-                shape=(stop - start, *shape[depth + 1 :]),
-                offset=info.offset + (line * shape[depth] + start) * inner,
-                nbytes=(stop - start) * inner,
-            )
+    if depth == 0:
+        return TensorSlice(key, (rows_of(info, start, stop)._replace(name=key),), index=index)
+    parts = tuple(
+        info._replace(
+            name=f"{key}#{number}",
+            shape=(stop - start, *shape[depth + 1 :]),
+            offset=info.offset + sum(map(mul, (*outer, start), strides)),
+            nbytes=(stop - start) * strides[depth],
         )
-    lengths = tuple(ranges[d][1] - ranges[d][0] for d in range(depth + 1))
-    return TensorSlice(key, tuple(parts), (*lengths, *shape[depth + 1 :]), index)
-
-
-def _depth(info: TensorInfo, ranges: list[tuple[int, int]], partial: list[int]) -> int:
-    """The dimension down to which bytes are picked out; what lies deeper is read and cut."""
-    for depth in reversed(partial):
-        inner = info.nbytes // prod(info.shape[: depth + 1])
-        length = ranges[depth][1] - ranges[depth][0]
-        runs = prod(ranges[d][1] - ranges[d][0] for d in range(depth))
-        if (info.shape[depth] - length) * inner > GAP_BYTES and runs <= MAX_RUNS:
-            return depth
-    return 0
+        for number, outer in enumerate(product(*(range(*ends) for ends in ranges[:depth])))
+    )
+    return TensorSlice(key, parts, (*lengths[: depth + 1], *shape[depth + 1 :]), index)
 
 
 def rows_of(info: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """The tensor that rows `start` to `stop` (excluded) of `info` are."""
+    """Rows `start` to `stop` (excluded) of a tensor, as a tensor."""
     row = info.nbytes // info.shape[0] if info.shape[0] else 0
     return info._replace(
         shape=(stop - start, *info.shape[1:]),

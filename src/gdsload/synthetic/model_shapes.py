@@ -1,7 +1,7 @@
-"""What published models are made of: their configuration and the names and shapes of their tensors.
+"""Published models: their configuration, and the names and shapes of their tensors.
 
-Each comes from the config.json that its authors published; the tensors follow from it. Writing
-them to files is the business of `synth`.
+The configurations are those that the authors published, without keys that equal the defaults of
+transformers; the tensors follow from them. Writing the files is the task of `checkpoints`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gdsload.errors import CheckpointError
+from gdsload.planning.grouping import grouped
 
 Shape = tuple[int, ...]
 BF16_BYTES = 2
@@ -39,38 +40,26 @@ class Tensor(NamedTuple):
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
     "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 1024,
-    "initializer_range": 0.02,
     "intermediate_size": 3072,
     "max_position_embeddings": 40960,
-    "max_window_layers": 28,
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
     "rope_theta": 1000000,
-    "sliding_window": None,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": 151936,
 }
 _QWEN3_MOE = _QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
     "hidden_size": 2048,
     "intermediate_size": 6144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
     "num_attention_heads": 32,
@@ -78,52 +67,36 @@ _QWEN3_MOE = _QWEN3 | {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 48,
     "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "attention_dropout": 0.0,
     "bos_token_id": 151643,
     "eos_token_id": 151643,
-    "hidden_act": "silu",
     "hidden_size": 3584,
-    "initializer_range": 0.02,
     "intermediate_size": 18944,
     "max_position_embeddings": 131072,
-    "max_window_layers": 28,
     "num_attention_heads": 28,
     "num_hidden_layers": 28,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000.0,
-    "sliding_window": 131072,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
     "vocab_size": 152064,
 }
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
-    "hidden_act": "silu",
     "hidden_size": 4096,
-    "initializer_range": 0.02,
     "intermediate_size": 14336,
     "max_position_embeddings": 131072,
-    "mlp_bias": False,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "factor": 8.0,
@@ -135,7 +108,6 @@ _LLAMA = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "use_cache": True,
     "vocab_size": 128256,
 }
 _QWEN3_GENERATION = {
@@ -147,24 +119,20 @@ _QWEN3_GENERATION = {
     "top_k": 20,
     "top_p": 0.95,
 }
-# Small enough for a test, and otherwise the same: fewer layers, narrower ones, fewer words.
-_TINY = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+_TINY_GENERATION = {"bos_token_id": 1, "eos_token_id": 2}
+# Small enough for a test: fewer and narrower layers, a smaller vocabulary.
+_TINY = _TINY_GENERATION | {
     "head_dim": 16,
     "hidden_size": 64,
     "intermediate_size": 192,
-    "max_window_layers": 4,
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
 _TINY_MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-# As many tensors as Qwen3-30B-A3B has, small ones; and a mixture that any machine can hold.
-_THIN_MOE = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+# As many tensors as Qwen3-30B-A3B, but small; and a mixture of experts that fits any machine.
+_THIN_MOE = _TINY_GENERATION | {
     "head_dim": 16,
     "hidden_size": 64,
     "moe_intermediate_size": 32,
@@ -172,11 +140,8 @@ _THIN_MOE = {
     "num_key_value_heads": 2,
     "vocab_size": 4096,
 }
-_SMALL_MOE = {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+_SMALL_MOE = _TINY_GENERATION | {
     "hidden_size": 1024,
-    "max_window_layers": 9,
     "moe_intermediate_size": 512,
     "num_attention_heads": 8,
     "num_experts": 64,
@@ -184,7 +149,6 @@ _SMALL_MOE = {
     "num_key_value_heads": 2,
     "vocab_size": 32000,
 }
-_TINY_GENERATION = {"bos_token_id": 1, "eos_token_id": 2}
 
 MODELS: Mapping[str, Model] = {
     "qwen3-0.6b": Model(_QWEN3, _QWEN3_GENERATION, shard_bytes=4_000_000_000),
@@ -207,58 +171,53 @@ MODELS: Mapping[str, Model] = {
 
 
 def shapes(model: str, layers: int | None = None) -> Iterator[Tensor]:
-    """Every tensor of ``model``, in the order of its state dict.
+    """Yields every tensor of ``model``, in the order of its state dict.
 
-    ``layers`` keeps the first so many decoder layers; None keeps all. Raises CheckpointError for
-    a model that is not in MODELS and for a number of layers that the model does not have.
+    Args:
+        model: A key of MODELS.
+        layers: The number of decoder layers; all if None.
+
+    Raises:
+        CheckpointError: There is no such model, or it has fewer layers.
     """
     config = configured(model, layers)
-    hidden, head = config["hidden_size"], config.get("head_dim")
+    hidden = config["hidden_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
     yield Tensor("model.embed_tokens.weight", "BF16", (config["vocab_size"], hidden))
-    head = head or hidden // config["num_attention_heads"]
     for layer in range(config["num_hidden_layers"]):
         for name, shape in _decoder_layer(config, hidden, head):
             yield Tensor(f"model.layers.{layer}.{name}", "BF16", shape)
     yield Tensor("model.norm.weight", "BF16", (hidden,))
-    # Qwen3-0.6B ties its head to its embedding, and was published with both all the same.
+    # Qwen3-0.6B was published with both, although its head is tied to its embedding.
     yield Tensor("lm_head.weight", "BF16", (config["vocab_size"], hidden))
 
 
 def configured(model: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of ``model``, cut down to ``layers`` decoder layers."""
-    try:
-        config = dict(MODELS[model].config)
-    except KeyError:
-        raise CheckpointError(f"no model {model!r}: there are {', '.join(MODELS)}") from None
-    if layers is not None:
-        if not 1 <= layers <= config["num_hidden_layers"]:
-            raise CheckpointError(
-                f"{model} has {config['num_hidden_layers']} layers: "
-                f"1 to {config['num_hidden_layers']} can be kept, not {layers}"
-            )
-        config["num_hidden_layers"] = layers
-    return config
+    """The config.json of ``model``, with only ``layers`` decoder layers. Raises CheckpointError."""
+    if model not in MODELS:
+        raise CheckpointError(f"no model {model!r}: there are {', '.join(MODELS)}")
+    config = MODELS[model].config
+    count = config["num_hidden_layers"]
+    if layers is None:
+        layers = count
+    if not 1 <= layers <= count:
+        raise CheckpointError(f"{model} has {count} layers: layers={layers} is not possible")
+    return {**config, "num_hidden_layers": layers}
 
 
 def total_bytes(model: str, layers: int | None = None) -> int:
-    """The bytes of all tensors of ``model``, headers not counted."""
+    """The size of all tensors of ``model`` in bytes, without headers."""
     return sum(tensor.nbytes for tensor in shapes(model, layers))
 
 
 def shards(model: str, layers: int | None = None) -> dict[str, list[Tensor]]:
-    """File name → its tensors in file order, cut where the original was cut.
+    """The tensors of each file in file order, by file name, split as in the original.
 
-    Tensors fill a shard in the order of the state dict until the next would overflow it; inside
-    a file they lie as safetensors sorts them, by name where all have one dtype.
+    Tensors fill a shard in the order of the state dict until the next would exceed its size. In a
+    file they are sorted as by safetensors: by name, since all have one dtype.
     """
-    groups: list[list[Tensor]] = [[]]
-    filled = 0
-    for tensor in shapes(model, layers):
-        if groups[-1] and filled + tensor.nbytes > MODELS[model].shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.nbytes
+    tensors = list(shapes(model, layers))
+    groups = list(grouped(tensors, MODELS[model].shard_bytes))
     if len(groups) == 1:
         return {"model.safetensors": sorted(groups[0])}
     return {
@@ -270,7 +229,7 @@ def shards(model: str, layers: int | None = None) -> dict[str, list[Tensor]]:
 def _decoder_layer(
     config: Mapping[str, Any], hidden: int, head: int
 ) -> Iterator[tuple[str, Shape]]:
-    """In the order in which each family's authors saved it, which decides where shards are cut."""
+    """In the order in which the authors of each family saved it; it decides the shards."""
     kind = config["model_type"]
     norms = [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
     queries = config["num_attention_heads"] * head
