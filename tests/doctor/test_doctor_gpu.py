@@ -13,7 +13,6 @@ import gpudoubles
 from command import run
 from gdsload import doctor
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto import benchmark
 from gdsload.backends.tuning_cache import TunedChoice
 from gdsload.doctor import cufile, vram
 from gdsload.doctor.finding import Finding
@@ -60,10 +59,10 @@ def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) -> None:
-    versions = benchmark.versions()
+    versions = tuning_cache.versions("Double 0 0000:01:00.0")
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
-        tuning_cache.keep(
+        tuning_cache.store(
             TunedChoice(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at)
         )
     findings = found()
@@ -76,4 +75,4 @@ def test_what_was_measured_is_shown_and_what_is_stale_is_said(doubles: Doubles) 
     assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
         good.detail
     ]
-    assert {fact.name for fact in cufile.facts()} >= {"native path", "opening cuFile"}
+    assert {fact.name for fact in cufile.findings()} >= {"native path", "opening cuFile"}

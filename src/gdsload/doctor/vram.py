@@ -7,8 +7,6 @@ from __future__ import annotations
 import time
 
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto import benchmark
-from gdsload.backends.posix import bounce_buffers
 from gdsload.doctor import cufile
 from gdsload.doctor.finding import PARTLY, YES, Finding
 from gdsload.errors import BackendUnavailable
@@ -20,24 +18,19 @@ def paths() -> list[Finding]:
     try:
         count = gpu.cuda().device_count
     except BackendUnavailable as error:
-        return [_finding(cufile.native()), Finding("CUDA", "no", str(error))]
+        return [cufile.native(), Finding("CUDA", "no", str(error))]
     found: dict[str, Finding] = {}
     for ordinal in range(count):
-        for fact in cufile.facts(f"cuda:{ordinal}"):
-            found.setdefault(fact.name, _finding(fact))
+        for finding in cufile.findings(f"cuda:{ordinal}"):
+            found.setdefault(finding.name, finding)
     found.pop("libcufile", None)  # it is looked for with the other libraries
     return list(found.values())
 
 
-def _finding(fact: cufile.Fact) -> Finding:
-    return Finding(fact.name, fact.verdict, fact.detail, fact.hint)
-
-
 def measured() -> list[Finding]:
     """What earlier loads measured and chose, the newest first."""
-    to_gpus, to_host, now = benchmark.versions(), bounce_buffers.versions(), time.time()
     found = {}
-    for each in tuning_cache.kept():
+    for each in tuning_cache.entries():
         rates = ", ".join(
             f"{road} {rate / 1e9:.2f} GB/s" if rate else f"{road} failed"
             for road, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
@@ -45,7 +38,7 @@ def measured() -> list[Finding]:
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
         name = f"measured from {each.mount} to {each.device}"
         detail = f"{each.choice} is taken: {rates}, on {day}"
-        stale = each.stale(to_host if each.device == bounce_buffers.DEVICE else to_gpus, now)
+        stale = each.stale(tuning_cache.versions(each.device), time.time())
         if stale:
             detail += f"; {stale}"
         hint = "the next large load there measures again"
