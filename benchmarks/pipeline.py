@@ -154,7 +154,7 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         path = f"{folder}/libcuda_double.so"
         with mock.patch.object(shared_libraries, "candidates", lambda soname: [path]):
             gpu.device(0)
-        cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0, 0)
+        cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0)
         cuda.cuda_double_weightless(1)
         with ring_for(DRAM, 0, REQUEST_BYTES, RING_BYTES) as ring:
             road = StagingPipeline("instant", ring, capsule(instant), DEPTH)

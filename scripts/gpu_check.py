@@ -46,7 +46,6 @@ def roads(device: str, *, compat: bool) -> Iterable[tuple[str, str, dict[str, An
     """(what it is called, backend, options) of every road there is."""
     for engine in ENGINES:
         yield f"posix/{engine}", "posix", {"engine": engine}
-    yield "posix in place", "posix", {"in_place": True}  # refused where the GPU has its own memory
     for name in ("gds_mt", "gds"):
         yield name, name, {}
         if compat:

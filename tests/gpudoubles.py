@@ -32,8 +32,6 @@ SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
 CLOSES_INPUT = 12
 COMPAT, NVFS, P2P = 0, 1, 2
-# What a device shares with the host: bits of INTEGRATED, HOST_PAGE_TABLES, CONCURRENT_MANAGED.
-DISCRETE, JETSON, GB10, GH200 = 0, 1, 5, 6
 KDL_CPU, KDL_CUDA = 1, 2
 AFTER_FORK = 77
 _PATIENCE_SECONDS = 120.0  # ends a test that would otherwise hang
@@ -65,10 +63,9 @@ def library(name: str) -> ctypes.CDLL:
     lib.double_fault.argtypes = _FAULT_ARGUMENTS
     lib.double_said.restype = ctypes.c_char_p
     if name == "cuda_double":
-        lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+        lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
         lib.cuda_double_residue.argtypes = [ctypes.c_size_t]
         lib.cuda_double_is_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        lib.cuda_double_is_managed.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     else:
         lib.cufile_double_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         lib.cufile_double_size.argtypes = [ctypes.c_int, ctypes.c_size_t]
@@ -89,14 +86,13 @@ class Doubles:
         devices: int = 2,
         nbytes: int = 1 << 36,
         patience: int = 3,
-        unified: int = DISCRETE,
         version: int = 1170,
         native: int = NVFS,
     ) -> None:
         """A fresh machine: what it has, how long its copies take, which way cuFile has."""
         self.cuda.double_clear()
         self.cufile.double_clear()
-        self.cuda.cuda_double_set(devices, nbytes, patience, unified)
+        self.cuda.cuda_double_set(devices, nbytes, patience)
         reaches = ctypes.cast(self.cuda.cuda_double_reaches, ctypes.c_void_p)
         self.cufile.cufile_double_set(version, native, reaches)
 

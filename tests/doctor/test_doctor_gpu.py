@@ -49,19 +49,6 @@ def test_only_compatibility_mode_and_why(doubles: Doubles, tmp_path: Path) -> No
     assert "nvidia-fs is not loaded" in native.detail
 
 
-def test_a_device_that_shares_the_hosts_memory(doubles: Doubles) -> None:
-    for machine, why in (
-        (gpudoubles.GB10, "was never measured, and options={'in_place': True} asks for it"),
-        (gpudoubles.JETSON, "no concurrent managed access"),
-        (gpudoubles.GH200, "has a faster one of its own"),
-    ):
-        doubles.set(unified=machine)
-        detail = found()["cuda:0"].detail
-        assert why in detail and detail.endswith(": bytes are staged")
-    doubles.set()
-    assert "staged" not in found()["cuda:0"].detail
-
-
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpudoubles.forget(monkeypatch)

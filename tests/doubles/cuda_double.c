@@ -26,7 +26,7 @@
 #define CAPTURE_UNSUPPORTED 900
 #define ROOM 4096
 
-typedef struct { char *base; size_t length; char *raw; int managed; void *context; } range_t;
+typedef struct { char *base; size_t length; char *raw; void *context; } range_t;
 enum { COPY, WAIT, WORK };
 typedef struct stream stream_t;
 typedef struct {
@@ -47,8 +47,6 @@ static int patience, held, sticky, weightless;
 static stream_t *all[ROOM];        /* streams that were created: never freed, but used again */
 static int all_count, working;     /* whether work of others goes on */
 static int64_t copies, copied, allocations, frees;
-static int unified;                /* of these: */
-enum { INTEGRATED = 1, HOST_PAGE_TABLES = 2, CONCURRENT_MANAGED = 4 };
 static __thread context_t *stack[16];
 static __thread int depth, capture_mode;
 static int capturing, over, reports;
@@ -148,10 +146,10 @@ static void at_exit(void)
 
 /* --- what tests set and see ------------------------------------------------------------------ */
 
-EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience, int wanted_unified)
+EXPORT void cuda_double_set(int devices, size_t bytes, int wanted_patience)
 {
     pthread_mutex_lock(&lock);
-    device_count = devices; capacity = bytes; patience = wanted_patience; unified = wanted_unified;
+    device_count = devices; capacity = bytes; patience = wanted_patience;
     held = sticky = capturing = working = 0;
     for (int i = 0; i < 8; i++) contexts[i].own.captured = 0;
     used -= kept; kept = residue = 0;
@@ -206,14 +204,6 @@ EXPORT int cuda_double_reaches(const void *at, size_t length)
     pthread_mutex_unlock(&lock);
     return reached;
 }
-EXPORT int cuda_double_is_managed(const void *at, size_t length)
-{
-    pthread_mutex_lock(&lock);
-    range_t *found = range_of(device, ranges, at, length);
-    int managed = found && found->managed;
-    pthread_mutex_unlock(&lock);
-    return managed;
-}
 EXPORT void cuda_double_log(int64_t *out)
 {
     pthread_mutex_lock(&lock);
@@ -259,10 +249,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int ordinal)
     ENTER(0);
     (void)ordinal;
     switch (attribute) {
-    case 18: *value = (unified & INTEGRATED) != 0; break;
     case 83: *value = 1; break;                       /* managed memory */
-    case 89: *value = (unified & CONCURRENT_MANAGED) != 0; break;
-    case 100: *value = (unified & HOST_PAGE_TABLES) != 0; break;
     case 75: *value = 9; break;                       /* compute capability */
     case 33: *value = ordinal + 1; break;             /* PCI bus */
     case 41: case 99: case 116: *value = 1; break;    /* unified addresses, host register, RDMA */
@@ -375,14 +362,14 @@ EXPORT int cuMemGetInfo_v2(size_t *available, size_t *total)
     return leave(0);
 }
 /* 256 bytes past a page: aligned as CUDA promises, and no better. */
-static int allocated(uint64_t *address, size_t bytes, int managed)
+static int allocated(uint64_t *address, size_t bytes)
 {
     char *raw;
     if (bytes == 0) return INVALID;
     if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
         return OUT_OF_MEMORY;
     memset(raw, 0xA5, bytes + 8192);
-    device[ranges++] = (range_t){ raw + 256, bytes, raw, managed, stack[depth - 1] };
+    device[ranges++] = (range_t){ raw + 256, bytes, raw, stack[depth - 1] };
     used += bytes;
     allocations++;
     *address = (uint64_t)(raw + 256);
@@ -392,15 +379,7 @@ EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes)
 {
     ENTER(1);
     UNSAFE();
-    return leave(allocated(address, bytes, 0));
-}
-EXPORT int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags)
-{
-    ENTER(1);
-    UNSAFE();
-    if (flags != 1) broken("managed memory that is not for every stream");
-    if (!(unified & CONCURRENT_MANAGED)) broken("managed memory that the CPU may not use meanwhile");
-    return leave(allocated(address, bytes, 1));
+    return leave(allocated(address, bytes));
 }
 EXPORT int cuMemFree_v2(uint64_t address)
 {
@@ -440,7 +419,7 @@ static int pin(char *at, size_t bytes, void *raw)
         }
     if (pins == ROOM) return OUT_OF_MEMORY;
     if (!is_mapped(at, bytes)) { broken("memory was pinned that is not mapped"); return INVALID; }
-    pinned[pins++] = (range_t){ at, bytes, raw, 0, NULL };
+    pinned[pins++] = (range_t){ at, bytes, raw, NULL };
     return 0;
 }
 static int unpin(char *at, int ours)
@@ -641,7 +620,6 @@ EXPORT int cuPointerGetAttribute(void *value, int attribute, uint64_t at)
     case 2: *(unsigned *)value = found == host ? 1 : 2; break;
     case 3: case 4: *(uint64_t *)value = at; break;
     case 7: *(uint64_t *)value = (uint64_t)found->base; break;
-    case 8: *(int *)value = found->managed; break;
     case 9: *(int *)value = 0; break;
     case 11: *(uint64_t *)value = (uint64_t)found->base; break;
     case 12: *(size_t *)value = found->length; break;

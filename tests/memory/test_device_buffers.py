@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 import gpudoubles
-from gdsload._native import threads
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
-from gdsload._native.pump import Pump
-from gdsload._native.request import Request
 from gdsload.memory import device_buffers
 from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu
@@ -98,38 +94,3 @@ def test_what_it_refuses(doubles: Doubles) -> None:
     del block
     after = doubles.cuda_log
     assert (after["used"], after["retained"]) == (before["used"], before["retained"])
-
-
-def test_a_read_into_managed_memory_keeps_it(doubles: Doubles, tmp_path: Path) -> None:
-    """The pump reads into it as into memory of the host, and holds it as long as it reads."""
-    doubles.set(unified=gpudoubles.GB10)
-    path = tmp_path / "bytes"
-    path.write_bytes(bytes(range(256)) * 16)
-    before = doubles.cuda_log
-    block = Block(gpu.device(0), 4096, True)
-    assert doubles.cuda.cuda_double_is_managed(block.address, 4096)
-    with open(path, "rb") as file:
-        pump = Pump(threads.engine(), 1, [])
-        ops = [(0, 0, 4096, 4096, block.address, block.handle(), -1)]
-        request = Request(pump, [(file.fileno(), -1, 4096, 0, 1)], ops)
-        ops.clear()
-        assert block.references == 2, "this object, and what counts the reads"
-        with pytest.raises(ValueError, match="leaves its region"):
-            Request(
-                pump,
-                [(0, -1, 4096, 0, 1)],
-                [(0, 0, 8, 8, block.address + 4090, block.handle(), -1)],
-            )
-        held = gpudoubles.tensor_of(block.view(0, 4096, (4096,), 1, 8))
-        del block
-        request.post()
-        request.wait(20.0, 0, -1)
-        assert bytes(held.tolist()) == path.read_bytes()
-        del held
-        assert doubles.cuda_log["frees"] == before["frees"]
-        pump.close(1.0)
-        del request
-    gc.collect()
-    assert doubles.cuda_log["frees"] == before["frees"] + 1
-    with pytest.raises(ValueError, match="only the device"):
-        Block(gpu.device(0), 4096).handle()

@@ -216,11 +216,10 @@ def test_nothing_wanted() -> None:
         lambda: Limits(max_request=4097),
         lambda: Limits(max_request=512, block=4096),
         lambda: Limits(depth=0),
-        lambda: Limits(border=0),
     ],
 )
 def test_limits_that_cannot_be(bad: Callable[[], Limits]) -> None:
-    with pytest.raises(ValueError, match=r"block|requests|depth|border"):
+    with pytest.raises(ValueError, match=r"block|requests|depth"):
         bad()
 
 
@@ -235,24 +234,3 @@ def test_a_plan_of_a_checkpoint(tiny_checkpoint: Path) -> None:
     assert list(backwards.locations) == [last]
     with pytest.raises((KeyError, gdsload.CheckpointError)):
         gdsload.plan(tiny_checkpoint, ["nonsense"])
-
-
-def test_what_lies_at_one_place_modulo_a_border_shares_a_target(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Little pieces go along with their neighbours; others get a target of their own, for which
-    the block on which two of them meet is read twice."""
-    sizes = [100_000, 8, 100_000, 256, 99_992, 8, 8]
-    ends = list(itertools.accumulate(sizes))
-    pieces = [ByteRange(f"t{n}", 0, end - size, size)
-              for n, (end, size) in enumerate(zip(ends, sizes, strict=True))]  # fmt: skip
-    planned = plan_reads(pieces, [ends[-1]], Limits(border=32))
-    assert [planned.locations[piece.name].target for piece in pieces] == [0, 0, 1, 1, 1, 1, 1]
-    assert [pieces[n].offset % 32 for n in (0, 2, 4)] == [0, 8, 8]
-    assert [(target.offset, target.length) for target in planned.targets] == [
-        (0, 102_400), (98_304, 204_800)
-    ]  # fmt: skip
-    assert planned.read_bytes == ends[-1] + 4096
-    apart = plan_reads(pieces, [ends[-1]], Limits(border=4096))
-    assert len(apart.targets) == 3
-    assert len(plan_reads(pieces, [ends[-1]], Limits()).targets) == 1

@@ -2,8 +2,7 @@
 
 A `Block` is one allocation of the CUDA driver. `Block.view` hands out a DLPack capsule: the tensor
 made from it shares the block's ownership, and the memory goes back to the device with the last of
-them, on whichever thread that ends and without the GIL. A managed one is the host's memory as well:
-files can be read into it, and such a read shares the ownership, too.
+them, on whichever thread that ends and without the GIL.
 """
 
 cimport cython
@@ -14,14 +13,12 @@ from posix.unistd cimport getpid
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
-    CU_MEM_ATTACH_GLOBAL,
     CUDA_SUCCESS,
     CudaApi,
     enter_context,
     leave_context,
 )
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, describe, drop_capsule
-from gdsload._native.region cimport CRegion, release_region
 
 from gdsload._native.cuda import CudaFailure
 
@@ -33,8 +30,7 @@ cdef struct CBlock:
     int pid
     uint64_t address
     uint64_t length
-    int managed         # the CPU may use it as well, at any time
-    int64_t references  # the Python object, each tensor, and each handle with its reads
+    int64_t references  # the Python object and each tensor
 
 cdef struct View:
     DLManagedTensor managed
@@ -57,23 +53,13 @@ cdef void release_block(CBlock *block) noexcept nogil:
     # What a fork has copied is the parent's, and so is its driver.
     if block.pid == getpid() and not gds_load(&over):
         if enter_context(block.cuda, block.context, &mode) == CUDA_SUCCESS:
-            # Whoever had the last tensor may have given the device work on it that is not done yet.
-            # cuMemFree waits for that, as torch's allocator counts on, too; of managed memory
-            # nobody promises it. To wait for the device breaks a graph that is being captured.
-            if block.managed:
-                block.cuda.synchronize()
+            # The device may still work on the last tensor. cuMemFree waits for that work; torch's
+            # allocator relies on it, too. Waiting for the whole device instead would break a CUDA
+            # graph that is being captured.
             block.cuda.release(block.address)
             leave_context(block.cuda, mode)
         block.cuda.primary_release(block.device)
     free(block)
-
-
-cdef void leave_block(void *block) noexcept nogil:
-    release_block(<CBlock *>block)
-
-
-cdef void drop_handle(object capsule) noexcept:
-    release_region(<CRegion *>PyCapsule_GetPointer(capsule, b"gdsload.region"))
 
 
 cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
@@ -88,9 +74,8 @@ cdef class Block:
 
     cdef CBlock *block
 
-    def __cinit__(self, device, uint64_t length, bint managed=False):
-        """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least. With
-        ``managed`` the CPU may use them as well.
+    def __cinit__(self, device, uint64_t length):
+        """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least.
 
         Raises CudaFailure where the device has no such room, RuntimeError after a fork.
         """
@@ -108,7 +93,6 @@ cdef class Block:
         made.ordinal = device.ordinal
         made.pid = getpid()
         made.length = length
-        made.managed = managed
         made.references = 1
         call = "cuDevicePrimaryCtxRetain"
         with nogil:
@@ -116,16 +100,11 @@ cdef class Block:
             if code == CUDA_SUCCESS:
                 code = made.cuda.primary_retain(&made.context, made.device)
         if code == CUDA_SUCCESS:
-            call = "cuMemAllocManaged" if managed else "cuMemAlloc"
+            call = "cuMemAlloc"
             with nogil:
                 code = enter_context(made.cuda, made.context, &mode)
                 if code == CUDA_SUCCESS:
-                    if managed:
-                        code = made.cuda.allocate_managed(
-                            &made.address, length, CU_MEM_ATTACH_GLOBAL
-                        )
-                    else:
-                        code = made.cuda.allocate(&made.address, length)
+                    code = made.cuda.allocate(&made.address, length)
                     leave_context(made.cuda, mode)
                 if code != CUDA_SUCCESS:
                     made.cuda.primary_release(made.device)
@@ -158,25 +137,8 @@ cdef class Block:
 
     @property
     def references(self):
-        """How many owners it has: this object, tensors, and handles with their reads."""
+        """How many owners it has: this object and its tensors."""
         return gds_load(&self.block.references)
-
-    def handle(self):
-        """What the pump reads into, as `gdsload._native.memory.Region.handle` gives it. Raises
-        ValueError for memory that only the device can write to."""
-        cdef CRegion *region
-        if not self.block.managed:
-            raise ValueError("only the device can write to this block")
-        region = <CRegion *>calloc(1, sizeof(CRegion))
-        if region == NULL:
-            raise MemoryError("no memory to keep count of the reads into a block")
-        region.base = <char *><uintptr_t>self.block.address
-        region.length = self.block.length
-        region.references = 1
-        region.owner = self.block
-        region.leave = leave_block
-        gds_add(&self.block.references, 1)
-        return PyCapsule_New(region, b"gdsload.region", drop_handle)
 
     def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):
         """A DLPack capsule over ``nbytes`` bytes at ``offset``: a tensor of the device.

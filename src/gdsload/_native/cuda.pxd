@@ -13,7 +13,6 @@ cdef enum:
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTALLOC_PORTABLE = 1
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
-    CU_MEM_ATTACH_GLOBAL = 1
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
 
@@ -32,10 +31,8 @@ cdef struct CudaApi:
     int (*push_current)(void *context) noexcept nogil
     int (*pop_current)(void **context) noexcept nogil
     int (*exchange_capture_mode)(int *mode) noexcept nogil
-    int (*synchronize)() noexcept nogil
     int (*memory_info)(size_t *free, size_t *total) noexcept nogil
     int (*allocate)(uint64_t *address, size_t nbytes) noexcept nogil
-    int (*allocate_managed)(uint64_t *address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*release)(uint64_t address) noexcept nogil
     int (*host_register)(void *address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*host_unregister)(void *address) noexcept nogil

@@ -30,8 +30,6 @@ cdef struct CRegion:
     CRegion *next_idle
     CLease *lease        # who counts it; NULL: nobody
     uint8_t *ready       # a flag for each unit that is populated; NULL where nobody populates
-    void *owner          # whose memory it is, where it is no mapping of ours, and who is told
-    void (*leave)(void *owner) noexcept nogil  # that nobody reads into it any more
 
 # Counts the regions that somebody's memory was lent as, whoever holds them: when none is left, the
 # memory can be used for something else.
@@ -59,10 +57,7 @@ cdef inline void release_lease(CLease *self) noexcept nogil:
         free(self)
 
 cdef inline void free_region(CRegion *region) noexcept nogil:
-    if region.leave != NULL:
-        region.leave(region.owner)
-    else:
-        munmap(region.mapping, region.mapped)
+    munmap(region.mapping, region.mapped)
     free(region.ready)
     free(region)
 

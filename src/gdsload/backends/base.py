@@ -50,15 +50,13 @@ class Support:
 
 class OpenFile(NamedTuple):
     """A file to register: its descriptor stays the caller's. `direct_fd` is its O_DIRECT twin, or
-    -1; direct reads start and end on multiples of `block` bytes, and go to addresses that are
-    multiples of `address_block`."""
+    -1; direct reads start and end on multiples of `block` bytes."""
 
     path: str
     fd: int
     size: int
     direct_fd: int = -1
     block: int = DEFAULT_BLOCK_BYTES
-    address_block: int = DEFAULT_BLOCK_BYTES
 
 
 class Memory(NamedTuple):
@@ -66,8 +64,7 @@ class Memory(NamedTuple):
     library's own; `reused` says that many requests will read into it.
 
     VRAM is on `device`, and may be in pieces: `shares` are (place, bytes, address), and what lies
-    between them is read and dropped; `region` is then whatever keeps all of them alive. DRAM with a
-    `device` is memory that the two share."""
+    between them is read and dropped; `region` is then whatever keeps all of them alive."""
 
     kind: str
     address: int

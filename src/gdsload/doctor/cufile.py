@@ -33,8 +33,7 @@ def _cuda(device: str) -> Fact:
         return Fact(device, NO, why, "install NVIDIA's driver, or give the container its devices")
     found = gpu.facts(gpu.ordinal_of(device))
     where = f"NUMA node {found.node}" if found.node >= 0 else "NUMA node unknown"
-    why = gpu.why_staged(device)
-    return Fact(device, YES, f"{found.name} at {found.bus}, {where}{'; ' * bool(why)}{why}")
+    return Fact(device, YES, f"{found.name} at {found.bus}, {where}")
 
 
 def _libcufile() -> Fact:

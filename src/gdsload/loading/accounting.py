@@ -107,16 +107,7 @@ def open_backend(
     """
     if device.partition(":")[0] == "cuda":
         from gdsload.backends.auto.backend import AutoBackend  # not before a device is asked for
-        from gdsload.system import gpu
 
-        if options.get("in_place"):
-            # Only one backend can, and what was asked for must work.
-            report.choice = "posix: in_place was asked for"
-            return choose(device, "posix" if wanted == "auto" else wanted, options).backend(
-                **options
-            )
-        if why := gpu.why_staged(device):
-            report.refusals["in place"] = why
         if wanted == "auto" and AutoBackend.probe(device).usable:
             return AutoBackend(device, expected_bytes, **options)
     choice = choose(device, wanted, options)

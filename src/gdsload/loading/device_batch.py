@@ -1,7 +1,6 @@
 """Loads into the memory of a GPU: tensors are taken from torch's allocator, one by one and in the
 order of the file, and the bytes land in them by way of a ring. Nothing but the ring passes through
-anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies,
-and so does what is read in place, into memory that it shares with the host (`shared`).
+anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies.
 
 torch carves tensors that are asked for one after the other out of one block where it has one, as it
 has after transformers' warm-up, or when a load has asked for it: what lies side by side in the file
@@ -20,7 +19,6 @@ from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
-from gdsload.loading import managed
 from gdsload.loading.session import Batch, Session
 from gdsload.memory import device_buffers
 from gdsload.memory.host_buffers import (
@@ -48,13 +46,13 @@ WHOLE_BYTES = 256 << 20
 _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 
-def reached(target: str, backend: str, options: Mapping[str, Any] | None = None) -> str:
+def reached(target: str, backend: str) -> str:
     """The device that reads can go to for this target: itself, or "cpu" where what was read has to
     be moved on by torch. Raises BackendUnavailable after a fork."""
     if target.partition(":")[0] != "cuda" or not reaches(backend, VRAM):
         return "cpu"
     gpu.refuse_after_fork()  # torch could not move anything there either
-    if backend in ("auto", "posix") and not (options or {}).get("in_place"):
+    if backend in ("auto", "posix"):
         return "cpu" if gpu.why_not(target) else target
     return target  # it was asked for by name, and says itself what is in its way
 
@@ -63,30 +61,10 @@ def session_for(
     checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **how: Any
 ) -> Session:
     """A session whose reads go as near to the target as they can; `nbytes` are expected of it."""
-    device = reached(target, backend, how.get("options"))
+    device = reached(target, backend)
     return Session(
         checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **how
     )  # fmt: skip
-
-
-def in_place(session: Session) -> bool:
-    """Whether its reads go to memory that the host and its device share."""
-    return session.device != "cpu" and bool(session.options.get("in_place"))
-
-
-def arranged(
-    session: Session, pieces: Sequence[ByteRange], *, window_bytes: int = 0
-) -> tuple[ReadPlan, dict[str, BufferView], list[Memory] | None]:
-    """The reads for these pieces, the spots of what others have read, and where reads are in place
-    the memory behind each target; else None, and it is to be taken."""
-    if not in_place(session):
-        return *session.arrange(pieces, window_bytes=window_bytes), None
-    # Each window is a block: it goes back with its last tensor, and so not all of them in one.
-    plan, views = session.arrange(pieces, window_bytes=window_bytes or device_buffers.LEAST_BYTES)
-    if not plan.transfers:
-        return plan, views, None
-    plan, there, memory = in_blocks(session, plan, pieces)
-    return plan, {**views, **there}, memory
 
 
 @collector_paused()
@@ -118,17 +96,16 @@ class DeviceBatch(Batch):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
-        memory: list[Memory] | None,
         slices: Sequence[TensorSlice],
     ) -> None:
         """Raises PlacementError, before anything is read, where the device is too full."""
         self._shelf = DeviceTensors(session, slices, views)
-        super().__init__(session, plan, views, memory)
+        super().__init__(session, plan, views)
 
     @classmethod
     def of(cls, session: Session, slices: Sequence[TensorSlice]) -> DeviceBatch:
         """Puts them on their way and returns at once."""
-        return cls(session, *arranged(session, runs_of(slices)), slices)
+        return cls(session, *session.arrange(runs_of(slices)), slices)
 
     def _take_memory(self) -> list[Memory]:
         return self._shelf.memory(self.plan)
@@ -145,26 +122,17 @@ class DeviceBatch(Batch):
 def read_to_blocks(session: Session, pieces: Sequence[ByteRange]) -> Batch:
     """Puts pieces on their way into memory of the session's device that is no tensor's yet. Raises
     PlacementError where the device is too full."""
-    return Batch(session, *in_blocks(session, session.plan(pieces), pieces))
+    plan = session.plan(pieces)
+    return Batch(session, plan, *in_blocks(session, plan, pieces))
 
 
 def in_blocks(
     session: Session, plan: ReadPlan, pieces: Sequence[ByteRange]
-) -> tuple[ReadPlan, dict[str, BufferView], list[Memory]]:
-    """Memory of the session's device for what a plan reads: the plan as it is to be read then,
-    where each piece will lie, and what is behind each target. Raises PlacementError where the
+) -> tuple[dict[str, BufferView], list[Memory]]:
+    """Memory of the session's device for what a plan reads: where each piece will lie, and what is
+    behind each target. Raises PlacementError where the
     device is too full."""
     device = session.device
-    if in_place(session):
-        read = [piece for piece in pieces if piece.name in plan.locations]
-        reroute = session.cache != "direct"
-        laid = managed.lay_out(device, plan, read, session.files, reroute=reroute)
-        if laid.buffered_bytes:
-            session.report.refusals["direct I/O in place"] = (
-                f"some tensors do not lie on {device_buffers.ALIGN_BYTES} bytes in their files, and"
-                " direct reads do not reach where they do: read through the page cache"
-            )
-        return laid.plan, laid.views, laid.memory
     views = device_buffers.take(gpu.ordinal_of(device), pieces)
     runs = [
         (piece.name, piece.nbytes, view.region.address + view.offset)
@@ -172,7 +140,7 @@ def in_blocks(
         if (view := views.get(piece.name)) is not None
     ]
     memory = memory_of(device, plan, runs, {view.region for view in views.values()})
-    return plan, views, memory
+    return views, memory
 
 
 @collector_paused()
@@ -215,7 +183,7 @@ class DeviceTensors:
     """Tensors of a device for some slices, by their keys, and where in them each run of bytes goes.
 
     The runs of a cut lie one behind the other in one tensor, so that nothing has to be stacked.
-    What a prefetch, or a read in place, brings to the device is a tensor where it lies, if that is
+    What a prefetch brings to the device is a tensor where it lies, if that is
     on a border; what is not, or a run among others, or in the memory of the host, is copied.
     """
 
@@ -236,8 +204,6 @@ class DeviceTensors:
         ]
         ordinal = gpu.ordinal_of(self.device)
         nbytes = sum(tensor_slice.nbytes for tensor_slice in self._cuts)
-        if nbytes and in_place(session):
-            self._tell_copied(max(self._cuts, key=lambda tensor_slice: tensor_slice.nbytes), nbytes)
         if nbytes:
             reusable = reusable_bytes(ordinal)
             free = gpu.require_room(ordinal, nbytes, reusable)
@@ -248,16 +214,6 @@ class DeviceTensors:
             self._cuts, key=lambda tensor_slice: tensor_slice.parts[0].place
         ):
             self.tensors[tensor_slice.key] = self._take(tensor_slice)
-
-    def _tell_copied(self, largest: TensorSlice, nbytes: int) -> None:
-        report, road = self._session.report, f"copied on {self.device}"
-        report.paths[road] = report.paths.get(road, 0) + nbytes
-        report.refusals.setdefault(
-            "in place",
-            f"tensor {largest.parts[0].name!r}, and perhaps others, cannot stay where it was"
-            " read: it is put together of several parts, does not lie on"
-            f" {device_buffers.ALIGN_BYTES} bytes, or is in the host's own memory",
-        )
 
     def _take(self, tensor_slice: TensorSlice) -> torch.Tensor:
         first = tensor_slice.parts[0]

@@ -78,10 +78,10 @@ class ShardAccess:
         if self._known[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
-        direct, align = self._direct_twin(shard) if self.cache in ("auto", "direct") else (-1, 1)
+        direct = self._direct_twin(shard) if self.cache in ("auto", "direct") else -1
         try:
             self._known[shard] = backend.register(
-                OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard], align)
+                OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard])
             )
         except BaseException:
             if direct >= 0:
@@ -89,11 +89,10 @@ class ShardAccess:
                 os.close(direct)
             raise
 
-    def _direct_twin(self, shard: int) -> tuple[int, int]:
-        """A descriptor for direct reads of a shard, or -1 with the reason in the report; and what
-        their addresses must be multiples of."""
+    def _direct_twin(self, shard: int) -> int:
+        """A descriptor for direct reads of a shard, or -1 with the reason in the report."""
         opened = self._checkpoint.shards[shard]
-        twin, self.blocks[shard], align, refusal = open_direct(opened)
+        twin, self.blocks[shard], refusal = open_direct(opened)
         if twin is None:
             if self.cache == "direct":
                 raise ReadError(
@@ -103,9 +102,9 @@ class ShardAccess:
                     hint="cache='auto' reads it through the page cache",
                 )
             self._report.refusals[f"direct I/O on {opened.name}"] = refusal
-            return -1, 1
+            return -1
         self._twins.append(twin)
-        return twin, align
+        return twin
 
     def close(self, backend: Backend | None) -> None:
         """Gives registrations and twins back. May be called again; registering starts anew."""
@@ -120,12 +119,11 @@ class ShardAccess:
 
 class DirectFile(NamedTuple):
     """A second descriptor of a file, which bypasses the page cache and is its taker's to close; or
-    None and the reason. Direct reads start and end on multiples of `block` bytes, in the file and,
-    of `address_block`, in memory."""
+    None and the reason. Direct reads start and end on multiples of `block` bytes, in the file and
+    in memory."""
 
     fd: int | None
     block: int
-    address_block: int
     refusal: str
 
 
@@ -134,11 +132,10 @@ def open_direct(shard: Shard) -> DirectFile:
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
         refusal = "its filesystem says that it does no direct I/O"
-        return DirectFile(None, DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES, refusal)
+        return DirectFile(None, DEFAULT_BLOCK_BYTES, refusal)
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
-    address_block = (alignment[0] or block) if alignment is not None else block
     try:
         twin, refusal = shard.reopen_direct(), "its filesystem does no direct I/O"
     except OSError as error:
         twin, refusal = None, f"it cannot be opened for direct I/O: {error.strerror}"
-    return DirectFile(twin, block, address_block, refusal)
+    return DirectFile(twin, block, refusal)

@@ -68,14 +68,14 @@ def take(ordinal: int, pieces: Sequence[ByteRange]) -> dict[str, BufferView]:
     }
 
 
-def allocated(ordinal: int, lengths: Sequence[int], *, managed: bool = False) -> list[Block]:
+def allocated(ordinal: int, lengths: Sequence[int]) -> list[Block]:
     """A block of each length. Raises PlacementError, with nothing taken, where one cannot be had,
     BackendUnavailable where the device cannot be used."""
     device = gpu.device(ordinal)
     blocks: list[Block] = []
     for length in lengths:
         try:
-            blocks.append(Block(device, length, managed))
+            blocks.append(Block(device, length))
         except CudaFailure as error:
             blocks.clear()  # the error may be kept, and with it this frame
             raise PlacementError(

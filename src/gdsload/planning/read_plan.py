@@ -29,8 +29,6 @@ GAP_BYTES = 64 << 10
 # Extents that lie further apart than this do not share a target: address space is cheap, but a
 # system that does not overcommit counts it.
 TARGET_GAP_BYTES = 64 << 20
-# Pieces smaller than this are not worth memory apart for the sake of their alignment.
-LITTLE_BYTES = 64 << 10
 # The alignment of direct I/O where a file does not say, and of cuFile. It is not the page size.
 DEFAULT_BLOCK_BYTES = 4096
 
@@ -94,18 +92,13 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight. What
-    lands in one target is, but for little pieces, at the same place modulo `border`: memory for it
-    can be taken so that all of that lies on one."""
+    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight."""
 
     max_request: int = 4 << 20
     block: int = DEFAULT_BLOCK_BYTES
     depth: int = 16
-    border: int = 1
 
     def __post_init__(self) -> None:
-        if self.border < 1:
-            raise ValueError(f"there are no borders of {self.border} bytes")
         if self.block < 1 or self.block & (self.block - 1):
             raise ValueError(f"a block of {self.block} bytes is not a power of two")
         if self.max_request < self.block or self.max_request % self.block:
@@ -205,17 +198,15 @@ def plan_reads(
     wanted = 0
     for window in _windows(pieces, window_bytes):
         first = len(transfers)
-        last: int | None = None
         ordered = sorted(window, key=FILE_ORDER)
-        for extent, members, place in _extents(ordered, gap_bytes, limits.block, limits.border):
+        for extent, members in _extents(ordered, gap_bytes, limits.block):
             wanted += sum(piece.nbytes for piece in members)
             merged_ranges.append(extent)
             block = blocks[extent.shard] if blocks else limits.block
             align = max(block, DEFAULT_BLOCK_BYTES)
             start = extent.offset // align * align
             end = -(-extent.end // align) * align
-            fresh = len(transfers) == first or place != last
-            last = place
+            fresh = len(transfers) == first
             target = _place_target(targets, extent.shard, start, end, fresh=fresh)
             base = targets[target].offset
             number = len(transfers)
@@ -250,7 +241,7 @@ def plan_reads(
 def merged_ranges_of(pieces: Sequence[ByteRange], gap_bytes: int = GAP_BYTES) -> list[MergedRange]:
     """The runs of bytes that these pieces make up, in file order."""
     ordered = sorted(pieces, key=FILE_ORDER)
-    return [extent for extent, _, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
+    return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
 
 
 def _windows(pieces: Sequence[ByteRange], window_bytes: int) -> Iterator[Sequence[ByteRange]]:
@@ -270,37 +261,30 @@ def _windows(pieces: Sequence[ByteRange], window_bytes: int) -> Iterator[Sequenc
 
 
 def _extents(
-    ordered: Sequence[ByteRange], gap_bytes: int, block: int, border: int = 1
-) -> Iterator[tuple[MergedRange, list[ByteRange], int | None]]:
-    """Joins pieces that lie close together, and at the same place modulo `border`, and says that
-    place: None where all are little, and where there is but one. Pieces of no bytes are left out.
+    ordered: Sequence[ByteRange], gap_bytes: int, block: int
+) -> Iterator[tuple[MergedRange, list[ByteRange]]]:
+    """Joins pieces that lie close together. Pieces of no bytes are left out.
 
     The merge gap is at least one block. Otherwise two ranges could both read a shared block, and
-    the later read would overwrite a tensor that its owner has modified already. Ranges that
-    only the border separates are read into targets of their own.
+    the later read would overwrite a tensor that its owner has modified already.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
     members: list[ByteRange] = []
     shard = start = end = -1
-    place: int | None = None
     for piece in ordered:
         _, its_shard, offset, nbytes = piece
         if nbytes == 0:
             continue
-        near = members and its_shard == shard and offset <= end + gap
-        # None of little ones: they go along with the others.
-        wish = offset % border if border > 1 and nbytes >= LITTLE_BYTES else None
-        if near and (place is None or wish is None or wish == place):
-            place = place if wish is None else wish
+        if members and its_shard == shard and offset <= end + gap:
             members.append(piece)
             end = max(end, offset + nbytes)
             continue
         if members:
-            yield MergedRange(shard, start, end - start), members, place
-        members, place = [piece], wish
+            yield MergedRange(shard, start, end - start), members
+        members = [piece]
         shard, start, end = its_shard, offset, offset + nbytes
     if members:
-        yield MergedRange(shard, start, end - start), members, place
+        yield MergedRange(shard, start, end - start), members
 
 
 def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:

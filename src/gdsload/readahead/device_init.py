@@ -26,11 +26,10 @@ class DeviceInit:
     """One device on its way to being ready."""
 
     def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:
-        """Begins at once. `options` are the load's; without `ring`, or where that reads in place,
-        it is the context alone."""
+        """Begins at once. `options` are the load's. Without `ring` only the context is opened."""
         self.refusal = ""
         self._device, self._options = device, dict(options)
-        self._ring = ring and not options.get("in_place")
+        self._ring = ring
         self._thread = start_thread(self._run, "gdsload-device")
         if self._thread is None:
             self.refusal = "no thread could be started to open it"

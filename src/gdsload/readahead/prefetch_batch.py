@@ -54,15 +54,13 @@ class PrefetchBatch(Batch):
         read, where there is no room for them."""
         if session.device == "cpu":
             return cls(session, *session.arrange(pieces))
-        from gdsload.loading.device_batch import (  # not before a device is asked for
-            arranged,
-            in_blocks,
-        )
+        from gdsload.loading.device_batch import in_blocks  # imported only for a device
 
-        plan, views, memory = arranged(session, pieces)
-        if memory is None and plan.transfers:
-            plan, views, memory = in_blocks(session, plan, pieces)
-        return cls(session, plan, views, memory)
+        plan, views = session.arrange(pieces)
+        if not plan.transfers:
+            return cls(session, plan, views)
+        blocks, memory = in_blocks(session, plan, pieces)
+        return cls(session, plan, blocks, memory)
 
     def stretches(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """What there is to claim, file by file."""

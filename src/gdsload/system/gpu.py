@@ -13,8 +13,6 @@ from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.system import lifecycle, shared_libraries
 
-# CUdevice_attribute.
-_INTEGRATED, _CONCURRENT_MANAGED, _HOST_PAGE_TABLES, _RDMA = 18, 89, 100, 116
 # Left free on a device: what a context, kernels and the allocator's rounding take.
 SPARE_BYTES = 64 << 20
 
@@ -27,15 +25,6 @@ class Gpu(NamedTuple):
     bus: str
     node: int
     total_bytes: int
-    integrated: bool
-    concurrent_managed: bool
-    shares_page_tables: bool
-    rdma: bool
-
-    @property
-    def unified(self) -> bool:
-        """Whether it reaches host memory as it does its own, be that the same or not."""
-        return self.integrated or self.shares_page_tables
 
 
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
@@ -118,24 +107,7 @@ def facts(ordinal: int) -> Gpu:
     """What a device is and where it is."""
     found = device(ordinal)
     bus = found.bus
-    return Gpu(
-        ordinal,
-        found.name,
-        bus,
-        numa_node(bus),
-        found.total_bytes,
-        _attribute(found, _INTEGRATED),
-        _attribute(found, _CONCURRENT_MANAGED),
-        _attribute(found, _HOST_PAGE_TABLES),
-        _attribute(found, _RDMA),
-    )
-
-
-def _attribute(found: Device, number: int) -> bool:
-    try:
-        return bool(found.attribute(number))
-    except CudaFailure:  # a driver that does not know the attribute does not have what it tells of
-        return False
+    return Gpu(ordinal, found.name, bus, numa_node(bus), found.total_bytes)
 
 
 def numa_node(bus: str, root: str = "/") -> int:
@@ -148,39 +120,6 @@ def numa_node(bus: str, root: str = "/") -> int:
         except (OSError, ValueError):
             continue
     return -1
-
-
-def why_not_in_place(device_name: str) -> str:
-    """Why nothing can be read into memory that the host and this device share; empty where it can:
-    where there is but one memory, and both may use it at any time."""
-    if why := why_not(device_name):
-        return why
-    found = facts(ordinal_of(device_name))
-    if found.integrated and found.concurrent_managed:
-        return ""
-    if found.integrated:
-        return (
-            f"{device_name} shares the host's memory, but the CPU may not use managed memory while"
-            " it works (no concurrent managed access)"
-        )
-    if found.shares_page_tables:
-        return (
-            f"{device_name} reaches the host's memory, but has a faster one of its own, where"
-            " weights belong"
-        )
-    return f"{device_name} has memory of its own"
-
-
-def why_staged(device_name: str) -> str:
-    """Why bytes pass through a ring, unless asked otherwise, on a device that reaches the host's
-    memory as its own; empty for others."""
-    if why_not(device_name) or not facts(ordinal_of(device_name)).unified:
-        return ""
-    why = why_not_in_place(device_name) or (
-        f"{device_name} shares the host's memory; how fast kernels are on what is read in place was"
-        " never measured, and options={'in_place': True} asks for it"
-    )
-    return f"{why}: bytes are staged"
 
 
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import gdsload
-import gpudoubles
 from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
 from gdsload.backends.auto import benchmark, failover
@@ -198,12 +197,6 @@ def test_a_few_reads_by_posix_do_not_condemn_cufile(
 def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="by name"):
         load(checkpoint, allow_compat=True)
-
-
-def test_a_device_that_shares_the_hosts_memory(doubles: Doubles, checkpoint: Path) -> None:
-    doubles.set(unified=gpudoubles.GB10)
-    report = load(checkpoint)
-    assert "options={'in_place': True} asks for it" in report.refusals["in place"]
 
 
 def test_options_that_one_road_alone_has(doubles: Doubles, checkpoint: Path) -> None:

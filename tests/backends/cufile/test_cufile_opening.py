@@ -211,10 +211,8 @@ def test_there_is_no_such_device(doubles: Doubles) -> None:
 
 
 def test_what_is_known_of_a_device(doubles: Doubles, tmp_path: Path) -> None:
-    doubles.set(unified=gpudoubles.GH200)
     facts = gpu.facts(1)
     assert (facts.name, facts.bus) == ("Double 1", "0000:02:00.0")
-    assert facts.unified
     folder = tmp_path / "root/sys/bus/pci/devices/0000:02:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")

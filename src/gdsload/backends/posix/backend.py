@@ -7,8 +7,7 @@ shows.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from gdsload._native.memory import Region
@@ -51,8 +50,7 @@ MOST_DEPTH = 4096
 
 
 class PosixBackend(Backend):
-    """Reads files into DRAM in place, be it a device's as well, and into VRAM by way of a pinned
-    ring."""
+    """Reads files into DRAM, and into VRAM through a pinned staging ring."""
 
     name: ClassVar[str] = "posix"
     memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM, VRAM})
@@ -67,8 +65,6 @@ class PosixBackend(Backend):
             )
         if not 0 < depth <= MOST_DEPTH:
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
-        if self.settings["in_place"] not in (True, False):
-            raise ValueError(f"in_place={self.settings['in_place']!r} is neither True nor False")
         if self.settings["bounce"] not in bounce_buffers.CHOICES:
             raise ValueError(
                 f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
@@ -94,7 +90,6 @@ class PosixBackend(Backend):
             Option(
                 "bounce", "auto", "auto: through huge pages where that is faster; always; never"
             ),
-            Option("in_place", False, "read into memory that the host and an integrated GPU share"),
         )
 
     @classmethod
@@ -114,16 +109,6 @@ class PosixBackend(Backend):
                 return Support(True, tuple(reasons))
             reasons.append(f"engine {engine}: {answer}")
         return Support(False, tuple(reasons))
-
-    @classmethod
-    def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
-        """The same; and in place only where that is right."""
-        if options.get("in_place") and device.partition(":")[0] != "cpu":
-            from gdsload.backends.posix import device as device_module
-
-            if why := device_module.why_not_in_place(device):
-                return Support(False, (f"in_place was asked for, and {why}",))
-        return cls.probe(device)
 
     def _choose_engine(self, wanted: str) -> str:
         if wanted != "auto":
@@ -145,12 +130,7 @@ class PosixBackend(Backend):
         raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
 
     def limits(self, device: str = "cpu") -> Limits:
-        found = Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
-        if not self.settings["in_place"] or device == "cpu":
-            return found
-        from gdsload.memory.device_buffers import ALIGN_BYTES
-
-        return replace(found, border=ALIGN_BYTES)
+        return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
@@ -216,7 +196,7 @@ class PosixBackend(Backend):
             return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
         pump = self.pump
         # Before its threads make memory ready, which whoever maps memory has to wait for.
-        if self._bounced is not None and not _shared(memory):
+        if self._bounced is not None:
             self._bounced.arm(transfers, files)
         return PosixRequest(pump, self.settings, transfers, files, memory)
 
@@ -255,13 +235,12 @@ class PosixBackend(Backend):
 
     def paths(self, request: Any) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
-        way = " in place" if isinstance(request, PosixRequest) and request.shared else ""
         through = 0
         if isinstance(request, PosixRequest) and self._bounced is not None:
             through = self._bounced.news(direct)
         found = {
-            f"posix/{self.engine}/direct{way}": direct - through,
-            f"posix/{self.engine}/buffered{way}": buffered,
+            f"posix/{self.engine}/direct": direct - through,
+            f"posix/{self.engine}/buffered": buffered,
         }
         return {**found, f"posix/{self.engine}/direct bounced": through} if through else found
 
@@ -290,7 +269,6 @@ class PosixRequest(PumpedRequest):
         memory: Sequence[Registration],
     ) -> None:
         self.populator: Populator | None = None
-        self.shared = _shared(memory)
         table, direct, buffered = file_table(files)
         handles = [getattr(entry.what, "region", None) for entry in memory]
         regions = [None if region is None else region.handle() for region in handles]
@@ -327,11 +305,6 @@ class PosixRequest(PumpedRequest):
         self.native.quiet(DRAIN_SECONDS)
         if self.populator is not None:
             self.populator.stop()
-
-
-def _shared(memory: Sequence[Registration]) -> bool:
-    """Whether a device has that memory too."""
-    return any(isinstance(entry.what, Memory) and entry.what.device for entry in memory)
 
 
 def _spare_threads() -> int:

@@ -24,11 +24,6 @@ def why_not(device: str) -> str:
     return gpu.why_not(device)
 
 
-def why_not_in_place(device: str) -> str:
-    """Why nothing can be read to a device without a ring; empty where it can."""
-    return why_not(device) or gpu.why_not_in_place(device)
-
-
 def open_road(
     device: str, engine: str, capsule: object, settings: Mapping[str, Any], notes: dict[str, str]
 ) -> StagingPipeline:

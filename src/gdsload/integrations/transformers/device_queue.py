@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gdsload.backends import Memory
 from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, ReadWindow
-from gdsload.loading.device_batch import DeviceTensors, arranged, read_to_blocks
+from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Batch, Session
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan
@@ -29,23 +29,21 @@ class DeviceReadWindow(ReadWindow):
         session: Session,
         plan: ReadPlan,
         views: dict[str, BufferView],
-        memory: list[Memory] | None,
         slices: Sequence[TensorSlice],
     ) -> None:
         """Raises PlacementError where the device is too full."""
         self._shelf = DeviceTensors(session, slices, views)
-        self._shared = memory
         super().__init__(session, plan, views, slices)
 
     @classmethod
     def of(cls, session: Session, slices: Sequence[TensorSlice]) -> DeviceReadWindow:
         """Puts them on their way and returns at once. Their memory is torch's, but for what a
-        prefetch brings, or is read in place."""
-        found = arranged(session, runs_of(slices), window_bytes=WINDOW_BYTES)
+        prefetch brings."""
+        found = session.arrange(runs_of(slices), window_bytes=WINDOW_BYTES)
         return cls(session, *found, slices)
 
     def _take_memory(self) -> list[Memory]:
-        return self._shelf.memory(self.plan) if self._shared is None else self._shared
+        return self._shelf.memory(self.plan)
 
     def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
         return read_to_blocks(self.session, pieces)

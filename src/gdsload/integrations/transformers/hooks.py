@@ -149,7 +149,7 @@ def _load(
             weights = stack.enter_context(ModelReader([str(f) for f in files], options, report))
             weights.foresee(model, config)
         except BackendUnavailable as error:
-            if options.backend != "auto" or options.options.get("in_place"):
+            if options.backend != "auto":
                 raise
             note(report, STOCK, str(error))
             return stock()

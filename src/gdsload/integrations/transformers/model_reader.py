@@ -129,9 +129,7 @@ class ModelReader:
 
     def _reach(self, device: str) -> str:
         if device not in self._reached:
-            self._reached[device] = device_batch.reached(
-                device, self.options.backend, self.options.options
-            )
+            self._reached[device] = device_batch.reached(device, self.options.backend)
         return self._reached[device]
 
     def _device_feed_of(self, device: str, found: LoadPlan) -> ReadaheadQueue:
@@ -174,16 +172,13 @@ class ModelReader:
         )
 
     def settled_parameters(self) -> set[str]:
-        """Those that are on their device already, or on their way there, or will be read in place,
-        and need no memory of torch's."""
+        """Those that are on their device already, or on their way there, and need no memory of
+        torch's."""
         found: set[str] = set()
         parameters, seconds = self.forecast.parameters, self.options.stall_seconds
-        for device, feed in self._device_feeds.items():
+        for device in self._device_feeds:
             infos = [self.checkpoint.tensors[key] for key in parameters
                      if self.forecast.devices.get(key) == device]  # fmt: skip
-            if device_batch.in_place(feed.session):
-                found.update(parameters[info.name] for info in infos)
-                continue
             pieces = runs_of(map(whole, infos))
             there = waiting_on(device, self.checkpoint, pieces, seconds)
             found |= {parameters[name] for name in there}
@@ -229,10 +224,6 @@ class ModelReader:
         """The checkpoint as an opened file; where it is `owned`, leaving it finishes and closes
         this."""
         leave = self._finish_and_close if owned else None
-        if self.options.options.get("in_place"):
-            self.report.refusals["in place"] = (
-                "files that transformers opens one by one are read to the host, and moved by torch"
-            )
         return OpenedFile(self.checkpoint, self.feed, device, leave)
 
     def finish(self) -> None:
