@@ -56,7 +56,7 @@ def ask(url: str, body: object = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_it_becomes_ready_and_answers(address: str) -> None:
+def test_service_becomes_ready_and_answers(address: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     seen = []
     while time.monotonic() < deadline:  # the socket listens already: the first answer waits for it
