@@ -9,7 +9,6 @@ tensors, under rules from 0 to 4 MiB. Direct reads throughout: nothing enters th
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -23,7 +22,7 @@ from gdsload.loading.session import Batch, Session
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 
-from . import machine, tables
+from . import machine, records, tables
 from .places import RESULTS
 
 KIB = 1 << 10
@@ -99,9 +98,7 @@ def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gap", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.gap", __doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "gap.json")

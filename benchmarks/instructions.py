@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import places, tables
+from . import places, records, tables
 from .records import Refused
 
 TENSORS, SHARDS = 2_000, 4
@@ -53,23 +53,23 @@ def _opened(source: Path) -> tuple[Any, list[Any], list[int]]:
 def step_plan(source: Path) -> Callable[[], object]:
     from gdsload.planning.read_plan import Limits, plan_reads
 
-    _, pieces, sizes = _opened(source)
-    return lambda: plan_reads(pieces, sizes, Limits())
+    _, ranges, sizes = _opened(source)
+    return lambda: plan_reads(ranges, sizes, Limits())
 
 
 def step_windows(source: Path) -> Callable[[], object]:
     from gdsload.planning.read_plan import Limits, plan_reads
 
-    _, pieces, sizes = _opened(source)
-    return lambda: plan_reads(pieces, sizes, Limits(), window_bytes=1 << 20)
+    _, ranges, sizes = _opened(source)
+    return lambda: plan_reads(ranges, sizes, Limits(), window_bytes=1 << 20)
 
 
 def step_scatter(source: Path) -> Callable[[], object]:
     from gdsload.memory.host_buffers import HostBuffers
     from gdsload.planning.read_plan import Limits, plan_reads
 
-    _, pieces, sizes = _opened(source)
-    plan = plan_reads(pieces, sizes, Limits())
+    _, ranges, sizes = _opened(source)
+    plan = plan_reads(ranges, sizes, Limits())
     return lambda: HostBuffers(plan).views(plan)
 
 
@@ -106,7 +106,7 @@ STEPS: dict[str, Callable[[Path], Callable[[], object]]] = {
 
 
 def counted(step: str, times: int, source: Path) -> int:
-    """Instructions of a process that takes a step so many times. Raises Refused."""
+    """Instructions of a process that takes a step `times` times. Raises Refused."""
     ran = subprocess.run(
         ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null",
          *places.command(sys.executable, "instructions"), "--take", step, str(times), str(source)],
@@ -202,9 +202,7 @@ def compared(words: argparse.Namespace) -> int:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.instructions", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.instructions", __doc__)
     parser.add_argument("--take", nargs=3, metavar=("STEP", "TIMES", "SOURCE"),
                         help=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--steps", nargs="+", choices=list(STEPS))

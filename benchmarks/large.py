@@ -106,7 +106,7 @@ MODELS: Mapping[str, Callable[[], Iterator[Shape]]] = {
 
 
 def sharded(shapes: Iterable[Shape], most: int = SHARD_BYTES) -> list[list[Shape]]:
-    """The tensors in files of at most so many bytes, in their order."""
+    """The tensors in files of limited size, in their order."""
     groups: list[list[Shape]] = [[]]
     held = 0
     for shape in shapes:

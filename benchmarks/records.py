@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -38,6 +38,11 @@ def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
         "machine": machine.describe(beside),
         **facts,
     }
+
+
+def parser_of(prog: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose description is the first line of a module's docstring."""
+    return argparse.ArgumentParser(prog=prog, description=(doc or "").partition("\n")[0])
 
 
 def require_room(options: argparse.Namespace) -> None:
@@ -117,6 +122,27 @@ def finish(result: dict[str, Any], options: argparse.Namespace, name: str, text:
         say("\n" + text)
     sys.stdout.flush()
     print(f"\nresult: {keep(result, options, name)}", file=sys.stderr)
+
+
+def publish(
+    prog: str, options: argparse.Namespace, measure: Callable[[], tuple[dict[str, Any], str]]
+) -> int:
+    """Measures, prints and stores a result: the exit status of a program.
+
+    Args:
+        prog: the program, for its error message.
+        options: the arguments of `add_output`.
+        measure: returns the result and the name of its file. May raise Refused.
+    """
+    from . import render  # which imports every program
+
+    try:
+        result, name = measure()
+    except Refused as error:
+        print(f"{prog}: no result: {error}", file=sys.stderr)
+        return 1
+    finish(result, options, name, render.KINDS[result["kind"]].text(result))
+    return 0
 
 
 def say(text: str) -> None:

@@ -10,7 +10,6 @@ benchmarks/results/. What is read out of the tables is written by people, below 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -48,6 +47,9 @@ class Shown(NamedTuple):
     title: Callable[[dict[str, Any]], str]
     table: Callable[[dict[str, Any]], str]
     notes: Callable[[dict[str, Any]], str]
+
+    def text(self, result: dict[str, Any]) -> str:
+        return f"{self.title(result)}\n\n{self.table(result)}\n\n{self.notes(result)}"
 
 
 KINDS = {
@@ -137,9 +139,7 @@ def show(files: list[Path]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench report", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench report", __doc__)
     parser.add_argument(
         "results", nargs="*", type=Path, metavar="RESULT.json",
         help="show these, and draw them beside their files; without any, renew the page",

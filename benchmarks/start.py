@@ -13,7 +13,6 @@ median run of each arm.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -34,7 +33,7 @@ from .summary import median_run
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
 MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
 # On a virtual machine the host takes back what the last process, and the page cache, have let go:
-# for a second or two that slows down whoever comes next, imports most of all.
+# for a second or two that slows down the next process, its imports most of all.
 SETTLE_SECONDS = 3.0
 # What "within" the longer of the two halves shall mean, and of how many repeats it can be said:
 # single starts of Python differ by more than that.
@@ -133,7 +132,7 @@ def run(arm: str, source: Path) -> dict[str, Any]:
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
-    """So many runs of each arm, in turn. Raises Refused where the models differ."""
+    """Runs each arm `rounds` times, in turn. Raises Refused if the models differ."""
     child("imports", source)
     runs = [run(arm, source) for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
     sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
@@ -221,14 +220,13 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench start", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench start", __doc__)
     records.add_source(parser)
     parser.add_argument("--repeats", "--rounds", dest="rounds", type=values.whole, default=7,
                         metavar="N", help="runs of each arm: 7")  # fmt: skip
     options = parser.parse_args(arguments)
-    try:
+
+    def result() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             records.require_room(options)
             if not (source / "config.json").is_file():
@@ -238,14 +236,10 @@ def main(arguments: list[str] | None = None) -> int:
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
             arms = [summary(arm, runs) for arm in ARMS]
-            result = records.record("start", source, name=name, bytes=nbytes, arms=arms,
-                                    residency_checked=True)  # fmt: skip
-    except Refused as error:
-        print(f"bench start: no table: {error}", file=sys.stderr)
-        return 1
-    text = f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
-    records.finish(result, options, f"start-{name}", text)
-    return 0
+            return records.record("start", source, name=name, bytes=nbytes, arms=arms,
+                                  residency_checked=True), f"start-{name}"  # fmt: skip
+
+    return records.publish("bench start", options, result)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Device:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.key = machine.diskstats_key(path)
-        self.who = "the device" if self.key else "the kernel"
+        self.counter = "the device" if self.key else "the kernel"
         self.limits: list[float] = []
 
     def counted(self) -> Counted | None:
@@ -114,7 +114,7 @@ class Device:
         did = Counted(now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds)
         if did.nbytes < claimed * (1 - SHORT_SHARE):
             raise Refused(
-                f"{what}: {claimed:,} bytes are said to have been read, but {self.who} counted"
+                f"{what}: {claimed:,} bytes were reported as read, but {self.counter} counted"
                 f" {did.nbytes:,}: the rest came from somewhere else{cache.holes([self.path])}"
             )
         return did

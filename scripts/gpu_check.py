@@ -6,8 +6,8 @@ Without a checkpoint, synthetic ones are written below the system's temporary di
 backend loads each checkpoint three times: once for the memory that a driver allocates, and keeps,
 for its first streams and pins; then twice, and the second of these must register nothing. Then a
 prefetch reads each to the device, and a load must take it over. Prints a table, and writes a JSON
-file after each row, so that a crash loses only the rows after it. The exit status is 1 if bytes were
-wrong or read twice, memory was not freed, or no backend reached the device.
+file after each row, so that a crash loses only the rows after it. The exit status is 1 if bytes
+were wrong or read twice, memory was not freed, or no backend reached the device.
 """
 
 from __future__ import annotations

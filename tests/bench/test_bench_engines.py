@@ -90,7 +90,7 @@ def test_engines_unusable_backend_is_left_out_with_reason(
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert "gdsload" in {arm.label for arm in arms}
     for engine in ("uring", "linuxaio", "threads", "aio"):
-        assert "is mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
+        assert "are mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
     options.device = "cuda:0"  # what cuFile can do there is asked in the arm's own process
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert {"gdsload:backend=gds", "gdsload:backend=gds_mt"} <= {arm.label for arm in arms}
@@ -124,7 +124,7 @@ def test_tune_invalid_settings_are_refused(
     (path := tmp_path / "best.json").write_text(kept)
     answer = run("bench", "cold", tiny_checkpoint, "--best", path, "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
-    assert f"no table: --best {path}: this is no" in answer.stderr
+    assert f"no result: --best {path}: this is no" in answer.stderr
 
 
 def test_tune_unknown_kind_is_refused(tiny_checkpoint: Path) -> None:

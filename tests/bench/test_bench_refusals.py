@@ -35,14 +35,14 @@ def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_file_of_other_user_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def untold(file: object, *_: int) -> int:
+    def unknown(file: object, *_: int) -> int:
         raise PermissionError(errno.EPERM, "the kernel tells it only to its owner")
 
     checkpoints.write("tiny", tmp_path / "tiny")
-    monkeypatch.setattr(page_cache, "resident_bytes", untold)
+    monkeypatch.setattr(page_cache, "resident_bytes", unknown)
     answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
-    assert "model-00001-of-00002.safetensors: what the page cache holds" in answer.stderr
+    assert "model-00001-of-00002.safetensors: its residency in the page cache is unknown" in answer.stderr
     assert "only to its owner; take a copy of your own, or be root" in answer.stderr
 
 
