@@ -42,7 +42,7 @@ def test_file_of_other_user_is_refused(
     monkeypatch.setattr(page_cache, "resident_bytes", unknown)
     answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
-    assert "model-00001-of-00002.safetensors: its residency in the page cache is unknown" in answer.stderr
+    assert "model-00001-of-00002.safetensors: its residency in the page" in answer.stderr
     assert "only to its owner; take a copy of your own, or be root" in answer.stderr
 
 

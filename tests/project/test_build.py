@@ -1,4 +1,4 @@
-"""What is packed is complete: tree → sdist → wheel → import, with liburing and without."""
+"""The packages are complete: tree → sdist → wheel → import, with and without liburing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Wheel(NamedTuple):
 
 
 def build(kind: str, tree: Path, out: Path, **variables: str) -> str:
-    # The wheel's content is under test, not its speed: -O0 compiles in a third of the time.
+    # -O0 compiles in a third of the time; the tests look at the content of the wheel only.
     ran = subprocess.run(
         [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, tree],
         env={**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -O0", **variables},
@@ -89,7 +89,7 @@ def installed(wheel: Wheel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules(wheel: Wheel) -> set[str]:
-    """The native modules that this machine can build; setup.py says when it cannot build one."""
+    """The native modules that this machine can build; the log of setup.py names the others."""
     sources = {path.stem for path in NATIVE.glob("*.pyx")}
     return sources - {"uring"} if "io_uring engine is left out" in wheel.log else sources
 
@@ -133,12 +133,12 @@ def test_wheel_contains_every_module_and_its_types(wheel: Wheel) -> None:
         for path in (source / "gdsload").rglob(kind)
     }
     assert wanted <= wheel.names
-    # The benchmarks come along, under the library's own name.
+    # The benchmarks are included, as gdsload.benchmarks.
     tree = {path.name for path in (ROOT / "benchmarks").glob("*.*")} - {"README.md"}
     packed = {name.rpartition("/")[2] for name in wheel.names if "gdsload/benchmarks/" in name}
     assert packed == {name for name in tree if not name.startswith("test_")}
     compiled = [name for name in sorted(wheel.names) if name.endswith((".pyx", ".c"))]
-    assert compiled == [  # yardsticks, compiled where they are used
+    assert compiled == [  # compiled by the benchmarks that use them
         "gdsload/benchmarks/bare.c",
         "gdsload/benchmarks/instant.c",
     ]
@@ -199,7 +199,7 @@ def test_modules_on_free_threaded_python_require_the_gil(wheel: Wheel, unpacked:
     translated = {path.stem: path.read_text() for path in unpacked.glob("build/cython/**/*.c")}
     assert translated.keys() == wheel.compiled
     asked = re.compile(r"#define __Pyx_FREETHREADING_COMPATIBLE (\w+)")
-    # The last is the one that holds where the compiler's command line says nothing.
+    # The last definition applies unless the compiler's command line sets another.
     found = {name: asked.findall(text)[-1] for name, text in translated.items()}
     assert set(found.values()) == {"Py_MOD_GIL_USED"}, found
 
@@ -207,7 +207,7 @@ def test_modules_on_free_threaded_python_require_the_gil(wheel: Wheel, unpacked:
 def test_build_without_liburing_succeeds(
     wheel: Wheel, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # In the tree that has just built one with it: what lies there must not slip in.
+    # In a tree that was built with liburing: old build output must not be packed.
     without = wheel_of(unpacked, tmp_path_factory.mktemp("without"), GDSLOAD_LIBURING="0")
     assert "GDSLOAD_LIBURING=0: the io_uring engine is left out" in without.log
     assert without.compiled == {path.stem for path in NATIVE.glob("*.pyx")} - {"uring"}

@@ -1,7 +1,7 @@
-"""The documents are programs: their code blocks run, in order, beside a checkpoint ``model``.
+"""Runs the code blocks of the documents, in order, in a directory with a checkpoint ``model``.
 
-A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block runs when it
-stands below ``<!-- run -->``: each of its ``gdsload ...`` lines through the command line.
+A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block below
+``<!-- run -->`` runs too: each of its ``gdsload ...`` lines, by the command line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     def run(self, namespace: dict[str, object]) -> None:
         if self.language == "python":
-            # Empty lines in front: a traceback then names the line of the document.
+            # Leading empty lines, so that a traceback names the line of the document.
             code = compile("\n" * self.line + self.code, str(self.document), "exec")
             exec(code, namespace)
         else:
@@ -76,7 +76,7 @@ BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 
 
 class Reader:
-    """Follows one document from its top: a block sees what the blocks above it have defined."""
+    """Runs one document from its top: a block sees the names that earlier blocks have defined."""
 
     def __init__(self, document: Path, directory: Path) -> None:
         self.waiting = [block for block in BLOCKS if block.document == document]

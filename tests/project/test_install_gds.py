@@ -1,5 +1,5 @@
-"""scripts/install_gds.sh against machines made of files: a fabricated /proc, /sys, /etc and /dev,
-and a PATH whose nvidia-smi, apt-get, modprobe and the like are ours and write down their calls.
+"""scripts/install_gds.sh on fabricated machines: directories for /proc, /sys, /etc and /dev, and a
+PATH with fakes of nvidia-smi, apt-get, modprobe and others, which record their calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NVFS_SYMBOL = "0000000000000000 T nvme_v1_register_nvfs_dma_ops\t[nvme]\n"
 ROOT_MOUNT = "22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw\n"
 CHANGERS = ("apt-get", "dpkg", "modprobe")
 
-# Each writes its call down. apt-get "builds" the module, modprobe "loads" a built one.
+# Each records its call. apt-get "builds" the module, modprobe "loads" a built one.
 FAKES = {
     "uname": f'case $1 in -r) echo {KERNEL} ;; -m) echo "${{FAKE_ARCH:-x86_64}}" ;; esac',
     "id": 'echo "${FAKE_UID:-0}"',
@@ -56,7 +56,7 @@ class Ran(NamedTuple):
 
 
 class Machine:
-    """A machine made of files: put() what it has, then run the script on it."""
+    """A machine made of files: put() adds files, run() runs the script on it."""
 
     def __init__(self, directory: Path) -> None:
         self.root, self.state, self.bin = (directory / part for part in ("root", "state", "bin"))
