@@ -10,7 +10,6 @@ tensor together.
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import statistics
 import sys
@@ -23,41 +22,26 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.memory.host_buffers import HostBuffers, hand_over, map_shard
 from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 
-from . import records, tables, values
+from . import large, records, tables, values
 from .layout import several
 from .places import CACHE
 
 DIRECTORY = CACHE / "many"
 TENSOR_BYTES = 4096
-SHAPE = [32, 64]  # BF16
+SHAPE = (32, 64)  # BF16
 TARGET = ("plan", "place", "hand over")
 MOST_US = 5.0
 
 
 def write(directory: Path, tensors: int, shards: int) -> Path:
     """A sparse checkpoint of `tensors` tensors in `shards` shards. Replaces an existing one."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     names = [f"model.layers.{n // 768}.mlp.experts.{n // 3 % 256}.{n % 3}_proj.weight"
              for n in range(tensors)]  # fmt: skip
-    where = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        members = names[shard * tensors // shards : (shard + 1) * tensors // shards]
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for number, name in enumerate(members):
-            begin = number * TENSOR_BYTES
-            header[name] = {"dtype": "BF16", "shape": SHAPE,
-                            "data_offsets": [begin, begin + TENSOR_BYTES]}  # fmt: skip
-            where[name] = file
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / file).open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            out.truncate(8 + len(text) + len(members) * TENSOR_BYTES)
-    index = {"metadata": {"total_size": tensors * TENSOR_BYTES}, "weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
+    return large.write(directory, [
+        [large.Shape(name, "BF16", SHAPE)
+         for name in names[shard * tensors // shards : (shard + 1) * tensors // shards]]
+        for shard in range(shards)
+    ])  # fmt: skip
 
 
 Cost = tuple[float, float]

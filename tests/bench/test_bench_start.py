@@ -103,7 +103,9 @@ def test_start_warm_weights_are_refused(source: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(start, "child", told)
     assert start.run("stock", source)["seconds"] == READY["stock"]
     monkeypatch.setattr(start.time, "sleep", read)
-    with pytest.raises(records.Refused, match=r"somebody read [\d,]+ bytes of it before stock"):
+    with pytest.raises(
+        records.Refused, match=r"another process read [\d,]+ bytes of it before stock"
+    ):
         start.run("stock", source)
 
 
