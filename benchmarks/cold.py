@@ -1,4 +1,4 @@
-"""Cold and warm loads of a checkpoint, gdsload beside everything that people use today.
+"""Cold and warm loads of a checkpoint, by gdsload and by other loaders.
 
     gdsload bench cold MODEL_DIR --state backed --repeats 7
     gdsload bench cold --model qwen3-0.6b --dir /data --state idle --arms gdsload bare runai

@@ -1,10 +1,10 @@
-"""When is it cheaper to read through a gap than to make two requests? What chose GAP_BYTES.
+"""Whether reading through a gap is cheaper than a second request: the reason for GAP_BYTES.
 
     python -m benchmarks.gap MODEL_DIR_OR_FILE
 
-First pieces at regular distances: all of them read with their gaps (joined) and without (split),
-where the two times cross is where the rule should lie. Then a random half of the checkpoint's
-tensors, under rules from 0 to 4 MiB. Direct reads throughout: nothing enters the page cache.
+First ranges at regular distances are read with their gaps (joined) and without (split); the rule
+belongs where the two times cross. Then a random half of the checkpoint's
+tensors, under rules from 0 to 4 MiB. All reads are direct: nothing enters the page cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""System calls of a process that fail when its supervisor says so.
+"""Makes system calls of a process fail, controlled by its supervisor.
 
 The kernel hands each chosen call of a process to its supervisor (seccomp's user notification, Linux
 5.5), which lets it go on or answers with an error. Calls are counted over all threads, so that the

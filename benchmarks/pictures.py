@@ -1,4 +1,4 @@
-"""Pictures of kept results: bars with their spread, rates by block size, costs by number,
+"""Pictures of stored results: bars with their spread, rates by block size, costs by number,
 timelines. Small SVG files, the same for the same result.
 """
 

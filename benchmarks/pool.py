@@ -1,4 +1,4 @@
-"""Twenty models in turn through one host pool: what a process has grown by when it is done.
+"""The growth of a process that loads twenty models in turn through one host pool.
 
     python -m benchmarks.pool DIRECTORY [--models 20] [--turns 2] [--limit-gib 4] [--output OUT]
 

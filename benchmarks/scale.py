@@ -1,4 +1,4 @@
-"""What a load costs against the number of tensors, bytes, shards and loads at once; large models.
+"""The time of a load by number of tensors, bytes, shards and concurrent loads; large models.
 
     gdsload bench scale                      all of it: some minutes
     gdsload bench scale tensors shards --repeats 7 --dir /data

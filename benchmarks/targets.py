@@ -1,4 +1,4 @@
-"""What gdsload shall reach, beside what was measured: one table, from the kept results.
+"""The targets of gdsload beside the measured values: one table, from the stored results.
 
 A target whose result is not there says so. What is compared is always of one result: the arms of
 one table, in turn on one machine.

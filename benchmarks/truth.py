@@ -1,4 +1,4 @@
-"""What a file holds and what its device can do at most: what a sweep's figures are held against.
+"""The checks of a sweep: the content of the file, and the highest rate of its device.
 
 A rate is believed only where the right bytes arrived, where the device's own counter says that it
 read them, and where it is no higher than the device's: what it read over the time it was busy, or

@@ -1,4 +1,4 @@
-"""Finds each arm's best settings on this machine, so that nobody is beaten by a bad default.
+"""Finds each arm's best settings on this machine, so that no arm loses by a bad default.
 
     gdsload bench tune MODEL_DIR --state backed --repeats 3
     gdsload bench cold MODEL_DIR --state backed --best benchmarks/results/best-...json
