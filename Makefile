@@ -10,20 +10,20 @@ export CPATH := $(PREFIX)/include$(if $(CPATH),:$(CPATH))
 export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 endif
 
-# A process for each of up to four CPUs, which takes a file of tests at a time; by name, and not those
-# with the fewest tests last, which are not the quickest.
+# One process per CPU, four at most; each runs one file of tests at a time. Files in order of name:
+# few tests do not mean a short time.
 SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo api lint types test coverage test-oldest gpu-check clean
 
-help:  ## what there is to make
+help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
 
 setup:  ## make .venv, and build gdsload in place
 	@sh scripts/setup.sh
 
-demo: setup  ## load a 1.5 GB checkpoint cold and warm, beside what you use today
+demo: setup  ## load a 1.5 GB checkpoint cold and warm, beside safetensors and transformers
 	@$(PY) scripts/demo.py
 
 api: setup  ## write docs/api.md from the docstrings
@@ -32,7 +32,7 @@ api: setup  ## write docs/api.md from the docstrings
 build: setup  ## sdist and wheel, into dist/
 	$(PY) -m build --no-isolation
 
-lint: setup  ## ruff, and shellcheck where it is installed
+lint: setup  ## ruff, and shellcheck if it is installed
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	@if command -v shellcheck >/dev/null; then echo shellcheck $(SCRIPTS); shellcheck $(SCRIPTS); \
@@ -48,13 +48,13 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 test: setup lint types  ## everything: lint, types, tests
 	$(PY) -m pytest $(SPREAD)
 
-coverage: setup  ## the tests, and the lines that none of them reaches; takes half as long again
+coverage: setup  ## the tests, and the lines they do not reach; takes 1.5 times as long
 	$(PY) -m pytest $(SPREAD) --cov --cov-report=term-missing
 
 test-oldest: setup  ## from_pretrained with the oldest transformers that is supported
 	@sh scripts/test-transformers.sh 4.57.6
 
-gpu-check: setup  ## on a machine with a GPU: every road, exact bytes, memory given back, rates
+gpu-check: setup  ## on a machine with a GPU: every backend, exact bytes, memory freed, rates
 	@$(PY) scripts/gpu_check.py $(ARGS)
 
 .PHONY: faults
@@ -79,7 +79,7 @@ bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed $(PREPARE_$(notdir $(MODEL)))
 	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state idle $(PREPARE_$(notdir $(MODEL)))
-	@# A page cache that holds all of it, and a copy, may be more than there is: it says so, goes on.
+	@# Memory may be too small for the page cache and a copy: it reports that, and make continues.
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed --warm
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
@@ -111,8 +111,8 @@ bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, engine
 bench-micro: setup  ## seconds of each small step, by pytest-benchmark
 	$(PY) -m pytest benchmarks --benchmark-only
 
-bench-compare: setup  ## fails where a step takes more instructions than the baseline (valgrind)
+bench-compare: setup  ## fails if a step takes more instructions than the baseline (valgrind)
 	$(PY) -m benchmarks.instructions
 
-bench-baseline: setup  ## makes what the steps take now the baseline
+bench-baseline: setup  ## makes the current counts the baseline
 	$(PY) -m benchmarks.instructions --keep

@@ -100,7 +100,7 @@ def parse(text: str) -> Arm:
 
 
 def why_not(kind: Kind, device: str, nbytes: int, room: int, *, warm: bool = False) -> str:
-    """Why an arm cannot load so many bytes to a device, with so much memory; empty where it may."""
+    """Why an arm cannot load a checkpoint to a device with this memory; "" if it can."""
     if device.partition(":")[0] not in kind.devices:
         return f"it loads to {' and '.join(kind.devices)} devices only"
     copies = kind.copies + (warm and not kind.maps)

@@ -1,5 +1,5 @@
-"""What is asked of a checkpoint's files before anything is measured: that their pages can leave the
-page cache, that this process is told so, and that nobody changes them meanwhile.
+"""Checks of a checkpoint's files before a measurement: that their pages can leave the page cache,
+that this process can see that, and that the files do not change meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Identity = tuple[tuple[str, int, int, int], ...]
 
 
 def require_cold_can_be(files: Iterable[Path]) -> None:
-    """Raises Refused for a file that is never cold, or whose coldness nobody tells us."""
+    """Raises Refused for a file that is never cold, or whose residency is unknown."""
     files = list(files)  # gone through twice
     for file in files:
         kind = machine.mount_of(file).get("filesystem")
@@ -29,11 +29,11 @@ def require_cold_can_be(files: Iterable[Path]) -> None:
                 f"{file}: it is on {kind}, which is memory: nothing there is ever cold, and no disk"
                 " is read; take a checkpoint on a disk"
             )
-    require_told(files)
+    require_visible(files)
 
 
-def require_told(files: Iterable[Path]) -> None:
-    """Raises Refused for a file whose part in the page cache this process is not told."""
+def require_visible(files: Iterable[Path]) -> None:
+    """Raises Refused for a file whose residency the kernel does not show to this process."""
     for file in files:
         try:
             page_cache.resident_bytes(file)
@@ -41,13 +41,11 @@ def require_told(files: Iterable[Path]) -> None:
             why = error.strerror
             if error.errno == errno.EPERM:
                 why = f"{why}; take a copy of your own, or be root"
-            raise Refused(
-                f"{file}: what the page cache holds of it cannot be asked: {why}"
-            ) from error
+            raise Refused(f"{file}: its residency in the page cache is unknown: {why}") from error
 
 
 def holes(files: Iterable[Path]) -> str:
-    """Words for files of which less is on the disk than they are long; empty for others."""
+    """A note on sparse or compressed files; "" for others."""
     found = [file.stat() for file in files]
     stored, length = sum(one.st_blocks * 512 for one in found), sum(one.st_size for one in found)
     if stored >= length:
@@ -56,20 +54,21 @@ def holes(files: Iterable[Path]) -> str:
 
 
 def evict(files: Iterable[Path]) -> int:
-    """Puts files out of the page cache, and what lies below them where their disk is a file: how
-    many bytes of them are still there."""
+    """Evicts files, and the backing file of their loop device, from the page cache.
+
+    Returns the bytes of the files that are still resident."""
     left = 0
     for file in files:
         left += page_cache.evict(file)
         below = machine.backing_file(file)
         if below is not None:
-            with suppress(OSError):  # somebody else's: what it holds is no promise of ours
+            with suppress(OSError):  # it belongs to another user
                 page_cache.evict(below)
     return left
 
 
 def identity(files: Iterable[Path]) -> Identity:
-    """What changes when a file does. Raises Refused for one that is gone."""
+    """Facts that change when a file does. Raises Refused for a missing file."""
     found = []
     for file in files:
         try:

@@ -1,8 +1,8 @@
 """One line of the storage sweep: requests of one shape, one after the other, each step timed.
 
 A thread has a backend, memory and a share of the file of its own. Between two requests, outside the
-clock, what arrived is held against the file and the memory is spoiled, so that bytes which were
-there already are never taken for bytes that were read.
+clock, the bytes are compared with the file and the memory is overwritten, so that old bytes are
+never taken for bytes that were read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Cell(NamedTuple):
-    """What one line measures."""
+    """The parameters of one line."""
 
     backend: str
     settings: dict[str, Any]
@@ -89,7 +89,7 @@ class Room:
             torch.cuda.synchronize(self.device)
 
     def content(self) -> Any:
-        """What has arrived, where the CPU can see it."""
+        """The bytes that were read, in memory of the CPU."""
         return self._bytes if self.device == CPU else self._bytes.cpu().numpy()
 
 

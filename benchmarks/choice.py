@@ -1,5 +1,5 @@
-"""Which arms a table has: all that there are or those that were named, without those that cannot
-run here, each with its reason.
+"""The arms of a table: all of them, or the named ones; those that cannot run here are left out with
+their reasons.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a mode
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
 IN_PLACE = "bounce=never"  # as every other loader reads into host memory
 CUFILE = ("backend=gds", "backend=gds_mt")
-# Where cuFile has no way of its own, this is how it is at its best.
+# Their fastest settings if cuFile has no native path.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
 
 
 def chosen(
     options: argparse.Namespace, source: Path, room: int
 ) -> tuple[list[Arm], dict[str, str]]:
-    """The arms, and those that cannot run here, in so much memory, with their reasons.
+    """The arms, and those that cannot run here with `room` bytes of memory, with reasons.
 
-    Raises Refused where none is left.
+    Raises Refused if none is left.
     """
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
@@ -48,7 +48,7 @@ def chosen(
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
         best = _best(options.best)
-        # Beside the defaults, not instead: what people get, and what they could get.
+        # In addition to the defaults: the results that users get, and could get.
         names = [label for name in names for label in (name, best.get(name, name))]
     names += options.also
     arms = [parse(name) for name in dict.fromkeys(names)]
@@ -91,16 +91,18 @@ def _best(path: Path) -> dict[str, str]:
 
 
 def idle(arm: Arm, options: argparse.Namespace) -> str:
-    """Why an engine of ours would have nothing to do; empty where it has, or was asked for."""
+    """Why an engine of ours would read nothing; "" if it reads, or was asked for."""
     if options.arms or not options.warm or options.device != CPU or arm.label in options.also:
         return ""
     named = arm.kind == "gdsload" and not arm.settings.keys().isdisjoint(("engine", "bounce"))
-    return "what is wholly in the page cache is mapped: no engine reads" if named else ""
+    return "files in the page cache are mapped: no engine reads" if named else ""
 
 
 def unreached(arm: Arm, device: str) -> str:
-    """Why a backend of ours has no way to host memory; empty where it may have one. What it can do
-    on a GPU is asked in the arm's own process."""
+    """Why a backend of ours cannot read to host memory; "" if it may.
+
+    For GPUs the arm's own process finds out.
+    """
     backend = arm.settings.get("backend", "auto")
     if device != CPU or arm.kind != "gdsload" or backend == "auto":
         return ""
@@ -112,14 +114,14 @@ def unreached(arm: Arm, device: str) -> str:
 
 
 def hangs(arm: Arm, options: argparse.Namespace) -> str:
-    """Why an arm would not come back from opening cuFile; empty where it may, or does not."""
+    """Why opening cuFile would hang in this arm; "" if it would not, or does not open it."""
     if options.device == CPU or not KINDS[arm.kind].cufile or arm.settings.get("nogds"):
         return ""
     return library.obstacle()
 
 
 def _missing(arm: Arm) -> str:
-    """Why an arm's programs are not there; empty where they are."""
+    """Why an arm is not installed; "" if it is."""
     try:
         if arm.kind == "fio":
             fio.version()
@@ -131,5 +133,5 @@ def _missing(arm: Arm) -> str:
 
 
 def reasons(left_out: dict[str, str]) -> str:
-    """What was left out, a line each."""
+    """One line for each arm that was left out."""
     return "\n".join(f"  left out: {what}: {why}" for what, why in left_out.items())

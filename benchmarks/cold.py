@@ -1,4 +1,4 @@
-"""Cold and warm loads of a checkpoint, gdsload beside everything that people use today.
+"""Cold and warm loads of a checkpoint, by gdsload and by other loaders.
 
     gdsload bench cold MODEL_DIR --state backed --repeats 7
     gdsload bench cold --model qwen3-0.6b --dir /data --state idle --arms gdsload bare runai
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gdsload.memory.available import available_bytes
 
-from . import cache, records, tables, values
+from . import cache, records, values
 from .arms import KINDS, Arm, parse
 from .choice import chosen, reasons
 from .judge import Conditions, Judge
@@ -38,7 +38,7 @@ IDLE_SECONDS = 10.0
 def arguments(
     words: list[str] | None = None, *, prog: str = "gdsload bench cold", about: str = __doc__ or ""
 ) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=prog, description=about.partition("\n")[0])
+    parser = records.parser_of(prog, about)
     records.add_source(parser)
     parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
     parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
@@ -168,7 +168,7 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = files_of(source)
     nbytes = sum(file.stat().st_size for file in files)
     records.require_room(options)
-    (cache.require_told if options.warm else cache.require_cold_can_be)(files)
+    (cache.require_visible if options.warm else cache.require_cold_can_be)(files)
     free = available_bytes() or 0
     room = free - min(SPARE_BYTES, free // 4)
     if room < nbytes:
@@ -234,15 +234,12 @@ def name_of(result: dict[str, Any]) -> str:
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         result = bench(options)
-    except Refused as error:
-        print(f"bench: no table: {error}", file=sys.stderr)
-        return 1
-    name = f"{'warm' if options.warm else 'cold'}-{name_of(result)}"
-    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{tables.notes(result)}"
-    records.finish(result, options, name, text)
-    return 0
+        return result, f"{'warm' if options.warm else 'cold'}-{name_of(result)}"
+
+    return records.publish("bench cold", options, measured)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,7 @@ TENSORS = "gdsload:cache=direct"
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench compare", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench compare", __doc__)
     records.add_source(parser)
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the model shall be: cpu, cuda:0"
@@ -117,18 +115,14 @@ def notes(result: dict[str, Any]) -> str:
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             result = compare(source, options)
-    except Refused as error:
-        print(f"bench compare: no table: {error}", file=sys.stderr)
-        return 1
-    where = options.device.partition(":")[0]
-    warm = "-warm" if options.warm else ""
-    text = f"{tables.title(result)}\n\n{table(result)}\n\n{notes(result)}"
-    name = f"compare-{result['checkpoint']['name']}-{where}{warm}"
-    records.finish(result, options, name, text)
-    return 0
+        where = options.device.partition(":")[0] + "-warm" * options.warm
+        return result, f"compare-{result['checkpoint']['name']}-{where}"
+
+    return records.publish("bench compare", options, measured)
 
 
 if __name__ == "__main__":

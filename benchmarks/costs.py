@@ -1,4 +1,4 @@
-"""The results of scale.py as tables: what is measured, and what a model makes of it."""
+"""The results of scale.py as tables: measured times, and a model of large checkpoints."""
 
 from __future__ import annotations
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
-from . import places
+from . import places, records
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench deps", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench deps", __doc__)
     parser.add_argument(
         "--wheels",
         type=Path,

@@ -1,15 +1,15 @@
 #!/bin/sh
-# Makes the environments of the loaders that the benchmarks compare with, in DIRECTORY:
+# Creates environments for the loaders that the benchmarks compare with, in DIRECTORY:
 #
 #   sh benchmarks/deps.sh [DIRECTORY [PYTHON [WHEELS]]]      (.cache/bench, .venv/bin/python)
 #
-# With WHEELS, a directory of them, nothing is fetched: what is there is installed, and everything
-# else (torch!) is taken from the environment of PYTHON.
+# With WHEELS, a directory of wheels, nothing is downloaded: these wheels are installed, and
+# everything else (torch!) is taken from the environment of PYTHON.
 #
 #   peers      requirements-peers.txt
 #   prefetch   requirements-prefetch.txt: needs another safetensors, and a GPU; without one, nothing
 #
-# A second run does nothing. What cannot be installed is said, and its arms are left out.
+# A second run does nothing. Packages that cannot be installed are reported, and their arms left out.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 directory=${1:-$here/../.cache/bench}

@@ -1,4 +1,4 @@
-"""What a worker does where the tensors are on a GPU: sums, checksums, and how much memory it took.
+"""The work of a worker if the tensors are on a GPU: sums, checksums, and peak memory.
 
 The sums are those that worker.py takes on the CPU, so that arms compare wherever they load to.
 """

@@ -1,9 +1,9 @@
-"""Each backend and engine side by side, by request size and reads in flight: our defaults' grounds.
+"""Each backend and engine, by request size and reads in flight: the reasons for our defaults.
 
     gdsload bench engines MODEL_DIR
     gdsload bench engines MODEL_DIR --engine uring --populate 0 1 2 --huge auto never
 
-Every combination is an arm of one cold benchmark (cold.py): fresh processes, in turn, judged by
+Every combination is an arm of one cold benchmark (cold.py): fresh processes, in turn, under
 the same rules. Reads in flight are `depth` to posix and gds, and `threads` to gds_mt.
 """
 
@@ -20,7 +20,6 @@ from gdsload.backends.posix.engines import ENGINES
 from . import cold, records, tables, values
 from .arms import parse
 from .loaded import CPU
-from .records import Refused
 
 CUFILE = ("gds", "gds_mt")
 SIZES = [1 << 20, 4 << 20, 16 << 20]
@@ -28,19 +27,17 @@ IN_FLIGHT = [4, 16, 64]
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    roads = (*ENGINES, *CUFILE)
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench engines", description=(__doc__ or "").partition("\n")[0]
-    )
+    names = (*ENGINES, *CUFILE)
+    parser = records.parser_of("gdsload bench engines", __doc__)
     records.add_source(parser)
-    parser.add_argument("--engine", nargs="+", default=roads, choices=roads,
+    parser.add_argument("--engine", nargs="+", default=names, choices=names,
                         help="engines of posix, and backends: all")  # fmt: skip
     parser.add_argument("--request", nargs="+", type=values.size, default=SIZES, metavar="BYTES",
                         help="of one read, at most: 1M 4M 16M")  # fmt: skip
     parser.add_argument("--in-flight", nargs="+", type=values.whole, default=IN_FLIGHT,
                         metavar="N", help="reads at one time: 4 16 64")  # fmt: skip
     parser.add_argument("--populate", nargs="+", type=values.count, default=[2], metavar="N",
-                        help="threads that make memory ready, of posix: 2")  # fmt: skip
+                        help="threads of posix that populate memory: 2")  # fmt: skip
     parser.add_argument("--huge", nargs="+", default=["auto"], choices=("auto", "never"),
                         help="pages of that memory: auto")  # fmt: skip
     parser.add_argument("--repeats", type=values.whole, default=3, metavar="N",
@@ -55,15 +52,15 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def grid(options: argparse.Namespace) -> Iterator[str]:
-    """The arms: each road with each combination that means something to it."""
-    ahead = list(itertools.product(options.populate, options.huge))
-    for road, size, number in itertools.product(options.engine, options.request, options.in_flight):
-        if road in CUFILE:
-            many = "threads" if road == "gds_mt" else "depth"
-            yield f"gdsload:backend={road},request_bytes={size},{many}={number}"
+    """The arms: each engine and backend with the combinations that apply to it."""
+    memory = list(itertools.product(options.populate, options.huge))
+    for name, size, number in itertools.product(options.engine, options.request, options.in_flight):
+        if name in CUFILE:
+            many = "threads" if name == "gds_mt" else "depth"
+            yield f"gdsload:backend={name},request_bytes={size},{many}={number}"
             continue
-        for populate, huge in ahead:
-            yield (f"gdsload:engine={road},request_bytes={size},depth={number},"
+        for populate, huge in memory:
+            yield (f"gdsload:engine={name},request_bytes={size},depth={number},"
                    f"populate_threads={populate},huge_pages={huge}")  # fmt: skip
 
 
@@ -84,17 +81,17 @@ def engine_of(settings: dict[str, Any]) -> str:
 
 
 def shortened(result: dict[str, Any]) -> dict[str, str]:
-    """What was left out, a road of which nothing ran by its name alone."""
+    """Arms that were left out; a backend or engine of which none ran has one entry."""
     ran = {engine_of(arm["settings"]) for arm in result["arms"]}
     found: dict[str, str] = {}
     for label, why in result["left_out"].items():
-        road = engine_of(parse(label).settings)
-        found[label if road in ran else road] = why
+        engine = engine_of(parse(label).settings)
+        found[label if engine in ran else engine] = why
     return found
 
 
 def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spread]]:
-    """Seconds by (request size, reads in flight), for each road and what memory it had."""
+    """Seconds by (request size, reads in flight), for each engine and kind of memory."""
     found: dict[str, dict[tuple[int, int], tables.Spread]] = {}
     for arm in result["arms"]:
         of = arm["settings"]
@@ -107,7 +104,7 @@ def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spr
 
 
 def pivot(result: dict[str, Any]) -> str:
-    """GB/s: request sizes down, reads in flight across, one table for each road."""
+    """GB/s: request sizes down, reads in flight across, one table for each engine."""
     nbytes = result["checkpoint"]["bytes"]
     parts = []
     for name, found in groups(result).items():
@@ -127,14 +124,12 @@ def pivot(result: dict[str, Any]) -> str:
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         result = engines(options)
-    except Refused as error:
-        print(f"bench engines: no table: {error}", file=sys.stderr)
-        return 1
-    text = f"{tables.title(result)}\n\n{pivot(result)}\n\n{tables.notes(result)}"
-    records.finish(result, options, f"engines-{cold.name_of(result)}", text)
-    return 0
+        return result, f"engines-{cold.name_of(result)}"
+
+    return records.publish("bench engines", options, measured)
 
 
 if __name__ == "__main__":

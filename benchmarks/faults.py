@@ -498,7 +498,7 @@ def sampled(cases: Sequence[Case]) -> list[Case]:
 def swept(
     server: Server, cases: Sequence[Case], jobs: int, say: Callable[[str], None]
 ) -> list[tuple[Case, Outcome]]:
-    """Runs the cases in so many processes."""
+    """Runs the cases in `jobs` processes."""
     together: dict[tuple[str, str], list[int]] = {}
     for number, case in enumerate(cases):
         together.setdefault((case.load, case.call), []).append(number)
@@ -602,9 +602,7 @@ def publish(result: Mapping[str, Any]) -> None:
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.faults", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("benchmarks.faults", __doc__)
     parser.add_argument("--loads", nargs="+", default=["*"], metavar="PATTERN", help="kinds: all")
     parser.add_argument("--calls", nargs="+", default=list(ERRORS), choices=ERRORS, metavar="CALL",
                         help="system calls: all")  # fmt: skip

@@ -1,4 +1,4 @@
-"""fio beside the arms: what a tool that everybody knows reads from the same files.
+"""fio as an arm: the rate of a well-known tool on the same files.
 
 It reuses a few buffers, so it never pays for fresh memory, and nobody touches what it read: a
 limit of the disk, not of loading. Its own clock is used.

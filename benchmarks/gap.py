@@ -1,15 +1,14 @@
-"""When is it cheaper to read through a gap than to make two requests? What chose GAP_BYTES.
+"""Whether reading through a gap is cheaper than a second request: the reason for GAP_BYTES.
 
     python -m benchmarks.gap MODEL_DIR_OR_FILE
 
-First pieces at regular distances: all of them read with their gaps (joined) and without (split),
-where the two times cross is where the rule should lie. Then a random half of the checkpoint's
-tensors, under rules from 0 to 4 MiB. Direct reads throughout: nothing enters the page cache.
+First ranges at regular distances are read with their gaps (joined) and without (split); the rule
+belongs where the two times cross. Then a random half of the checkpoint's
+tensors, under rules from 0 to 4 MiB. All reads are direct: nothing enters the page cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -24,7 +23,7 @@ from gdsload.loading.session import Session
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 
-from . import machine, tables
+from . import machine, records, tables
 from .places import RESULTS
 
 KIB = 1 << 10
@@ -100,9 +99,7 @@ def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gap", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.gap", __doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "gap.json")

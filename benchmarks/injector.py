@@ -1,9 +1,9 @@
-"""System calls of a process that fail when its supervisor says so.
+"""Makes system calls of a process fail, controlled by its supervisor.
 
 The kernel hands each chosen call of a process to its supervisor (seccomp's user notification, Linux
 5.5), which lets it go on or answers with an error. Calls are counted over all threads, so that the
 k-th one is the same call from run to run as far as threads allow. Neither strace nor a privilege is
-needed; a container whose runtime forbids `seccomp` is told of by `why_not`.
+needed; `why_not` names a container whose runtime forbids `seccomp`.
 
     process: confine() ──descriptor──► supervisor: Calls ──► go on, or -errno
 """

@@ -1,12 +1,11 @@
-"""What the steps of a load cost in instructions, held against what they cost before.
+"""Instructions of each step of a load, compared with a baseline.
 
-    make bench-compare                           exit 1 where a step costs more than it did
-    python -m benchmarks.instructions --keep     this is the baseline from now on
+    make bench-compare                           exit code 1 if a step takes more instructions
+    python -m benchmarks.instructions --keep     makes the current counts the baseline
 
-Seconds change with the neighbours, instructions hardly: callgrind counts those of a process that
-takes a step a few times and of one that takes it once; the difference is the step's. Where the
-baseline is of another Python or processor there is nothing to compare, and where valgrind is
-missing nothing to count: both are said, with exit code 2.
+Seconds depend on other work on the machine, instructions hardly: callgrind counts those of a
+process that takes a step a few times and of one that takes it once; the difference is the step's.
+The exit code is 2 if the baseline is of another Python or processor, or valgrind is missing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import places, tables
+from . import places, records, tables
 from .records import Refused
 
 TENSORS, SHARDS = 2_000, 4
 FEW, MANY = 1, 4
-# Hashing, threads and the allocator leave some play; a step that became dearer leaves more.
+# Hashing, threads and the allocator cause smaller differences than this.
 PLAY = 0.05
 BASELINE = places.PACKAGE / "instructions.json"
 
@@ -50,26 +50,19 @@ def _opened(source: Path) -> tuple[Any, list[Any], list[int]]:
     return checkpoint, byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards]
 
 
-def step_plan(source: Path) -> Callable[[], object]:
+def step_plan(source: Path, window_bytes: int = 0) -> Callable[[], object]:
     from gdsload.planning.read_plan import Limits, plan_reads
 
-    _, pieces, sizes = _opened(source)
-    return lambda: plan_reads(pieces, sizes, Limits())
-
-
-def step_windows(source: Path) -> Callable[[], object]:
-    from gdsload.planning.read_plan import Limits, plan_reads
-
-    _, pieces, sizes = _opened(source)
-    return lambda: plan_reads(pieces, sizes, Limits(), window_bytes=1 << 20)
+    _, ranges, sizes = _opened(source)
+    return lambda: plan_reads(ranges, sizes, Limits(), window_bytes=window_bytes)
 
 
 def step_scatter(source: Path) -> Callable[[], object]:
     from gdsload.memory.host_buffers import HostBuffers
     from gdsload.planning.read_plan import Limits, plan_reads
 
-    _, pieces, sizes = _opened(source)
-    plan = plan_reads(pieces, sizes, Limits())
+    _, ranges, sizes = _opened(source)
+    plan = plan_reads(ranges, sizes, Limits())
     return lambda: HostBuffers(plan).views(plan)
 
 
@@ -100,14 +93,14 @@ def step_engine(source: Path) -> Callable[[], object]:
 STEPS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "open": step_open,
     "plan": step_plan,
-    "plan in windows": step_windows,
+    "plan in windows": partial(step_plan, window_bytes=1 << 20),
     "scatter": step_scatter,
     "open, read by threads": step_engine,
 }
 
 
 def counted(step: str, times: int, source: Path) -> int:
-    """Instructions of a process that takes a step so many times. Raises Refused."""
+    """Instructions of a process that takes a step `times` times. Raises Refused."""
     ran = subprocess.run(
         ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null",
          *places.command(sys.executable, "instructions"), "--take", step, str(times), str(source)],
@@ -122,7 +115,7 @@ def counted(step: str, times: int, source: Path) -> int:
 
 
 def valgrind() -> str:
-    """Its version. Raises Refused where there is none."""
+    """Its version. Raises Refused if it is not installed."""
     if shutil.which("valgrind") is None:
         raise Refused("valgrind is not installed (Debian, Ubuntu: apt-get install valgrind)")
     ran = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True)
@@ -130,7 +123,7 @@ def valgrind() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """What a count belongs to: another of these gives other counts."""
+    """The conditions of a count: others give other counts."""
     return {"python": platform.python_version(), "processor": platform.machine(),
             "valgrind": valgrind(), "tensors": TENSORS, "shards": SHARDS}  # fmt: skip
 
@@ -154,7 +147,7 @@ def checkpoint(target: Path) -> Path:
 
 
 def verdict(found: dict[str, int], known: dict[str, int]) -> list[str]:
-    """The steps that cost more than they did, in words."""
+    """One line for each step that takes more instructions than the baseline."""
     return [
         f"{step}: {now:,} instructions, {now / known[step] - 1:+.1%} against the baseline"
         for step, now in found.items()
@@ -194,18 +187,15 @@ def compared(words: argparse.Namespace) -> int:
         print(f"worse: {line}", file=sys.stderr)
     if worse:
         print(
-            f"bench-compare: {PLAY:.0%} more is allowed. Something that changed since"
-            f" {words.baseline.name} was kept (git log has it) made this dearer: hint it, or, if it"
-            " is worth that, make bench-baseline",
+            f"bench-compare: {PLAY:.0%} more is allowed. A change since {words.baseline.name}"
+            " (see git log) made this slower: fix it, or accept it with make bench-baseline",
             file=sys.stderr,
         )
     return 1 if worse else 0
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.instructions", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.instructions", __doc__)
     parser.add_argument("--take", nargs=3, metavar=("STEP", "TIMES", "SOURCE"),
                         help=argparse.SUPPRESS)  # fmt: skip
     parser.add_argument("--steps", nargs="+", choices=list(STEPS))

@@ -1,8 +1,8 @@
-"""Sees to it that a run is what it says: cold when called cold, equal in bytes, honest in cost.
+"""Checks that a run is what its label says: cold if it is called cold, with equal bytes.
 
 The judge makes the state, starts the worker (worker.py), looks at the page cache itself before the
-clock starts, and reads the disk's own counter before and after. A run that does not add up is not
-a result: its reason is kept, and it is made again.
+clock starts, and reads the disk's own counter before and after. A run that does not add up is
+discarded with its reason, and repeated.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Judge:
         self.identity = cache.identity(self.conditions.files)
 
     def run(self, arm: Arm, *, checked: bool = False, tries: int = 3) -> dict[str, Any]:
-        """One run that adds up. Raises ArmFailed, or NotWhatItSays after so many `tries`."""
+        """One run that adds up. Raises ArmFailed, or NotWhatItSays after `tries` runs."""
         for turn in range(1, tries + 1):
             try:
                 facts = self._fio(arm) if arm.kind == "fio" else self._run(arm, checked)
@@ -127,7 +127,7 @@ class Judge:
         changed = [was[0] for was, now in before.items() if was != now]
         if changed or len(before) != len(self.conditions.files):
             what = ", ".join(changed) or str(self.conditions.source)
-            raise NotWhatItSays(f"{what}: somebody changed it while it was measured")
+            raise NotWhatItSays(f"{what}: it was changed during the measurement")
 
     def objection(self, facts: dict[str, Any]) -> str | None:
         """Why a run does not count, or None."""
@@ -136,23 +136,23 @@ class Judge:
             return None if resident == total else f"{total - resident:,} bytes were not resident"
         if resident:
             return f"{resident:,} bytes were resident before the clock started"
-        read, who = facts["device_read_bytes"], "the disk"
+        read, counter = facts["device_read_bytes"], "the disk"
         own = facts.get("own_read_bytes")
         if read is None:  # as on overlays: the kernel's account of the arm has to add up
-            read, who = own, "the arm"
+            read, counter = own, "the arm"
         if read is None:
             return None
-        # What was cast to something larger is more than what had to be read.
+        # A tensor that was cast to a larger type has more bytes than were read.
         touched = facts["touched_bytes"] or facts.get("read_bytes", 0)  # fio touches nothing
         least = min(touched, total) * (1 - SHORT_SHARE)
         most = total * (1 + SLACK_SHARE) + SLACK_BYTES
         if read < least:
-            why = f"{who} read {read:,} bytes, but {touched:,} were touched"
+            why = f"{counter} read {read:,} bytes, but {touched:,} were touched"
             return why + cache.holes(self.conditions.files)
         if read > most:
             if self.conditions.neighbours and own is not None and least <= own <= most:
                 return None
-            why = f"{who} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
+            why = f"{counter} read {read:,} bytes for files of {total:,} (the arm: {own or 0:,})"
             others = own is not None and least <= own <= most
             return why + ("; others use this disk: --neighbours allows it" if others else "")
         return None
@@ -180,19 +180,19 @@ class Judge:
             "checksums": checked,
         }
         with Worker(python_of(arm), job, arm.environment) as worker:
-            worker.hear("imported")
+            worker.receive("imported")
             how = conditions.make_cache()
-            worker.say("go")
-            worker.hear("prepared")
+            worker.send("go")
+            worker.receive("prepared")
             resident = conditions.settled_bytes()
             reads, busy = machine.disk_reads(), machine.busy_seconds()
-            worker.say("go")
-            facts = worker.hear("measured")
+            worker.send("go")
+            facts = worker.receive("measured")
             busy = machine.busy_seconds() - busy
             read = machine.disk_reads()[self.disk] - reads[self.disk] if self.disk else None
             self._compare(arm, facts.pop("sums"), self.sums, "sum")
             if checked:
-                self._compare(arm, worker.hear("checked")["crcs"], self.crcs, "CRC-32")
+                self._compare(arm, worker.receive("checked")["crcs"], self.crcs, "CRC-32")
         facts.pop("step")
         return {
             **facts,
@@ -235,7 +235,7 @@ class Worker:
     """The other end of the conversation, and its process."""
 
     def __init__(self, python: Path, job: dict[str, Any], settings: dict[str, str]) -> None:
-        # Ours finds the gdsload that the judge runs; a peer's environment has none.
+        # Our interpreter finds the gdsload of the judge; the environment of a peer has none.
         ours = str(python) == sys.executable
         environment = (places.own_environment if ours else places.environment)(
             **settings, BENCH_BARE=str(places.BARE)
@@ -245,26 +245,26 @@ class Worker:
             places.command(python, "worker"), cwd="/", env=environment, bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
         )  # fmt: skip
-        self._heard = b""
-        self.say(json.dumps(job))
+        self._received = b""
+        self.send(json.dumps(job))
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what it died of is heard, not said
+        with contextlib.suppress(BrokenPipeError):  # receive() reports why it died
             self._process.stdin.write(line.encode() + b"\n")
 
-    def hear(self, step: str) -> dict[str, Any]:
-        """What it says next. Raises ArmFailed for anything but `step`."""
+    def receive(self, step: str) -> dict[str, Any]:
+        """Its next message. Raises ArmFailed if that is not `step`."""
         pipe = self._process.stdout
         assert pipe is not None
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             if not select.select([pipe], [], [], PATIENCE_SECONDS)[0]:
                 raise ArmFailed(f"no word in {PATIENCE_SECONDS:.0f} s, where {step!r} was expected")
             chunk = os.read(pipe.fileno(), 1 << 20)
             if not chunk:
                 raise ArmFailed(f"died before {step!r}: {self._last_words()}")
-            self._heard += chunk
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
         facts: dict[str, Any] = json.loads(line)
         if facts["step"] != step:
             raise ArmFailed(facts.get("why", f"said {facts['step']!r}, not {step!r}"))
@@ -281,14 +281,14 @@ class Worker:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # nobody wants its answer any more, least of all after Ctrl-C
+        if kind is not None:  # its answer is no longer needed, for example after Ctrl-C
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         try:
-            # It ends by itself; its memory must be free before the next one starts.
+            # It ends by itself; its memory must be free before the next worker starts.
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()

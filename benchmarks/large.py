@@ -1,6 +1,6 @@
-"""Checkpoints too large to write, as sparse files: the headers are real, their bytes are holes.
+"""Checkpoints that are too large to write, as sparse files: real headers, holes for data.
 
-Names, shapes and dtypes are those that their authors published: Llama 3.1 70B and 405B in BF16,
+Names, shapes and dtypes are as published by the authors: Llama 3.1 70B and 405B in BF16,
 DeepSeek V3 (671B, without its multi-token head) in FP8 with a scale for each block of 128 by 128.
 """
 
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """None for a scale: it belongs to the weight beside it."""
+        """0 for a scale: it belongs to a weight."""
         return 0 if self.name.endswith("_scale_inv") else math.prod(self.shape)
 
 
@@ -106,7 +106,7 @@ MODELS: Mapping[str, Callable[[], Iterator[Shape]]] = {
 
 
 def sharded(shapes: Iterable[Shape], most: int = SHARD_BYTES) -> list[list[Shape]]:
-    """The tensors in files of at most so many bytes, in their order."""
+    """The tensors in files of limited size, in their order."""
     groups: list[list[Shape]] = [[]]
     held = 0
     for shape in shapes:
@@ -119,7 +119,7 @@ def sharded(shapes: Iterable[Shape], most: int = SHARD_BYTES) -> list[list[Shape
 
 
 def write(directory: Path, groups: list[list[Shape]]) -> Path:
-    """A checkpoint of these shards, of holes. Replaces what is there."""
+    """A sparse checkpoint with these shards. Replaces an existing one."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     where: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How results look as text: numbers with their nouns, and wide tables on narrow terminals."""
+"""Results as text: numbers with their nouns, and wide tables on narrow terminals."""
 
 from __future__ import annotations
 

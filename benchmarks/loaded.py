@@ -1,4 +1,4 @@
-"""What a loader is to the benchmark: how it is opened, what it loads, where its tensors lie.
+"""The types of a loader in the benchmark: how it is opened, its tensors and their addresses.
 
 Runs inside a worker, in the environment of the library at hand: it imports none.
 """
@@ -15,13 +15,13 @@ CPU, CUDA = "cpu", "cuda"
 
 
 class ArmFailed(Exception):
-    """An arm that cannot run here, with its reason."""
+    """An arm cannot run here; the message is the reason."""
 
 
 class Loaded(NamedTuple):
-    """(address, bytes) of each tensor, what keeps them alive, and what the library has to say.
+    """(address, bytes) of each tensor, their owner, and notes of the library.
 
-    On a GPU an address means nothing to the CPU: there `tensors` has the tensors themselves.
+    On a GPU, whose addresses the CPU cannot use, `tensors` has the tensors themselves.
     """
 
     places: dict[str, tuple[int, int]]
@@ -41,7 +41,7 @@ class Opened(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What an arm is opened with: the checkpoint, its settings, and where the tensors shall be."""
+    """The arguments of an arm: the checkpoint, its settings, and the device of the tensors."""
 
     source: Path
     settings: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a worker needs to know of an arm before it runs it."""
+    """The facts that a worker needs before it runs an arm."""
 
     environment: str
     packages: tuple[str, ...]
@@ -73,7 +73,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def tensors(state: Mapping[str, Any], keep: object = None, **notes: Any) -> Loaded:
-    """Where the tensors of a dict lie. Raises ValueError for one that is not one run of bytes."""
+    """The addresses of the tensors of a dict. Raises ValueError for a non-contiguous one."""
     places = {}
     on_gpu = False
     for name, tensor in state.items():

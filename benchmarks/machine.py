@@ -1,4 +1,4 @@
-"""The machine that a result belongs to, and what its disk says it has read."""
+"""The machine that a result belongs to, and the counters of its disks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own sectors are
 
 
 def first_line(path: str | Path) -> str:
-    """The first line of a file of /proc or /sys, or "" where there is none."""
+    """The first line of a file of /proc or /sys, or "" if there is none."""
     with contextlib.suppress(OSError):
         lines = Path(path).read_text(errors="replace").splitlines()
         return lines[0].strip() if lines else ""
@@ -54,7 +54,7 @@ def mount_of(path: Path) -> dict[str, str]:
 
 
 def diskstats_key(path: Path) -> str | None:
-    """The block device below a path as major:minor, None where it has none of its own."""
+    """The block device below a path as major:minor, None if it has none of its own."""
     number = os.stat(path).st_dev
     keys = [f"{os.major(number)}:{os.minor(number)}"]
     with contextlib.suppress(OSError):  # btrfs and others number their mounts themselves
@@ -66,7 +66,7 @@ def diskstats_key(path: Path) -> str | None:
 
 def disk_reads() -> dict[str, int]:
     """Bytes read from each block device since the machine started; none in a sandbox whose kernel
-    tells nothing of disks."""
+    does not show disks."""
     return {disk: int(words[5]) * SECTOR_BYTES for disk, words in _disks()}
 
 
@@ -78,18 +78,18 @@ def _disks() -> list[tuple[str, list[str]]]:
 
 
 def own_read_bytes() -> int | None:
-    """What this process made storage read, by the kernel's account; None where it keeps none."""
+    """Bytes that this process made storage read, counted by the kernel; None if it does not."""
     text = fields("/proc/self/io").get("read_bytes", "")
     return int(text) if text else None
 
 
 def disk_busy_seconds() -> dict[str, float]:
-    """How long each block device has had something to do, by its own account (io_ticks)."""
+    """Busy seconds of each block device (io_ticks)."""
     return {disk: int(words[12]) / 1e3 for disk, words in _disks()}
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has worked, kernel threads included."""
+    """Busy CPU seconds of the whole machine, kernel threads included."""
     words = [int(word) for word in first_line("/proc/stat").split()[1:8]]
     if len(words) < 7:
         return 0.0
@@ -104,7 +104,7 @@ def choice(text: str) -> str:
 
 
 def backing_file(path: Path) -> Path | None:
-    """The file that a loop device below a path is made of; None where there is none to be seen."""
+    """The backing file of a loop device below a path; None if there is none."""
     key = diskstats_key(path)
     device = Path(f"/sys/dev/block/{key}").resolve()
     disk = device.parent if (device / "partition").exists() else device
@@ -113,7 +113,7 @@ def backing_file(path: Path) -> Path | None:
 
 
 def block_device(path: Path) -> dict[str, Any]:
-    """What the kernel says of the disk: name, queue and read-ahead."""
+    """The disk below a path: name, queue and read-ahead, from the kernel."""
     key = diskstats_key(path)
     if key is None:
         return {}
@@ -133,8 +133,7 @@ def block_device(path: Path) -> dict[str, Any]:
 
 
 def commit(root: Path = places.ROOT) -> str:
-    """The commit of gdsload that is measured, with a + where files differ from it; its version
-    where it was not run from a checkout."""
+    """The commit of gdsload, with a + if files differ from it; its version outside a checkout."""
     import gdsload
 
     if not places.CHECKOUT:
@@ -147,13 +146,13 @@ def commit(root: Path = places.ROOT) -> str:
         changed = subprocess.run(
             [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of somebody else's
+    except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
         return gdsload.__version__
     return head.stdout.strip() + ("+" if changed.stdout else "")
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi; none where there is no such."""
+    """Name, memory and driver of each NVIDIA GPU, by nvidia-smi; none without it."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         ran = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -163,7 +162,7 @@ def gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of gdsload and what is installed beside it, and of the kernel's GPUDirect Storage."""
+    """Versions of gdsload, related packages, and the nvidia-fs module."""
     import gdsload
 
     found = {"gdsload": gdsload.__version__}
@@ -175,7 +174,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Everything that a reader needs to judge a figure, without names of hosts or people."""
+    """The facts that a reader needs to judge a figure, without names of hosts or people."""
     cpu, memory = fields("/proc/cpuinfo"), fields("/proc/meminfo")
     thp = Path("/sys/kernel/mm/transparent_hugepage")
     reporting = Path("/sys/module/page_reporting/parameters/page_reporting_order")

@@ -1,4 +1,4 @@
-"""Loaders that need a GPU, a format of their own, or NIXL; and what a GPU's bus can do at most.
+"""Loaders that need a GPU, a format of their own, or NIXL; and the highest rate of a GPU's bus.
 
 What was only ever run where there is a GPU says so in README.md: on a machine without one these
 arms are left out with the library's own reason.

@@ -9,9 +9,7 @@ tensor together.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import shutil
 import statistics
 import sys
@@ -24,42 +22,26 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.memory.host_buffers import HostBuffers, hand_over, map_shard
 from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 
-from . import records, tables, values
+from . import large, records, tables, values
 from .layout import several
 from .places import CACHE
-from .records import Refused
 
 DIRECTORY = CACHE / "many"
 TENSOR_BYTES = 4096
-SHAPE = [32, 64]  # BF16
+SHAPE = (32, 64)  # BF16
 TARGET = ("plan", "place", "hand over")
 MOST_US = 5.0
 
 
 def write(directory: Path, tensors: int, shards: int) -> Path:
-    """A checkpoint of so many tensors in so many shards, of holes. Replaces what is there."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    """A sparse checkpoint of `tensors` tensors in `shards` shards. Replaces an existing one."""
     names = [f"model.layers.{n // 768}.mlp.experts.{n // 3 % 256}.{n % 3}_proj.weight"
              for n in range(tensors)]  # fmt: skip
-    where = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        members = names[shard * tensors // shards : (shard + 1) * tensors // shards]
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for number, name in enumerate(members):
-            begin = number * TENSOR_BYTES
-            header[name] = {"dtype": "BF16", "shape": SHAPE,
-                            "data_offsets": [begin, begin + TENSOR_BYTES]}  # fmt: skip
-            where[name] = file
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / file).open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            out.truncate(8 + len(text) + len(members) * TENSOR_BYTES)
-    index = {"metadata": {"total_size": tensors * TENSOR_BYTES}, "weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
+    return large.write(directory, [
+        [large.Shape(name, "BF16", SHAPE)
+         for name in names[shard * tensors // shards : (shard + 1) * tensors // shards]]
+        for shard in range(shards)
+    ])  # fmt: skip
 
 
 Cost = tuple[float, float]
@@ -156,9 +138,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parse", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.parse", __doc__)
     parser.add_argument("--tensors", type=values.whole, default=100_000)
     parser.add_argument("--shards", type=values.whole, default=200)
     parser.add_argument("--repeats", type=values.whole, default=7)
@@ -166,21 +146,18 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     import torch  # noqa: F401 - its import is not what is measured
 
-    source = write(DIRECTORY, options.tensors, options.shards)
-    try:
+    def measured() -> tuple[dict[str, Any], str]:
         records.require_room(options)
-        once(source)
-        runs = [once(source) for _ in range(options.repeats)]
-        result = records.record(
-            "parse", source, tensors=options.tensors, shards=options.shards, **summary(runs)
-        )
-    except Refused as error:
-        print(f"parse: no table: {error}", file=sys.stderr)
-        return 1
-    finally:
-        shutil.rmtree(source)
-    records.finish(result, options, "parse", f"{table(result)}\n\n{notes(result)}")
-    return 0
+        source = write(DIRECTORY, options.tensors, options.shards)
+        try:
+            once(source)
+            runs = [once(source) for _ in range(options.repeats)]
+            shape = {"tensors": options.tensors, "shards": options.shards}
+            return records.record("parse", source, **shape, **summary(runs)), "parse"
+        finally:
+            shutil.rmtree(source)
+
+    return records.publish("parse", options, measured)
 
 
 if __name__ == "__main__":

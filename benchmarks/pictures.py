@@ -1,4 +1,4 @@
-"""Pictures of kept results: bars with their spread, rates by block size, costs by number,
+"""Pictures of stored results: bars with their spread, rates by block size, costs by number,
 timelines. Small SVG files, the same for the same result.
 """
 
@@ -79,12 +79,12 @@ def block_name(nbytes: float) -> str:
 
 
 def rates(result: dict[str, Any]) -> Drawing:
-    """GB/s against block size: a line for each road, a plot for each batch size."""
+    """GB/s against block size: a line for each backend, a plot for each batch size."""
     groups, shades = sweep.grouped(result), coloured(sweep.grouped(result))
     batches = sorted({line["batch"] for line in result["lines"]})
     limit = max(result["limits"]) / 1e9
-    names = {f"{road}, {threads} threads" if threads > 1 else road: shades[road, threads]
-             for road, threads in groups}  # fmt: skip
+    names = {f"{name}, {threads} threads" if threads > 1 else name: shades[name, threads]
+             for name, threads in groups}  # fmt: skip
     legend = [*names.items(), ("plain reader", GREY)]
     most = max(limit, *(line["bytes_per_second"] / 1e9 for line in result["lines"]))
     drawing = plots(len(batches), legend, "GB/s")
@@ -101,16 +101,16 @@ def rates(result: dict[str, Any]) -> Drawing:
 
 
 def depths(result: dict[str, Any]) -> Drawing:
-    """GB/s against reads in flight: a plot for each road, a line for each request size."""
+    """GB/s against reads in flight: a plot for each engine, a line for each request size."""
     found = engines.groups(result)
     rate = result["checkpoint"]["bytes"] / 1e9
     most = 1.05 * rate / min(one.low for shapes in found.values() for one in shapes.values())
     sizes = coloured(sorted({size for shapes in found.values() for size, _ in shapes}))
     legend = [(f"requests of {block_name(size)}", shade) for size, shade in sizes.items()]
     drawing = plots(len(found), legend, "GB/s: median, fastest and slowest")
-    for place, (road, shapes) in enumerate(found.items()):
+    for place, (engine, shapes) in enumerate(found.items()):
         numbers = sorted({number for _, number in shapes})
-        plot = Plot(drawing, place * Plot.WIDTH, road.partition(",")[0], "reads in flight",
+        plot = Plot(drawing, place * Plot.WIDTH, engine.partition(",")[0], "reads in flight",
                     {number: f"{number}" for number in numbers}, (0, most))  # fmt: skip
         for size, shade in sizes.items():
             took = {number: shapes[size, number] for number in numbers if (size, number) in shapes}

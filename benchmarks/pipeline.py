@@ -1,23 +1,21 @@
-"""What the road into VRAM costs by itself, where reads and copies cost nothing.
+"""The CPU time of the staging pipeline into VRAM, with reads and copies that cost nothing.
 
     python -m benchmarks.pipeline
 
-An engine that reads nothing (instant.c) behind the real pump, stage and ring, and the tests' double
-of CUDA with copies that are only counted. The bytes stay the same while the number of tensors
-grows: memory side by side, as torch's allocator gives it after a warm-up, and memory in pieces.
-No GPU is involved and no figure is one of a GPU: it is the processor's share that is measured.
+An engine that reads nothing (instant.c) behind the real pump, stage and ring, and the tests'
+double of CUDA, which only counts copies. The bytes are constant while the number of tensors grows;
+memory is side by side, as torch's allocator returns it after a warm-up, or in pieces. No GPU is
+involved, and no figure is a GPU figure: only the CPU's share is measured.
 
-A *request* is one read of the plan as it is posted to the kernel: 4 MiB of one file at most,
-however many tensors they are of. The processor time of a load is that of all threads of the
-process from the posting of its requests to the end of the last of them, the main thread that waits
-for them included. Reads come at once, or paced: as from a disk of 2 GB/s that is never idle. To be
-woken when a paced read is there is part of that time; the bare loop does nothing but that, once
-for each request, and shows what of it is the machine's.
+A *request* is one read of the plan as it is posted to the kernel: 4 MiB of one file at most, of
+any number of tensors. The CPU time of a load is that of all threads of the process, including the
+waiting main thread, from the posting of its requests to the end of the last one. Reads complete at
+once, or paced, as from a disk of 2 GB/s that is never idle. Waking up for a paced read is part of
+that time; the bare loop does only that, once per request, and shows the machine's part of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import os
@@ -49,9 +47,9 @@ LOAD_BYTES = 4 << 30
 KINDS = ("pump alone", "side by side", "in pieces")
 PACED, PACED_REPEATS = (100, 10_000), 3  # 2.1 s each
 TENSORS = (100, 1000, 10_000, 100_000)
-READ_RATE = 2_000_000_000  # bytes a second: what the shares are shares of
+READ_RATE = 2_000_000_000  # bytes per second: CPU shares are of the time at this rate
 REQUEST_NS = REQUEST_BYTES * 1_000_000_000 // READ_RATE
-# What we want of it, where reads are paced.
+# The targets for paced reads.
 MOST_SHARE, MOST_REQUEST_US = 0.02, 20.0
 FLAT = 1.5  # times the processor time, with a hundred times the tensors
 _NAME = b"gdsload.engine"  # a capsule keeps only the pointer to its name
@@ -75,14 +73,14 @@ def capsule(library: ctypes.CDLL) -> Any:
 
 
 def planned(tensors: int) -> ReadPlan:
-    """The reads of a file of so many tensors of one size."""
+    """The reads of a file with this number of equal tensors."""
     each = LOAD_BYTES // tensors // 512 * 512
-    pieces = [ByteRange(f"t{number}", 0, number * each, each) for number in range(tensors)]
-    return plan_reads(pieces, [tensors * each], Limits(REQUEST_BYTES, depth=DEPTH))
+    ranges = [ByteRange(f"t{number}", 0, number * each, each) for number in range(tensors)]
+    return plan_reads(ranges, [tensors * each], Limits(REQUEST_BYTES, depth=DEPTH))
 
 
 def memory_of(plan: ReadPlan, kind: str) -> list[Memory]:
-    """Memory of a device that is never touched: as one share, or as one for each tensor."""
+    """Device memory that is never accessed: one share, or one per tensor."""
     (target,) = plan.targets
     if kind == "side by side":
         shares = [(0, target.length, 1 << 40)]
@@ -95,53 +93,51 @@ def memory_of(plan: ReadPlan, kind: str) -> list[Memory]:
     return [Memory(VRAM, 0, target.length, device="cuda:0", shares=shares)]
 
 
-def run(instant: ctypes.CDLL, road: StagingPipeline, plan: ReadPlan, kind: str) -> dict[str, float]:
-    """One load: what making the request took, and from its posting to its end."""
-    memory = memory_of(plan, kind)
-    files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
-    registered = [Registration(entry, -1) for entry in memory]
-    copies = road.stage.copies
+def run(
+    instant: ctypes.CDLL, staging: StagingPipeline, pump: Pump, plan: ReadPlan, kind: str
+) -> dict[str, float]:
+    """One load: CPU time to make its request, and from posting to the end of the last read.
+
+    The kind "pump alone" reads as if to host memory, without the staging pipeline.
+    """
+    alone = kind == "pump alone"
+    if alone:
+        ops: list[Any] = [(0, t.offset, t.length, t.wanted, (1 << 40) + t.target_offset, None, -1)
+                          for t in plan.transfers]  # fmt: skip
+    else:
+        memory = [Registration(entry, -1) for entry in memory_of(plan, kind)]
+        files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
+    copies = staging.stage.copies
     instant.instant_sleeps()
     began = time.process_time()
-    request = road.prepare(plan.transfers, files, registered)
+    request: Any = (
+        Request(pump, [(0, -1, 4096, -1, -1)], ops)
+        if alone
+        else staging.prepare(plan.transfers, files, memory)
+    )
     posted, clock = time.process_time(), time.monotonic()
-    request.start()
-    while not request.progress().finished:
-        request.wait(1.0, 0, -1)
+    if alone:
+        request.post()
+        while not request.wait(1.0):
+            pass
+    else:
+        request.start()
+        while not request.progress().finished:
+            request.wait(1.0, 0, -1)
     seconds, cpu = time.monotonic() - clock, time.process_time() - posted
-    request.end()
+    if not alone:
+        request.end()
     return {
         "wakes": instant.instant_sleeps(),
         "prepare_seconds": posted - began,
         "cpu_seconds": cpu,
         "seconds": seconds,
-        "copies": road.stage.copies - copies,
-    }
-
-
-def run_alone(instant: ctypes.CDLL, pump: Pump, plan: ReadPlan) -> dict[str, float]:
-    """The same reads by the pump alone, as to host memory: what waiting for a disk costs."""
-    ops: list[Any] = [(0, t.offset, t.length, t.wanted, (1 << 40) + t.target_offset, None, -1)
-                      for t in plan.transfers]  # fmt: skip
-    instant.instant_sleeps()
-    began = time.process_time()
-    request = Request(pump, [(0, -1, 4096, -1, -1)], ops)
-    posted, clock = time.process_time(), time.monotonic()
-    request.post()
-    while not request.wait(1.0):
-        pass
-    seconds, cpu = time.monotonic() - clock, time.process_time() - posted
-    return {
-        "wakes": instant.instant_sleeps(),
-        "prepare_seconds": posted - began,
-        "cpu_seconds": cpu,
-        "seconds": seconds,
-        "copies": 0,
+        "copies": staging.stage.copies - copies,
     }
 
 
 def bare(instant: ctypes.CDLL, requests: int) -> float:
-    """Processor seconds of being woken once for each of so many paced reads."""
+    """CPU seconds to wake up once for each of `requests` paced reads."""
     return float(instant.instant_bare(requests, ctypes.c_int64(REQUEST_NS)) / 1e9)
 
 
@@ -157,7 +153,7 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         cuda.cuda_double_set(1, ctypes.c_size_t(1 << 40), 0)
         cuda.cuda_double_weightless(1)
         with ring_for(DRAM, 0, REQUEST_BYTES, RING_BYTES) as ring:
-            road = StagingPipeline("instant", ring, capsule(instant), DEPTH)
+            staging = StagingPipeline("instant", ring, capsule(instant), DEPTH)
         pump = Pump(capsule(instant), DEPTH)
         found: list[dict[str, Any]] = []
         plans = {tensors: planned(tensors) for tensors in TENSORS}
@@ -174,22 +170,18 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
                     continue
                 instant.instant_rate(ctypes.c_int64(entry["rate"]))
                 plan = plans[entry["tensors"]]
-                entry["runs"].append(
-                    run_alone(instant, pump, plan)
-                    if entry["memory"] == "pump alone"
-                    else run(instant, road, plan, entry["memory"])
-                )
+                entry["runs"].append(run(instant, staging, pump, plan, entry["memory"]))
             if number < PACED_REPEATS:
                 loop["cpu_seconds"].append(bare(instant, loop["requests"]))
         pump.close(1.0)
-        road.close()
+        staging.close()
         release_rings()
         loop["cpu_seconds"] = statistics.median(loop["cpu_seconds"])
         return [summary(entry) for entry in found], loop
 
 
 def summary(entry: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of the loads of a kind: their number, and medians."""
+    """The stored form of the loads of a kind: their number, and medians."""
     runs = entry["runs"]
     kept = {name: value for name, value in entry.items() if name != "runs"}
     medians = {fact: statistics.median(run[fact] for run in runs) for fact in runs[0]}
@@ -197,7 +189,7 @@ def summary(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def title(result: dict[str, Any]) -> str:
-    return f"The road into VRAM by itself, {result['bytes'] / 1e9:.2f} GB"
+    return f"The staging pipeline by itself, {result['bytes'] / 1e9:.2f} GB"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -230,7 +222,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def aims(result: dict[str, Any]) -> list[list[str]]:
-    """What was aimed at, and whether it is met: by the worst median of the loads."""
+    """The targets, and whether the worst median of the loads meets them."""
     lines = []
     for kind in KINDS[1:]:
         paced = [e for e in result["pipeline"] if e["rate"] and e["memory"] == kind]
@@ -271,23 +263,19 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.pipeline", __doc__)
     parser.add_argument("--repeats", type=values.whole, default=7)
     records.add_output(parser)
     options = parser.parse_args(words)
-    pipeline, loop = measured(options.repeats)
-    result = records.record(
-        "pipeline",
-        ROOT,
-        bytes=LOAD_BYTES,
-        request_bytes=REQUEST_BYTES,
-        pipeline=pipeline,
-        bare=loop,
-    )
-    records.finish(result, options, "pipeline", f"{table(result)}\n\n{notes(result)}")
-    return 0
+
+    def result() -> tuple[dict[str, Any], str]:
+        pipeline, loop = measured(options.repeats)
+        return records.record(
+            "pipeline", ROOT, bytes=LOAD_BYTES, request_bytes=REQUEST_BYTES, pipeline=pipeline,
+            bare=loop,
+        ), "pipeline"  # fmt: skip
+
+    return records.publish("pipeline", options, result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Where the benchmarks are, and where they keep what they make.
+"""The directories of the benchmarks, and how their modules run in other environments.
 
-in a checkout    results in benchmarks/results, what is built in .cache/bench
-in a wheel       results in ./gdsload-bench, what is built in the user's cache directory
+in a checkout    results in benchmarks/results, build output in .cache/bench
+in a wheel       results in ./gdsload-bench, build output in the user's cache directory
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-# Where there is a checkout around them, and not only where some other setup.py is.
 ROOT = PACKAGE.parent
 CHECKOUT = (ROOT / "benchmarks/places.py").exists() and (ROOT / "pyproject.toml").exists()
 
@@ -37,23 +36,23 @@ runpy.run_module("benchmarks." + name, run_name="__main__")
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment that deps.sh makes, there or not."""
+    """The interpreter of an environment of deps.sh, which may not exist."""
     return CACHE / environment / "bin/python"
 
 
 def command(python: Path | str, module: str) -> list[str]:
-    """What runs a module of this package in a fresh process of any interpreter."""
+    """The command that runs a module of this package with any interpreter."""
     return [str(python), "-c", _BOOT, str(PACKAGE), module]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """A process's environment without what would lead its Python elsewhere."""
+    """Environment variables without those that change the imports of Python."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return {**kept, "HF_HUB_OFFLINE": "1", **more}
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """The same for a process that shall find the very gdsload that is running here."""
+    """The same for a process that imports the gdsload of this process."""
     import gdsload
 
     location = str(Path(gdsload.__file__).resolve().parents[1])

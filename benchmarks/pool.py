@@ -1,4 +1,4 @@
-"""Twenty models in turn through one host pool: what a process has grown by when it is done.
+"""The growth of a process that loads twenty models in turn through one host pool.
 
     python -m benchmarks.pool DIRECTORY [--models 20] [--turns 2] [--limit-gib 4] [--output OUT]
 
@@ -9,7 +9,6 @@ process is looked at: memory that the pool holds, resident memory, mappings and 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -42,7 +41,7 @@ GROWN = {
 
 
 def make(directory: Path, count: int) -> list[Path]:
-    """So many checkpoints of different sizes and values."""
+    """Checkpoints of different sizes and values."""
     first, last = LAYERS
     return [
         checkpoints.write(
@@ -153,9 +152,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pool", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("python -m benchmarks.pool", __doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--models", type=values.whole, default=20)
     parser.add_argument("--turns", type=values.whole, default=2)
@@ -165,8 +162,8 @@ def main(words: Sequence[str] | None = None) -> int:
     limit = int(options.limit_gib * (1 << 30))
     import torch  # noqa: F401 - what is imported on the way would count as growth
 
-    loads: list[dict[str, Any]] = []
-    try:
+    def measured() -> tuple[dict[str, Any], str]:
+        loads: list[dict[str, Any]] = []
         records.require_room(options)
         options.directory.mkdir(parents=True, exist_ok=True)
         with (
@@ -178,17 +175,12 @@ def main(words: Sequence[str] | None = None) -> int:
                 for source in models:
                     loads.append(load(source, pool))
                     loads.append(load(source, pool))  # at once again: from the pool
-        result = records.record(
+        return records.record(
             "pool", options.directory, limit_bytes=limit, **require_bounded(loads, limit),
             **summary(loads, options.models), closed=look(pool),
-        )  # fmt: skip
-    except Refused as error:
-        print(f"pool: no table: {error}", file=sys.stderr)
-        return 1
-    records.finish(
-        result, options, "pool", f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
-    )
-    return 0
+        ), "pool"  # fmt: skip
+
+    return records.publish("pool", options, measured)
 
 
 if __name__ == "__main__":

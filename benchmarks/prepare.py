@@ -1,5 +1,5 @@
-"""What the arms of a table need before the first of them runs: the yardstick compiled, a small
-checkpoint to rehearse on, and the checkpoint in the formats of those that read no safetensors.
+"""Preparations before the first arm runs: the bare reader is compiled, a small checkpoint for the
+rehearsal written, and the checkpoint converted for loaders that cannot read safetensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPARE_BYTES = 1 << 30  # of the disk, for others
 
 
 def build_bare() -> None:
-    """Compiles the yardstick. Raises ArmFailed with what the compiler says."""
+    """Compiles the bare reader. Raises ArmFailed with the message of the compiler."""
     source = places.PACKAGE / "bare.c"
     if places.BARE.exists() and places.BARE.stat().st_mtime > source.stat().st_mtime:
         return
@@ -43,8 +43,8 @@ def build_bare() -> None:
 
 @contextmanager
 def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
-    """A small checkpoint for what a library does only once: on the same filesystem where this
-    process may write there, else where temporary files go."""
+    """A small checkpoint for the first-use work of a library: on the same filesystem if this
+    process may write there, else in the directory for temporary files."""
     try:
         directory = Path(tempfile.mkdtemp(prefix=".bench-", dir=beside))
     except OSError:
@@ -77,7 +77,7 @@ def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
 def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
     """The same conditions over copies in the arm's own format, removed afterwards.
 
-    Raises ArmFailed with what its library says.
+    Raises ArmFailed with the message of its library.
     """
     beside = conditions.source.parent
     free = shutil.disk_usage(beside).free

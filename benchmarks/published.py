@@ -1,4 +1,4 @@
-"""What others have published, to stand beside what is measured here; none of it is ours.
+"""Figures that others have published, to compare with ours; we measured none of them.
 
 mini-gds loads Hugging Face models through NIXL's GDS plugin; its machine had no nvidia-fs, so that
 cuFile ran in its compatibility mode. NIXL's tables are nixlbench's, of the change that brought its

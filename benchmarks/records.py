@@ -1,5 +1,5 @@
-"""What is kept of a benchmark: one small JSON file each, with the machine, the date and the commit,
-and the checkpoint it ran on, which is found or written for it.
+"""Results of benchmarks: one small JSON file each, with the machine, the date and the commit; and
+the checkpoint that a benchmark runs on, which is found or written for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 from . import layout, machine, places, values
 
 FORMAT = 2
-DIGITS = 10  # of a number that is kept: no table shows as many
+DIGITS = 10  # of a stored number: no table shows as many
 T = TypeVar("T")
 
 
 class Refused(Exception):
-    """What was measured cannot be what it says, or was not measured at all: there is no record."""
+    """A measurement that is inconsistent, or was not possible: it has no result."""
 
 
 def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
@@ -40,8 +40,13 @@ def record(kind: str, beside: Path, **facts: Any) -> dict[str, Any]:
     }
 
 
+def parser_of(prog: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose description is the first line of a module's docstring."""
+    return argparse.ArgumentParser(prog=prog, description=(doc or "").partition("\n")[0])
+
+
 def require_room(options: argparse.Namespace) -> None:
-    """Raises Refused where a result could not be kept: said before hours are spent on it."""
+    """Raises Refused if a result could not be stored, before hours are spent on it."""
     path: Path = options.output or places.RESULTS / "result.json"
     if path.is_dir():
         raise Refused(f"--output {path} is a directory: name a file in it")
@@ -83,8 +88,8 @@ def written(result: dict[str, Any]) -> str:
 def keep(result: dict[str, Any], options: argparse.Namespace, name: str) -> Path:
     """Writes a result to `--output`, or under its name among the others; says where.
 
-    It is there as a whole or not at all. What was kept under its name before stays beside it,
-    unless `--replace` was asked for: a toy run shall not take the place of a night's.
+    The write is atomic. An older result of this name stays, and the new one gets a number, unless
+    `--replace` is given: a quick trial must not replace the result of a long run.
     """
     path: Path = options.output or places.RESULTS / f"{name}.json"
     if options.output is None and not options.replace:
@@ -110,13 +115,34 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 
 def finish(result: dict[str, Any], options: argparse.Namespace, name: str, text: str) -> None:
-    """Prints a result and keeps it: the table, or with `--json` what is kept."""
+    """Prints a result, as text or with `--json` as JSON, and stores it."""
     if options.json:
         print(written(result), end="")
     else:
         say("\n" + text)
     sys.stdout.flush()
     print(f"\nresult: {keep(result, options, name)}", file=sys.stderr)
+
+
+def publish(
+    prog: str, options: argparse.Namespace, measure: Callable[[], tuple[dict[str, Any], str]]
+) -> int:
+    """Measures, prints and stores a result: the exit status of a program.
+
+    Args:
+        prog: the program, for its error message.
+        options: the arguments of `add_output`.
+        measure: returns the result and the name of its file. May raise Refused.
+    """
+    from . import render  # which imports every program
+
+    try:
+        result, name = measure()
+    except Refused as error:
+        print(f"{prog}: no result: {error}", file=sys.stderr)
+        return 1
+    finish(result, options, name, render.KINDS[result["kind"]].text(result))
+    return 0
 
 
 def say(text: str) -> None:
@@ -141,7 +167,7 @@ def described(result: dict[str, Any]) -> str:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a checkpoint, or have one written."""
+    """Adds the arguments that name a checkpoint, or a model to write one of."""
     parser.add_argument(
         "source", type=Path, nargs="?", help="a directory of .safetensors files, or one file"
     )
@@ -157,7 +183,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what becomes of a result."""
+    """Adds the arguments for the output of a result."""
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="where the JSON goes; an old one is replaced"
     )
@@ -169,8 +195,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def in_turn(arms: Sequence[T], repeat: int) -> list[T]:
-    """Another one first in each round, and every second round backwards: nobody always follows
-    the same neighbour."""
+    """The order of a round: another arm first in each, every second round backwards, so that no arm
+    always follows the same one."""
     first = repeat % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned[::-1] if repeat % 2 else turned
@@ -178,9 +204,9 @@ def in_turn(arms: Sequence[T], repeat: int) -> list[T]:
 
 @contextmanager
 def source_of(options: argparse.Namespace) -> Iterator[Path]:
-    """The checkpoint that the arguments mean. What was there before is never removed.
+    """The checkpoint that the arguments name. An existing one is never removed.
 
-    Raises Refused where they name none, or two, or files that are not there.
+    Raises Refused if they name none, or two, or missing files.
     """
     if (options.source is None) == (options.model is None):
         raise Refused("name a checkpoint: a directory or a file, or --model NAME [--dir DIR]")

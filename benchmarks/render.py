@@ -1,16 +1,15 @@
-"""Puts the kept results into docs/benchmarks.md: no table there is typed by hand.
+"""Writes the tables and pictures of stored results into docs/benchmarks.md.
 
     gdsload bench report                 the page of a checkout, and its pictures
-    gdsload bench report --check         changes nothing, and fails where the page is behind
+    gdsload bench report --check         changes nothing, and fails if the page is outdated
     gdsload bench report RESULT.json...  the tables of these results, their pictures beside them
 
 Between `<!-- result: FILE -->` and `<!-- end -->` the page has the tables of that file of
-benchmarks/results/. What is read out of the tables is written by people, below them.
+benchmarks/results/. The text below the tables is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -43,11 +42,14 @@ BLOCK = re.compile(r"(<!-- result: (?P<file>[\w.-]+) -->\n).*?(<!-- end -->)", r
 
 
 class Shown(NamedTuple):
-    """How a kind of result is put into words."""
+    """The text of a kind of result."""
 
     title: Callable[[dict[str, Any]], str]
     table: Callable[[dict[str, Any]], str]
     notes: Callable[[dict[str, Any]], str]
+
+    def text(self, result: dict[str, Any]) -> str:
+        return f"{self.title(result)}\n\n{self.table(result)}\n\n{self.notes(result)}"
 
 
 KINDS = {
@@ -74,7 +76,7 @@ class Words(NamedTuple):
 
 
 def words_of(path: Path) -> Words:
-    """A kept result in words. Raises Refused for a file that is none, or not a whole one."""
+    """The text of a stored result. Raises Refused for an invalid or incomplete file."""
     try:
         result = json.loads(path.read_text())
         known = result.get("format", records.FORMAT)
@@ -119,7 +121,7 @@ def drawn(page: str, directory: Path = RESULTS) -> dict[str, str]:
 
 
 def behind(page: str) -> list[Path]:
-    """What is not as the results have it: the page, and pictures that differ or belong to none."""
+    """Outdated files: the page, pictures that differ, and pictures without a result."""
     kept = {picture.name: picture.read_text() for picture in PICTURES.glob("*.svg")}
     wanted = drawn(page)
     changed = sorted(name for name in {*kept, *wanted} if kept.get(name) != wanted.get(name))
@@ -137,9 +139,7 @@ def show(files: list[Path]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench report", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench report", __doc__)
     parser.add_argument(
         "results", nargs="*", type=Path, metavar="RESULT.json",
         help="show these, and draw them beside their files; without any, renew the page",

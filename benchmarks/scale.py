@@ -1,4 +1,4 @@
-"""What a load costs against the number of tensors, bytes, shards and loads at once; large models.
+"""The time of a load by number of tensors, bytes, shards and concurrent loads; large models.
 
     gdsload bench scale                      all of it: some minutes
     gdsload bench scale tensors shards --repeats 7 --dir /data
@@ -52,9 +52,7 @@ HARDWARE = {
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench scale", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench scale", __doc__)
     choices = [*SECTIONS, "loads", PLANS]
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(choices)}")
     parser.add_argument(
@@ -77,7 +75,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def shapes(tensors: int, total: int) -> Iterator[Shape]:
-    """So many BF16 vectors that take so many bytes together, all but the last alike."""
+    """BF16 vectors with a given total of bytes, all but the last alike."""
     each = total // tensors // 2
     for number in range(tensors):
         length = each if number < tensors - 1 else total // 2 - each * (tensors - 1)
@@ -246,20 +244,16 @@ def scale(room: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(words: list[str] | None = None) -> int:
-    from . import costs
-
     options = arguments(words)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         records.require_room(options)
         if options.dir is not None and not options.dir.is_dir():
             raise Refused(f"--dir {options.dir}: there is no such directory")
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.dir) as room:
-            result = scale(Path(room), options)
-    except Refused as error:
-        print(f"bench scale: no table: {error}", file=sys.stderr)
-        return 1
-    records.finish(result, options, "scale", f"{costs.table(result)}\n\n{costs.notes(result)}")
-    return 0
+            return scale(Path(room), options), "scale"
+
+    return records.publish("bench scale", options, measured)
 
 
 if __name__ == "__main__":

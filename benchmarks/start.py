@@ -2,18 +2,17 @@
 
     gdsload bench start DIRECTORY [--repeats 7] [--output RESULT.json]
 
-Each figure is of a fresh process; the arms take turns, and the weights are put out of the page
-cache before each, some seconds before the clock starts. `imports` and `read` are the two halves
-alone: with prefetch the whole should cost what the longer of them costs. The files of Python's
-packages are warm, and compiled to bytecode, by a process that is not counted. "Touched" is a byte
-of every page of every tensor; the checksum over all of them, the same for all arms, is taken after
-the clock has stopped. The picture (`gdsload bench report RESULT.json`) is the timeline of the
-median run of each arm.
+Each figure is of a fresh process; the arms take turns, and the weights are evicted from the page
+cache some seconds before the clock starts. `imports` and `read` are the two halves alone: with
+prefetch the whole should take as long as the longer one. An extra process warms the files of
+Python's packages and compiles them to bytecode. "Touched" means one byte of every page of every
+tensor; the checksum of all tensors, equal for all arms, is
+taken after the clock has stopped. The picture (`gdsload bench report RESULT.json`) is the timeline
+of the median run of each arm.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -33,14 +32,14 @@ from .summary import median_run
 
 ARMS = ("imports", "read", "stock", "gdsload", "prefetch")
 MODELS = ("stock", "gdsload", "prefetch")  # the arms that end with a model
-# On a virtual machine the host takes back what the last process, and the page cache, have let go:
-# for a second or two that slows down whoever comes next, imports most of all.
+# On a virtual machine the host takes back the memory that the last process and the page cache have
+# freed: for a second or two that slows down the next process, its imports most of all.
 SETTLE_SECONDS = 3.0
-# What "within" the longer of the two halves shall mean, and of how many repeats it can be said:
-# single starts of Python differ by more than that.
+# The allowed excess over the longer half, and the repeats that are needed to judge it: single
+# starts of Python differ by more.
 AIM = 0.10
 FEWEST = 5
-GAP_SHARE = 0.01  # of a run: shorter breaks between reads are not kept
+GAP_SHARE = 0.01  # of a run: shorter gaps between reads are not stored
 
 # CLOCK_MONOTONIC is the same for all processes: the parent's `begin` is the process's start.
 CHILD = """
@@ -98,14 +97,14 @@ print(json.dumps({"marks": marks, "checksum": checksum, "reads": spans}))
 
 
 def environment() -> dict[str, str]:
-    """A child's: modules are compiled once, beside nobody else's files, and found again."""
+    """The environment of a child: bytecode is compiled once, in a directory of its own."""
     words = {name: word for name, word in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     home = os.path.join(tempfile.gettempdir(), f"gdsload-start-{os.getuid()}")
     return {"PYTHONPYCACHEPREFIX": home} | words
 
 
 def child(arm: str, source: Path) -> dict[str, Any]:
-    """What a fresh process says of itself. Raises Refused where it fails."""
+    """The report of a fresh process. Raises Refused if it fails."""
     begin = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, arm, str(source), repr(begin)],
@@ -119,7 +118,7 @@ def child(arm: str, source: Path) -> dict[str, Any]:
 
 
 def run(arm: str, source: Path) -> dict[str, Any]:
-    """One fresh process, with the weights out of the page cache. Raises Refused where some stay."""
+    """One fresh process with cold weights. Raises Refused if some stay in the page cache."""
     files = sorted(source.glob("*.safetensors"))
     left = cache.evict(files)
     if left:
@@ -127,13 +126,15 @@ def run(arm: str, source: Path) -> dict[str, Any]:
     time.sleep(SETTLE_SECONDS)
     resident = sum(page_cache.resident_bytes(file) for file in files)
     if resident:
-        raise Refused(f"{source}: somebody read {resident:,} bytes of it before {arm} started")
+        raise Refused(
+            f"{source}: another process read {resident:,} bytes of it before {arm} started"
+        )
     facts = child(arm, source)
     return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
-    """So many runs of each arm, in turn. Raises Refused where the models differ."""
+    """Runs each arm `rounds` times, in turn. Raises Refused if the models differ."""
     child("imports", source)
     runs = [run(arm, source) for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
     sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
@@ -143,7 +144,7 @@ def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def joined(spans: Iterable[Sequence[Any]], gap: float) -> list[list[float]]:
-    """Times in which something was read, of (name, begin, end) with no more than `gap` between."""
+    """Merges (name, begin, end) spans whose gaps are at most `gap` into [begin, end] times."""
     found: list[list[float]] = []
     for _, begin, end in sorted(spans, key=lambda span: float(span[1])):
         if found and begin <= found[-1][1] + gap:
@@ -154,7 +155,7 @@ def joined(spans: Iterable[Sequence[Any]], gap: float) -> list[list[float]]:
 
 
 def summary(arm: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of an arm: the seconds of each round, and the timeline of the median run."""
+    """The stored form of an arm: the seconds of each round, the timeline of the median run."""
     found = [run for run in runs if run["arm"] == arm]
     shown = median_run(found)
     return {
@@ -221,14 +222,13 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench start", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench start", __doc__)
     records.add_source(parser)
     parser.add_argument("--repeats", "--rounds", dest="rounds", type=values.whole, default=7,
                         metavar="N", help="runs of each arm: 7")  # fmt: skip
     options = parser.parse_args(arguments)
-    try:
+
+    def result() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             records.require_room(options)
             if not (source / "config.json").is_file():
@@ -238,14 +238,10 @@ def main(arguments: list[str] | None = None) -> int:
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
             arms = [summary(arm, runs) for arm in ARMS]
-            result = records.record("start", source, name=name, bytes=nbytes, arms=arms,
-                                    residency_checked=True)  # fmt: skip
-    except Refused as error:
-        print(f"bench start: no table: {error}", file=sys.stderr)
-        return 1
-    text = f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
-    records.finish(result, options, f"start-{name}", text)
-    return 0
+            return records.record("start", source, name=name, bytes=nbytes, arms=arms,
+                                  residency_checked=True), f"start-{name}"  # fmt: skip
+
+    return records.publish("bench start", options, result)
 
 
 if __name__ == "__main__":

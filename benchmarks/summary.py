@@ -1,4 +1,4 @@
-"""What is kept of the runs of an arm: the seconds of each round, and medians of everything else."""
+"""The stored form of the runs of an arm: seconds of each round, medians of everything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Medians that are kept, where they were taken.
+# Stored medians, if they were measured.
 FACTS = (
     "load_s", "touch_s", "cpu_s", "machine_cpu_s", "peak_rss_bytes", "anon_bytes", "file_bytes",
     "peak_vram_bytes", "minor_faults", "major_faults", "touched_bytes", "read_bytes",
@@ -22,7 +22,7 @@ REPORTED = ("phases", "paths", "pages")
 
 
 def median(runs: Iterable[dict[str, Any]], fact: str) -> float | None:
-    """The median of a fact, None where it was not taken."""
+    """The median of a fact, None if it was not measured."""
     values = [run[fact] for run in runs if run.get(fact) is not None]
     return statistics.median(values) if values else None
 
@@ -34,10 +34,10 @@ def median_run(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of all runs of one arm, given in the order of the rounds.
+    """The stored form of all runs of one arm, given in the order of the rounds.
 
-    Seconds are kept round by round: arms are compared within a round, and the spread is shown.
-    Of gdsload's own report the median run's is kept, and the cost of a tensor.
+    Seconds are stored by round: arms are compared within a round, and tables show the spread.
+    Of gdsload's reports the one of the median run is stored, and the cost of a tensor.
     """
     medians = {fact: median(runs, fact) for fact in FACTS}
     kept = {
@@ -56,14 +56,14 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def split(reports: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a tensor, by what they were spent on; medians over the reports."""
+    """Milliseconds per tensor and purpose; medians over the reports."""
     found: dict[str, list[float]] = {name: [] for name in SPLIT}
     for report in reports:
         phases = report["phases"]
         rest = report["seconds"] - sum(phases.values())
         for name, parts in SPLIT.items():
             took = sum(phases.get(part, 0.0) for part in parts)
-            # What no phase has is the end of the request, the backend and its descriptors.
+            # Time outside the phases ends the request, the backend and its descriptors.
             took += rest if name == "clean-up" else 0.0
             found[name].append(took / report["tensors"] * 1e3)
     return {name: statistics.median(values) for name, values in found.items()}

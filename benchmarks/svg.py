@@ -136,7 +136,7 @@ def whisker(begin: Point, end: Point) -> list[list[Point]]:
 
 
 def plots(count: int, legend: Iterable[tuple[str, str]], unit: str) -> Drawing:
-    """A sheet for so many plots side by side, with the colours' names at the right."""
+    """A sheet for plots side by side, with the names of the colours at the right."""
     names = dict(legend)
     left = count * Plot.WIDTH + 5
     width = left + 30 + LETTER_PX * max((len(name) for name in names), default=0)

@@ -4,7 +4,8 @@
     gdsload bench io FILE --block 4K 1M 64M --batch 1 16 --threads 1 2 --engine uring linuxaio
     gdsload bench io --model qwen3-0.6b --dir /data
 
-A block is one read, a batch so many of them in one request. Prepare, post and transfer are timed
+A block is one read, a batch is the number of reads in one request. Prepare, post and transfer are
+timed
 for each request; every byte is held against the file afterwards, outside the clock, and a rate
 that the device did not read, or could not, is an error and not a record.
 """
@@ -36,9 +37,7 @@ HEAD = (
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gdsload bench io", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = records.parser_of("gdsload bench io", __doc__)
     records.add_source(parser)
     parser.add_argument("--block", nargs="+", type=values.size, default=BLOCKS, metavar="BYTES",
                         help="of one read: 4K to 64M")  # fmt: skip
@@ -64,8 +63,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def roads(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Each backend with the options it is opened with."""
+def backends(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    """Each backend with the options to open it with."""
     return [
         (backend, {"engine": engine} if engine else {})
         for backend in options.backend
@@ -97,7 +96,7 @@ def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         device.measure()
     lines: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for backend, settings in roads(options):
+    for backend, settings in backends(options):
         name = "/".join([backend, *settings.values()])
         support = find(backend).probe_with(options.device, settings)
         if not support.usable:
@@ -118,7 +117,7 @@ def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
                     except BackendUnavailable as error:
                         left_out[name] = str(error)
                         break
-                    lines.append({"road": name, "block": block, "batch": batch,
+                    lines.append({"backend": name, "block": block, "batch": batch,
                                   "threads": threads, **facts})  # fmt: skip
                     print(f"  {name} {block} x {batch} x {threads}: "
                           f"{facts['bytes_per_second'] / 1e9:.2f} GB/s",
@@ -146,10 +145,10 @@ def title(result: dict[str, Any]) -> str:
 
 
 def grouped(result: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The lines of each road and number of threads, in the order in which they were measured."""
+    """The lines of each backend and number of threads, in the order of measurement."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in result["lines"]:
-        groups.setdefault((line["road"], line["threads"]), []).append(line)
+        groups.setdefault((line["backend"], line["threads"]), []).append(line)
     return groups
 
 
@@ -166,11 +165,11 @@ def row(line: dict[str, Any]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A table for each road and number of threads, with NIXL's columns."""
+    """A table for each backend and number of threads, with NIXL's columns."""
     parts = []
-    for (road, threads), lines in grouped(result).items():
+    for (backend, threads), lines in grouped(result).items():
         of = f", {threads} threads" if threads > 1 else ""
-        parts.append(f"{road}{of}\n\n{tables.markdown(HEAD, [row(line) for line in lines])}")
+        parts.append(f"{backend}{of}\n\n{tables.markdown(HEAD, [row(line) for line in lines])}")
     return "\n\n".join([*parts, published()])
 
 
@@ -211,19 +210,16 @@ def notes(result: dict[str, Any]) -> str:
 
 def main(words: list[str] | None = None) -> int:
     options = arguments(words)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             result = sweep(source, options)
-    except Refused as error:
-        print(f"bench io: no record: {error}", file=sys.stderr)
-        return 1
-    if not result["lines"]:
-        why = "\n".join(f"  {what}: {why}" for what, why in result["left_out"].items())
-        print(f"bench io: no record: nothing could be measured\n{why}", file=sys.stderr)
-        return 1
-    text = f"{title(result)}\n\n{table(result)}\n\n{notes(result)}"
-    records.finish(result, options, f"io-{result['file']['name']}", text)
-    return 0
+        if not result["lines"]:
+            why = "\n".join(f"  {what}: {why}" for what, why in result["left_out"].items())
+            raise Refused(f"nothing could be measured\n{why}")
+        return result, f"io-{result['file']['name']}"
+
+    return records.publish("bench io", options, measured)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results as tables: medians with their spread, and what each second and byte was spent on."""
+"""Results as tables: medians with their spread, and the use of seconds and bytes."""
 
 from __future__ import annotations
 

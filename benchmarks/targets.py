@@ -1,4 +1,4 @@
-"""What gdsload shall reach, beside what was measured: one table, from the kept results.
+"""The targets of gdsload beside the measured values: one table, from the stored results.
 
 A target whose result is not there says so. What is compared is always of one result: the arms of
 one table, in turn on one machine.
@@ -63,7 +63,7 @@ def loaders(result: Result) -> list[str]:
 
 
 def beside(result: Result, other: str, most: float) -> Found:
-    """At most so many times the seconds of another arm."""
+    """At most a multiple of the seconds of another arm."""
     ratio = seconds(result, OURS) / seconds(result, other)
     rounds = by_rounds(result, OURS, other)
     return Found(f"{ratio:.2f} of {other}'s time ({rounds:.2f} by rounds)", ratio <= most)
@@ -110,7 +110,7 @@ def adds_little(result: Result) -> Found:
 
 
 def times_stock(times: float, dtype: str = "") -> Callable[[Result], Found]:
-    """So many times as fast as transformers."""
+    """`times` times as fast as transformers."""
 
     def measure(result: Result) -> Found:
         ratio = seconds(result, STOCK + dtype) / seconds(result, MODEL + dtype)
@@ -230,7 +230,7 @@ def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
     path = directory / "pipeline.json"
     if path.exists():
         for what, *rest in pipeline.aims(json.loads(path.read_text())):
-            yield [f"road into VRAM, {what}", "pipeline", *rest]
+            yield [f"staging pipeline, {what}", "pipeline", *rest]
 
 
 def table(directory: Path = RESULTS) -> str:

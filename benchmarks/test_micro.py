@@ -50,8 +50,8 @@ def test_extents(benchmark: Any, checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 20])
 def test_plan(benchmark: Any, checkpoint: Checkpoint, window_bytes: int) -> None:
-    pieces, sizes = byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards]
-    planned = benchmark(plan_reads, pieces, sizes, Limits(), window_bytes=window_bytes)
+    ranges, sizes = byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards]
+    planned = benchmark(plan_reads, ranges, sizes, Limits(), window_bytes=window_bytes)
     assert planned.wanted_bytes == TENSORS * TENSOR_BYTES
 
 

@@ -1,4 +1,4 @@
-"""What a file holds and what its device can do at most: what a sweep's figures are held against.
+"""The checks of a sweep: the content of the file, and the highest rate of its device.
 
 A rate is believed only where the right bytes arrived, where the device's own counter says that it
 read them, and where it is no higher than the device's: what it read over the time it was busy, or
@@ -95,7 +95,7 @@ class Device:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.key = machine.diskstats_key(path)
-        self.who = "the device" if self.key else "the kernel"
+        self.counter = "the device" if self.key else "the kernel"
         self.limits: list[float] = []
 
     def counted(self) -> Counted | None:
@@ -114,7 +114,7 @@ class Device:
         did = Counted(now.nbytes - before.nbytes, now.busy_seconds - before.busy_seconds)
         if did.nbytes < claimed * (1 - SHORT_SHARE):
             raise Refused(
-                f"{what}: {claimed:,} bytes are said to have been read, but {self.who} counted"
+                f"{what}: {claimed:,} bytes were reported as read, but {self.counter} counted"
                 f" {did.nbytes:,}: the rest came from somewhere else{cache.holes([self.path])}"
             )
         return did

@@ -1,4 +1,4 @@
-"""Finds each arm's best settings on this machine, so that nobody is beaten by a bad default.
+"""Finds each arm's best settings on this machine, so that no arm loses by a bad default.
 
     gdsload bench tune MODEL_DIR --state backed --repeats 3
     gdsload bench cold MODEL_DIR --state backed --best benchmarks/results/best-...json
@@ -65,7 +65,8 @@ def notes(result: dict[str, Any]) -> str:
 def main(words: list[str] | None = None) -> int:
     options = cold.arguments(words, prog="gdsload bench tune", about=__doc__ or "")
     kinds = options.arms or list(CANDIDATES)
-    try:
+
+    def measured() -> tuple[dict[str, Any], str]:
         unknown = [kind for kind in kinds if kind not in CANDIDATES]
         if unknown:
             raise Refused(
@@ -73,13 +74,9 @@ def main(words: list[str] | None = None) -> int:
             )
         options.arms = [label for kind in kinds for label in CANDIDATES[kind]]
         result = cold.bench(options)
-    except Refused as error:
-        print(f"bench tune: no result: {error}", file=sys.stderr)
-        return 1
-    kept = {**result, "kind": "best", "best": best(result)}
-    text = f"{tables.title(result)}\n\n{tables.table(result)}\n\n{notes(kept)}"
-    records.finish(kept, options, f"best-{cold.name_of(result)}", text)
-    return 0
+        return {**result, "kind": "best", "best": best(result)}, f"best-{cold.name_of(result)}"
+
+    return records.publish("bench tune", options, measured)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks' arguments may be: a number that makes no sense is bad usage, said at once,
+"""Types of the benchmarks' arguments: an invalid number is a usage error, reported at once,
 and nothing that hours later has no runs to show.
 """
 

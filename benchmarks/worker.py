@@ -1,4 +1,4 @@
-"""One arm, once, in a fresh process; the judge holds the whip.
+"""Runs one arm once, in a fresh process, under the control of the judge.
 
     judge                          worker
       starts it with a job   ->      imports, rehearses on a small file      says "imported"
@@ -49,7 +49,7 @@ def status() -> dict[str, int]:
 
 
 def forget_peak() -> bool:
-    """Resets VmHWM to what is resident now; False where the kernel does not let us."""
+    """Resets VmHWM to the resident bytes; False if the kernel does not allow it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True
@@ -57,7 +57,7 @@ def forget_peak() -> bool:
 
 
 def back_memory(nbytes: int) -> None:
-    """Touches so much memory in 4 KiB pages and frees it: the host has found it then."""
+    """Touches `nbytes` of memory in 4 KiB pages and frees it, so that the host has provided it."""
     if nbytes <= 0:
         return
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

@@ -1,10 +1,10 @@
-"""A server that is ready as soon as its weights are: they are on their way before the imports.
+"""A server that starts reading its weights before it imports torch.
 
     MODEL=./model POOL_BYTES=4294967296 uvicorn --app-dir examples service:app
 
 GET /health      503 until the model is ready, then 200, with the progress of weights and modules
 POST /next       {"tokens": [1, 2, 3]} -> {"token": 42}
-GET /metrics     seconds to ready by phase, and bytes read ahead, for Prometheus
+GET /metrics     seconds to the end of each phase, and prefetched bytes, for Prometheus
 """
 
 # ruff: noqa: E402 - the order of the imports is the point
@@ -18,10 +18,10 @@ START = time.monotonic()
 import gdsload
 
 MODEL = os.environ["MODEL"]
-# With POOL_BYTES the weights stay in host memory, for the next load of the same files.
+# With POOL_BYTES the weights stay in host memory for the next load of the same files.
 POOL_BYTES = int(os.environ.get("POOL_BYTES", "0"))
 pool = gdsload.warmup.HostPool(POOL_BYTES) if POOL_BYTES else None
-ahead = gdsload.prefetch(MODEL)  # in milliseconds; what follows takes seconds
+prefetch = gdsload.prefetch(MODEL)  # returns in milliseconds; the imports below take seconds
 
 import asyncio
 import logging
@@ -34,10 +34,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, Gauge, generate_latest
 
 log = logging.getLogger("uvicorn.error")
 seconds = Gauge("model_ready_seconds", "Seconds from process start to a phase's end", ["phase"])
-landed = Gauge("model_prefetch_bytes", "Bytes that were read ahead")
-landed.set_function(lambda: ahead.progress().landed_bytes)
+prefetched = Gauge("model_prefetch_bytes", "Bytes that were prefetched")
+prefetched.set_function(lambda: prefetch.progress().landed_bytes)
 state: dict[str, Any] = {}
-modules: list[str] = []  # those that are ready
+modules: list[str] = []  # names of ready modules
 
 
 def note(phase: str) -> None:
@@ -61,7 +61,7 @@ async def load() -> None:
         MODEL, dtype="auto", on_module_ready=lambda name, module: modules.append(name)
     )
     note("ready")
-    ahead.close()
+    prefetch.close()
 
 
 @asynccontextmanager
@@ -70,8 +70,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     loading = asyncio.create_task(load())
     loading.add_done_callback(failed)
     yield
-    ahead.close()
-    loading.cancel()  # a load that is under way ends, and frees what it had
+    prefetch.close()
+    loading.cancel()  # ends a running load and frees its memory
     await asyncio.wait([loading])
     if pool is not None:
         pool.close()
@@ -88,7 +88,7 @@ app = FastAPI(lifespan=lifespan)
 
 @app.get("/health")
 def health(response: Response) -> dict[str, Any]:
-    progress = ahead.progress()
+    progress = prefetch.progress()
     ready = "model" in state
     response.status_code = 200 if ready else 503
     return {

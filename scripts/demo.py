@@ -1,10 +1,10 @@
-"""Loads a checkpoint with gdsload and with what is used today, and proves that both agree.
+"""Loads a checkpoint with gdsload, safetensors and transformers, and compares times and bytes.
 
     make demo
 
 The checkpoint has the names and shapes of Qwen3-0.6B (1.5 GB) and made-up weights; it is written
 once, below build/demo. Each figure is the median of three rounds, the arms taking turns; every
-byte of every tensor is touched before the clock stops. Exits with 1 where a bit differs.
+byte of every tensor is touched before the clock stops. Exits with 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = "qwen3-0.6b"
 DIRECTORY = Path(__file__).resolve().parents[1] / "build" / "demo" / MODEL
 ROUNDS = 3
 DISK_BYTES = 1_600_000_000
-# Two models side by side, for the comparison, and what Python and torch take themselves.
+# Two models at once for the comparison, and the memory of Python and torch.
 MEMORY_BYTES = 5_000_000_000
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -69,12 +69,12 @@ def make_checkpoint() -> None:
 
 
 def touch(tensors: Iterable[object]) -> None:
-    """Reads every byte: what is mapped lazily is not loaded before that."""
+    """Reads every byte: lazily mapped tensors are not loaded before that."""
     import torch
 
     for tensor in tensors:
         assert isinstance(tensor, torch.Tensor)
-        # Summed as words: at 30 GB/s, so that it does not hide what the load itself took.
+        # Sums of 64-bit words run at 30 GB/s, so that they do not hide the time of the load.
         raw = tensor.detach().reshape(-1).view(torch.uint8)
         words = raw.numel() // 8 * 8
         raw[:words].view(torch.int64).sum()
@@ -90,7 +90,7 @@ def resident() -> int:
 def make_cold() -> None:
     for file in files():
         page_cache.evict(file)
-    # Where pages are left, another process holds them; root may ask for more than politely.
+    # Pages that are left are mapped by another process; root can drop the whole page cache.
     if resident() and os.access(DROP_CACHES, os.W_OK):
         os.sync()
         DROP_CACHES.write_text("1")
@@ -107,8 +107,8 @@ def make_warm() -> None:
 def back_memory() -> None:
     """Touches as much memory as a load needs and gives it back.
 
-    On a virtual machine a page that was never touched must first be found by its host, which can
-    cost more than the read; which arm would pay for it is chance.
+    On a virtual machine the host must first provide a page that was never touched, which can
+    take longer than the read, and would hit the arms at random.
     """
     import torch
 
@@ -127,7 +127,7 @@ def timed(arm: Arm, make_ready: Callable[[], None]) -> Timing:
 
 
 def compare(title: str, arms: list[Arm]) -> None:
-    """Prints one table: the arms' medians cold and warm, and the first one's lead."""
+    """Prints one table: the medians of the arms, cold and warm, and their ratio."""
     states = {"cold": make_cold, "warm": make_warm}
     found: dict[tuple[str, str], list[Timing]] = {}
     for turn in range(ROUNDS):
@@ -163,7 +163,7 @@ def same_bits(ours: object, theirs: object) -> bool:
     assert isinstance(theirs, torch.Tensor)
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
-    # As integers: to floating point, NaN differs from itself and -0 equals 0.
+    # As integers: as floating point, NaN differs from itself and -0 equals 0.
     a, b = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (ours, theirs))
     return torch.equal(a, b)
 
@@ -184,10 +184,10 @@ def verdict(what: str, ours: dict[str, object], theirs: dict[str, object]) -> bo
     return not wrong
 
 
-def road() -> str:
+def io_paths() -> str:
     report = gdsload.last_report()
-    by_road = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items())
-    return f"road of the last load: {by_road}\n{report.summary()}"
+    paths = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items())
+    return f"I/O paths of the last load: {paths}\n{report.summary()}"
 
 
 def dictionaries(device: str) -> bool:
@@ -211,7 +211,7 @@ def dictionaries(device: str) -> bool:
     )
     make_cold()
     equal = verdict("state dict", ours(), theirs())
-    say(road())
+    say(io_paths())
     return equal
 
 
@@ -233,7 +233,7 @@ def models(device: str) -> bool:
     )
     make_cold()
     equal = verdict("model", dict(ours().state_dict()), dict(theirs().state_dict()))
-    say(road())
+    say(io_paths())
     return equal
 
 
@@ -251,7 +251,7 @@ def main() -> int:
     size = checkpoints.total_bytes(MODEL)
     count = len(list(checkpoints.shapes(MODEL)))
     say(f"{MODEL}: {count} tensors, {size / 1e9:.2f} GB; made-up weights")
-    say("before each load as much memory is touched and given back as it needs")
+    say("before each load as much memory as it needs is touched and freed")
     if memory.available < MEMORY_BYTES:
         sys.exit(
             f"demo: needs {MEMORY_BYTES / 1e9:.0f} GB of free memory to compare two loads, "

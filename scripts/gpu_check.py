@@ -1,13 +1,13 @@
-"""What gdsload does on this machine's GPU: every road, exact bytes, memory given back, rates.
+"""Checks gdsload on a GPU of this machine: every backend, exact bytes, memory freed, rates.
 
     python scripts/gpu_check.py [--device cuda:0] [--json FILE] [CHECKPOINT ...]
 
-Without a checkpoint, synthetic ones are written below the system's temporary directory. Each road
-loads each checkpoint three times: once for what a driver takes for itself, and keeps, when it is
-first asked for streams and pins; then twice, and the second of these must register nothing. Then a
-prefetch brings each to the device, where a load must adopt it. Ends with a table, a JSON file and
-exit status 1 where bytes were wrong or read twice, memory was left or no road led to the device.
-The JSON file is written after each row, so that a crash costs no more than what comes after it.
+Without a checkpoint, synthetic ones are written below the system's temporary directory. Each
+backend loads each checkpoint three times: once for the memory that a driver allocates, and keeps,
+for its first streams and pins; then twice, and the second of these must register nothing. Then a
+prefetch reads each to the device, and a load must take it over. Prints a table, and writes a JSON
+file after each row, so that a crash loses only the rows after it. The exit status is 1 if bytes
+were wrong or read twice, memory was not freed, or no backend reached the device.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from gdsload.memory import staging_ring
 from gdsload.synthetic import checkpoints
 from gdsload.system import gpu
 
-# What a figure needs to be of use: smaller loads are all overhead.
 CHECKPOINTS = ("tiny", "tiny-moe")
-# A row that takes longer hangs: where goes to stderr, and nothing after it is looked at.
+# A row that takes longer hangs: stacks go to stderr, and the check ends.
 ROW_SECONDS = 300
-COLUMNS = ("road", "checkpoint", "verdict", "GB", "s", "GB/s", "again s", "by road")
+COLUMNS = ("backend", "checkpoint", "verdict", "GB", "s", "GB/s", "again s", "I/O paths")
 
 
-def roads(device: str, *, compat: bool) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    """(what it is called, backend, options) of every road there is."""
+def backends(*, compat: bool) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """(label, backend, options) of every combination to check."""
     for engine in ENGINES:
         yield f"posix/{engine}", "posix", {"engine": engine}
     for name in ("gds_mt", "gds"):
         yield name, name, {}
         if compat:
             yield f"{name} (compat)", name, {"allow_compat": True}
-    yield "auto", "auto", {}  # last: what it chooses is to be seen beside what it chose from
+    yield "auto", "auto", {}  # last, to compare its choice with the others
 
 
 def expected(source: Path) -> dict[str, torch.Tensor]:
@@ -58,7 +57,7 @@ def expected(source: Path) -> dict[str, torch.Tensor]:
 
 
 def differs(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
-    """The first tensor that is not as it should be; empty where all are."""
+    """The first tensor that differs, and how; "" if none does."""
     if got.keys() != wanted.keys():
         return f"other names: {sorted(got.keys() ^ wanted.keys())[:3]}"
     for name, tensor in wanted.items():
@@ -72,7 +71,7 @@ def differs(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> st
 
 
 def held(device: str) -> int:
-    """Bytes of the device that are in use, torch's reserve not counted."""
+    """Bytes of the device in use, without the reserve of torch's allocator."""
     ordinal = gpu.ordinal_of(device)
     if torch.cuda.is_available():
         torch.cuda.synchronize(ordinal)
@@ -84,8 +83,8 @@ def held(device: str) -> int:
 def check(
     label: str, backend: str, options: dict[str, Any], source: Path, device: str
 ) -> dict[str, Any]:
-    """One road and one checkpoint: what came of its loads."""
-    row: dict[str, Any] = {"road": label, "checkpoint": source.name, "verdict": "exact"}
+    """The row of one backend and one checkpoint."""
+    row: dict[str, Any] = {"backend": label, "checkpoint": source.name, "verdict": "exact"}
     wanted = expected(source)
 
     def load(pass_: str) -> None:
@@ -105,26 +104,26 @@ def check(
         refused = isinstance(error, gdsload.BackendUnavailable)
         row["verdict"] = f"{'refused' if refused else 'FAILED'}: {error}"
         return row
-    return given_back(row, before, device)
+    return with_leaks(row, before, device)
 
 
-def check_ahead(source: Path, device: str) -> dict[str, Any]:
-    """What a prefetch brings to the device: adopted by a load, to the bit, and given back."""
-    row: dict[str, Any] = {"road": "prefetch", "checkpoint": source.name, "verdict": "exact"}
+def check_prefetch(source: Path, device: str) -> dict[str, Any]:
+    """The row of a prefetch to the device: taken over by a load, exact, and freed."""
+    row: dict[str, Any] = {"backend": "prefetch", "checkpoint": source.name, "verdict": "exact"}
     wanted = expected(source)
 
-    def adopted() -> dict[str, torch.Tensor]:
-        with gdsload.prefetch(source, device) as ahead:
-            ahead.wait()
-            row["first"] = ahead.report.to_dict()
+    def taken_over() -> dict[str, torch.Tensor]:
+        with gdsload.prefetch(source, device) as prefetch:
+            prefetch.wait()
+            row["first"] = prefetch.report.to_dict()
             return gdsload.load_file(source, device)
 
     staging_ring.release_rings()
     try:
-        adopted()
+        taken_over()
         staging_ring.release_rings()
         before = held(device)
-        got = adopted()
+        got = taken_over()
         report = gdsload.last_report()
         row["again"] = report.to_dict()
     except GdsloadError as error:
@@ -139,27 +138,27 @@ def check_ahead(source: Path, device: str) -> dict[str, Any]:
     elif wrong := differs(got, wanted):
         row["verdict"] = f"WRONG: {wrong}"
     del got
-    return given_back(row, before, device)
+    return with_leaks(row, before, device)
 
 
 def tried(
-    label: str, source: Path, look: Callable[[], dict[str, Any]], seconds: float
+    label: str, source: Path, make_row: Callable[[], dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    """A row, whatever happens: what nobody has foreseen is told of like all else."""
+    """A row in any case: an unexpected error becomes a row too."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
-        return look()
+        return make_row()
     except Exception as error:
         return {
-            "road": label, "checkpoint": source.name, "traceback": traceback.format_exc(),
+            "backend": label, "checkpoint": source.name, "traceback": traceback.format_exc(),
             "verdict": f"FAILED: {type(error).__name__}: {error}",
         }  # fmt: skip
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def given_back(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
-    """The row, with what is left of the device's memory when the rings are gone."""
+def with_leaks(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
+    """The row, with the bytes that are still in use after the rings were released."""
     staging_ring.release_rings()
     row["left_bytes"] = held(device) - before
     if row["left_bytes"] > 0 and row["verdict"] == "exact":
@@ -173,12 +172,12 @@ def cells(row: dict[str, Any]) -> list[str]:
     figures = ["", "", "", "", ""]
     if first and again:
         size = first["wanted_bytes"]
-        read = [each for each in (first, again) if each["read_bytes"]]  # and not adopted
+        read = [each for each in (first, again) if each["read_bytes"]]  # not from a prefetch
         best = min(each["seconds"] for each in read or [first])
-        by_road = ", ".join(f"{road} {part:,}" for road, part in again["paths"].items() if part)
+        paths = ", ".join(f"{path} {part:,}" for path, part in again["paths"].items() if part)
         figures = [f"{size / 1e9:.3f}", f"{first['seconds']:.3f}", f"{size / best / 1e9:.2f}",
-                   f"{again['seconds']:.3f}", by_road]  # fmt: skip
-    return [row["road"], row["checkpoint"], row["verdict"], *figures]
+                   f"{again['seconds']:.3f}", paths]  # fmt: skip
+    return [row["backend"], row["checkpoint"], row["verdict"], *figures]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -191,7 +190,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures are of."""
+    """The machine, versions and supported backends."""
     facts: dict[str, Any] = {
         "gdsload": gdsload.__version__,
         "torch": torch.__version__,
@@ -225,8 +224,8 @@ def main(arguments: Sequence[str]) -> int:
     facts: dict[str, Any] = {"machine": machine(wanted.device), "rows": []}
     rows: list[dict[str, Any]] = facts["rows"]
 
-    def add(label: str, source: Path, look: Callable[[], dict[str, Any]]) -> None:
-        rows.append(tried(label, source, look, wanted.row_seconds))
+    def add(label: str, source: Path, make_row: Callable[[], dict[str, Any]]) -> None:
+        rows.append(tried(label, source, make_row, wanted.row_seconds))
         print(f"{label}, {source.name}: {rows[-1]['verdict']}", file=sys.stderr, flush=True)
         wanted.json.write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -234,13 +233,13 @@ def main(arguments: Sequence[str]) -> int:
         sources = wanted.checkpoints or [
             checkpoints.write(name, Path(folder, name)) for name in CHECKPOINTS
         ]
-        for label, backend, options in roads(wanted.device, compat=wanted.compat):
+        for label, backend, options in backends(compat=wanted.compat):
             for source in sources:
                 add(label, source, partial(check, label, backend, options, source, wanted.device))
         for source in sources:
-            add("prefetch", source, partial(check_ahead, source, wanted.device))
+            add("prefetch", source, partial(check_prefetch, source, wanted.device))
     print(table(rows))
-    print(f"\n{wanted.json}: everything, for a machine to read")
+    print(f"\n{wanted.json}: all details, as JSON")
     bad = [row for row in rows if row["verdict"].startswith(("WRONG", "LEFT", "FAILED"))]
     good = [row for row in rows if row["verdict"] == "exact"]
     return 1 if bad or not good else 0

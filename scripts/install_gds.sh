@@ -1,21 +1,21 @@
 #!/bin/sh
-# What GPUDirect Storage needs on this machine: says it, and on Debian and Ubuntu installs it.
+# Reports what GPUDirect Storage needs on this machine, and on Debian and Ubuntu installs it.
 #
-#   sh scripts/install_gds.sh --check [--json] [PATH]   look only: changes nothing, needs no root
+#   sh scripts/install_gds.sh --check [--json] [PATH]   report only: changes nothing, needs no root
 #   sh scripts/install_gds.sh --dry-run [PATH]          print the commands that would be run
 #   sh scripts/install_gds.sh [--add-repo=DEB] [PATH]   install nvidia-fs, as root
 #
-# PATH is where the models are: its file system is judged too. NVIDIA's apt repository is used
-# where it is configured, and never added unless --add-repo names the package that adds it: the
-# cuda-keyring file of NVIDIA's CUDA installation guide. Settings of the kernel and the driver are
-# named and left to you, and no package is ever removed. docs/gds-setup.md tells the rest.
+# PATH is the directory of the models: its file system is checked too. NVIDIA's apt repository is used
+# if it is configured, and only added if --add-repo names the package that adds it: the cuda-keyring
+# file of NVIDIA's CUDA installation guide. Settings of the kernel and the driver are reported and not
+# changed, and no package is ever removed. See docs/gds-setup.md.
 #
 # Exit codes: 0  a native mode is ready (nvidia-fs, or PCI P2PDMA without it)
-#             1  what is missing can be installed by this script
-#             2  this script cannot make it work here; the reasons are shown
+#             1  this script can install the missing parts
+#             2  this script cannot make it work here; the reasons are printed
 #             3  wrong arguments, no root, or a command failed
 #
-# For its tests: GDSLOAD_SYSROOT is a directory that stands for / in all that is looked at.
+# For its tests: GDSLOAD_SYSROOT is a directory that replaces / in all checks.
 set -eu
 export LC_ALL=C
 
@@ -48,15 +48,15 @@ if [ -n "$path" ]; then
     [ -z "$root" ] || path=${path#"$(readlink -f "$root")"}
 fi
 
-# One record a line: verdict, name, what it rules out, detail, hint. What is ruled out: "-",
-# "both", "nvidia-fs", "p2pdma"; or "install", nvidia-fs until this script has been run.
+# One record per line: verdict, name, the modes that it rules out, detail, hint. Modes: "-", "both",
+# "nvidia-fs", "p2pdma"; or "install" (nvidia-fs, until this script has installed it).
 sep=$(printf '\037')
 found=
 add() {
     found="$found$1$sep$2$sep$3$sep$4$sep${5:-}
 "
 }
-ruled_out() { # pattern   the names of what rules it out
+ruled_out() { # pattern   the names of the findings that rule it out
     printf '%s' "$found" | awk -F "$sep" -v p="^($1)\$" '$3 ~ p { a = a (a ? ", " : "") $2 }
         END { print a }'
 }

@@ -3,9 +3,9 @@
 #
 #   sh scripts/setup.sh
 #
-# For a bare Debian or Ubuntu with Python 3.10+ and a C compiler, as root or not; it never asks.
-# Root gets what is missing from the system's packages; anybody else gets it unpacked below
-# .cache, and nothing outside this directory is touched. A second run does nothing.
+# For a bare Debian or Ubuntu with Python 3.10+ and a C compiler, as root or not, without questions.
+# Root installs missing system packages; other users unpack them below .cache, and nothing outside
+# this directory is changed. A second run does nothing.
 set -eu
 cd "$(dirname "$0")/.."
 here=$PWD
@@ -18,7 +18,7 @@ die() {
 }
 is_root() { [ "$(id -u)" = 0 ]; }
 
-# What was unpacked without root is found by every compiler run from here (and from the Makefile).
+# Compilers started here (and by the Makefile) find packages that were unpacked without root.
 export CPATH="$prefix/include${CPATH:+:$CPATH}"
 export LIBRARY_PATH="$prefix/lib${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
@@ -92,7 +92,7 @@ get() { # what-for debian-packages fedora-packages   0 when they are there
 python=
 for candidate in ${PYTHON:-} python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-        # The interpreter itself, not a shim that may choose another tomorrow.
+        # The interpreter itself, not a shim that may choose another one later.
         python=$("$candidate" -c 'import sys; print(sys.executable)')
         break
     fi
@@ -170,7 +170,7 @@ if ! find_uv && has_pip; then
 fi
 
 say "building gdsload and installing what it needs (the first time, some minutes)"
-# An engine that is left out now must not stay behind from a build that had it.
+# Remove modules of an earlier build: an engine that is not built now must not stay.
 has_liburing || rm -f src/gdsload/_native/uring.*.so
 if [ -n "$uv" ] && "$uv" pip install -q --python .venv/bin/python \
     --reinstall-package gdsload --refresh-package gdsload -e '.[transformers,test,bench]'; then

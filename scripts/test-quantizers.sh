@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tests quantized checkpoints, and ZeRO-3, with packages that are too large for every setup, in an
+# Tests quantized checkpoints, and ZeRO-3, with packages that are too large for `make setup`, in an
 # environment of its own below .cache: gptqmodel (it compiles kernels), torchao, DeepSpeed.
 #
 #   sh scripts/test-quantizers.sh
@@ -9,7 +9,7 @@ set -eu
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/uv.sh
 . scripts/uv.sh
-command -v uv >/dev/null || { printf 'uv is not here: pip install uv\n' >&2; exit 1; }
+command -v uv >/dev/null || { printf 'uv is not installed: pip install uv\n' >&2; exit 1; }
 torch=$(.venv/bin/python -c 'import torch; print(torch.__version__.split("+")[0])')
 python=$(.venv/bin/python -c 'import sys; print(sys.executable)')
 where=.cache/quantizers

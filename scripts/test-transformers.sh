@@ -1,16 +1,16 @@
 #!/bin/sh
-# Tests the way into transformers against several of its versions, each in an environment of its
-# own below .cache.
+# Tests the integration with several versions of transformers, each in an environment of its own
+# below .cache.
 #
 #   sh scripts/test-transformers.sh [version ...]
 #
-# Without versions: the oldest that is supported and some between it and the newest, which
+# Without versions: the oldest supported one and some newer ones, but not the newest, which
 # `make test` covers. Needs uv, and gdsload built in place (`make setup`).
 set -eu
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/uv.sh
 . scripts/uv.sh
-command -v uv >/dev/null || { printf 'uv is not here: pip install uv\n' >&2; exit 1; }
+command -v uv >/dev/null || { printf 'uv is not installed: pip install uv\n' >&2; exit 1; }
 torch=$(.venv/bin/python -c 'import torch; print(torch.__version__.split("+")[0])')
 python=$(.venv/bin/python -c 'import sys; print(sys.executable)')
 failed=""

@@ -1,4 +1,4 @@
-"""The command line, run in this process or in one of its own."""
+"""Runs the command line, in this process or in a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests share: small checkpoints, and the answer to whether there is a GPU."""
+"""Fixtures of all tests: small checkpoints, doubles of CUDA and cuFile, the check for a GPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from gdsload.loading import session
 from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
 
-# A shell lets what it starts in the background ignore Ctrl-C, and so would these tests.
+# A process that a shell starts in the background ignores Ctrl-C, and so would these tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where this process and its children keep what they have measured, instead of the user's."""
+    """The cache directory of this process and its children, in place of the user's."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -37,7 +37,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_measured(cache_home: Path) -> None:
-    """A test does not depend on the answers that another one has kept."""
+    """Clears the tuning cache: no test depends on the measurements of another one."""
     shutil.rmtree(cache_home / "gdsload", ignore_errors=True)
 
 
@@ -55,14 +55,14 @@ def tiny_moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    """A GPU and a libcufile that are none. Tests of whole loads have one of their own."""
+    """Doubles of a GPU and of libcufile. Tests of whole loads use `loading`."""
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
-    """The doubles for whole loads: torch knows nothing of them."""
+    """The doubles for whole loads, with device tensors that are not torch's."""
     from devicetensors import device_tensor
     from gdsload import api
     from gdsload.loading import device_batch
@@ -75,7 +75,7 @@ def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 
 @pytest.fixture
 def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
-    """The same for loads that measure: as little as 256 KiB on each lane."""
+    """The same for loads that run the benchmark of `auto`, with samples of 256 KiB."""
     from gdsload.backends.auto import backend, benchmark
 
     monkeypatch.setattr(backend, "WORTH_CUFILE_BYTES", 1)
@@ -85,7 +85,7 @@ def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """4 MB in two files, in a place that does direct I/O."""
+    """4 MB in two files, on a filesystem with direct I/O."""
     import safetensors.torch
     import torch
 
@@ -97,13 +97,13 @@ def checkpoint(tmp_path: Path) -> Path:
     try:
         os.close(os.open(folder / "model-0.safetensors", os.O_RDONLY | os.O_DIRECT))
     except OSError as error:
-        pytest.skip(f"{tmp_path} takes no O_DIRECT: {error.strerror}")
+        pytest.skip(f"{tmp_path} does not support O_DIRECT: {error.strerror}")
     return folder
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[OpenFile]:
-    """A file whose bytes say where they are."""
+    """A file whose bytes encode their offsets."""
     path = tmp_path / "0.bin"
     path.write_bytes(bytes_of(0))
     fd = os.open(path, os.O_RDONLY)
@@ -113,7 +113,7 @@ def file(tmp_path: Path) -> Iterator[OpenFile]:
 
 @functools.cache
 def why_no_gpu() -> str | None:
-    """torch's own words on why CUDA cannot be used here; None where it can."""
+    """Why torch cannot use CUDA here; None if it can."""
     import torch
 
     try:
@@ -124,22 +124,22 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: where a test asks for what is garbage, that is not looked through
-    again. With torch and transformers each time took a third of a second."""
-    take_imports_for_old()
+    """Freezes imported objects: with torch and transformers, each collection that a test asks for
+    would take a third of a second."""
+    freeze_imports()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The same for what a test has imported, and at the end of a file, whose tests may thaw all."""
+    """Freezes the imports of a test, and again after a file, whose tests may have unfrozen them."""
     if nextitem is None or nextitem.path != item.path or len(sys.modules) > _modules + 100:
-        take_imports_for_old()
+        freeze_imports()
 
 
 _modules = 0
 
 
-def take_imports_for_old() -> None:
+def freeze_imports() -> None:
     global _modules
     gc.collect()
     gc.freeze()
@@ -147,7 +147,7 @@ def take_imports_for_old() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Compiled modules complain of what is still there when the interpreter ends."""
+    """Compiled modules report objects that still exist when the interpreter exits."""
     gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""Legal safetensors files of every kind, written byte by byte, for the property tests."""
+"""Valid safetensors files of every kind, written byte by byte, for the property tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdsload.dtypes import DTYPES
 
-# What torch has a type for; F6 is refused by safetensors' torch face as well.
+# Dtypes that torch has; safetensors for torch refuses F6 as well.
 TORCH_DTYPES = sorted(
     name for name, dtype in DTYPES.items()
     if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
@@ -29,7 +29,7 @@ def shapes(draw: st.DrawFn, dtype: str) -> list[int]:
     shape = draw(st.lists(st.integers(0, 7), max_size=4))
     if draw(st.integers(0, 9)) == 0:
         shape = [draw(st.integers(1000, 20_000))]
-    if dtype == "F4":  # two to a byte, along the last dimension
+    if dtype == "F4":  # two per byte, along the last dimension
         shape = [*shape[:-1], 2 * (shape[-1] if shape else 1)]
     return shape
 
@@ -51,7 +51,7 @@ def files(draw: st.DrawFn) -> bytes:
     text = json.dumps(header, ensure_ascii=draw(st.booleans())).encode()
     text += b" " * draw(st.integers(0, 16))
     data = random.Random(draw(st.integers(0, 1 << 32))).randbytes(at)
-    # Bool is a byte that is 0 or 1; anything else is no tensor that torch can compare.
+    # A bool is a byte 0 or 1; torch cannot compare others.
     patched = bytearray(data)
     for entry in entries.values():
         if entry["dtype"] == "BOOL":
@@ -69,12 +69,12 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Bit for bit: NaNs, signed zeros and types that torch cannot compare included."""
+    """Whether two tensors have equal bits, dtype and shape; NaNs and signed zeros included."""
     return one.dtype == two.dtype and one.shape == two.shape and raw(one) == raw(two)
 
 
 def write(path: Path, dtype: str, shape: list[int], data: bytes, pad: int = 0) -> Path:
-    """A file of one tensor, "t", whose data start `pad` bytes after an 8-byte border."""
+    """A file of one tensor, "t", whose data start `pad` bytes after a multiple of 8 bytes."""
     nbytes = math.prod(shape) * DTYPES[dtype].bits // 8
     text = json.dumps({"t": {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
     text += b" " * ((pad - len(text)) % 8)

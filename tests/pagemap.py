@@ -6,7 +6,7 @@ PAGE = 4096
 
 
 def resident_pages(address: int, length: int) -> int:
-    """Pages of this process's memory that are there: bit 63 of its pagemap."""
+    """The number of resident pages in a range of this process: bit 63 of its pagemap entries."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(address // PAGE * 8)
         entries = pagemap.read(length // PAGE * 8)

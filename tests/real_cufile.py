@@ -1,5 +1,5 @@
-"""Run by test_cufile_real.py in a process of its own: loads checkpoints through the real libcufile,
-in compatibility mode over a CUDA that is none, and prints what it saw as JSON.
+"""A program of test_cufile_real.py: loads checkpoints through the real libcufile, in compatibility
+mode over a double of CUDA, and prints facts about the loads as JSON.
 
     real_cufile.py LIBCUFILE BACKEND REQUEST_BYTES SOURCE...
 """

@@ -1,4 +1,4 @@
-"""What the tests of real faults share: a file full of one value, and a process of its own."""
+"""Helpers of tests with real faults: files filled with one value, and a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAP_LOCKED = 0x2000
 
 
 def save(path: Path, value: int) -> Path:
-    """2.4 MB: eight tensors that are full of one value."""
+    """Writes 2.4 MB: eight tensors filled with one value."""
     tensors = {f"t{i}": torch.full((75_000,), value, dtype=torch.int32) for i in range(8)}
     safetensors.torch.save_file(tensors, path)
     return path
@@ -34,12 +34,12 @@ def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
 
 @contextmanager
 def kept_warm(*files: Path) -> Iterator[None]:
-    """The page cache holds all of these, also while the machine is short of memory."""
+    """Keeps these files in the page cache, also while the machine is short of memory."""
     with ExitStack() as stack:
         for file in files:
             with open(file, "rb") as opened:
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-                with suppress(OSError):  # more than this process may lock: read it is, at least
+                with suppress(OSError):  # above the limit of locked memory: read at least
                     stack.enter_context(
                         mmap.mmap(opened.fileno(), 0, flags | MAP_LOCKED, mmap.PROT_READ)
                     )
@@ -50,7 +50,7 @@ def kept_warm(*files: Path) -> Iterator[None]:
 def python(
     program: str, *args: object, setup: Callable[[], None] | None = None, status: int = 0
 ) -> str:
-    """Runs a program in a process of its own; its output."""
+    """Runs a program in a new process and returns its output."""
     ran = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, args)],
         capture_output=True, text=True, timeout=PATIENCE_SECONDS, preexec_fn=setup, check=False,

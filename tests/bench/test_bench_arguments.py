@@ -57,7 +57,7 @@ def cold(source: Path, *words: object) -> Any:
         (["io", "x", "--seconds", "-1"], "'-1' is no number of seconds"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_bad_usage(words: list[str], said: str) -> None:
+def test_arguments_invalid_number_is_usage_error(words: list[str], said: str) -> None:
     # A negative number after an option is taken for an option by argparse, unless joined to it.
     joined = [*words[:-2], f"{words[-2]}={words[-1]}"]
     result = run("bench", *joined)
@@ -70,14 +70,14 @@ def test_a_number_that_makes_no_sense_is_bad_usage(words: list[str], said: str) 
     [["cold", "--repeats", "1"], ["io"], ["compare"], ["start"]],
     ids=lambda words: words[0],
 )
-def test_an_unknown_model_is_named_with_those_there_are(words: list[str], tmp_path: Path) -> None:
+def test_arguments_unknown_model_lists_known_ones(words: list[str], tmp_path: Path) -> None:
     result = run("bench", *words, "--model", "nonsense", "--dir", tmp_path)
     assert result.exit_code == 1
     assert "no model 'nonsense': there are qwen3-0.6b," in result.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_arm_no_table(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_cold_without_any_arm_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "x.json"
     result = cold(tiny_checkpoint, "--arms", "instanttensor", "--output", output)
     assert result.exit_code == 1
@@ -89,7 +89,7 @@ def test_no_arm_no_table(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_what_is_not_installed_is_left_out_before_the_first_round(
+def test_cold_missing_loader_is_left_out_at_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(judge.places, "CACHE", tmp_path)
@@ -100,7 +100,7 @@ def test_what_is_not_installed_is_left_out_before_the_first_round(
     assert judge.python_of(arms["safetensors-mmap"]) == Path(sys.executable)
 
 
-def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_option_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "x.json"
     parser = records.argparse.ArgumentParser()
     records.add_output(parser)
@@ -110,9 +110,7 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(output.read_text()) == {"kind": "loads", "arms": [{"seconds": [1.0]}]}
 
 
-def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_output_not_writable_is_refused_at_start(tiny_checkpoint: Path, tmp_path: Path) -> None:
     for output in (tmp_path, Path("/proc/nowhere/x.json")):
         result = cold(tiny_checkpoint, "--arms", "gdsload", "--output", output)
         assert result.exit_code == 1
@@ -124,7 +122,7 @@ def kept(options: Any, name: str = "cold-x") -> Path:
     return Path(records.keep({"kind": "loads"}, options, name))
 
 
-def test_a_toy_run_does_not_take_the_place_of_what_was_kept(
+def test_result_without_replace_is_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records.places, "RESULTS", tmp_path)
@@ -138,9 +136,7 @@ def test_a_toy_run_does_not_take_the_place_of_what_was_kept(
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_result_is_there_as_a_whole_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_result_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = records.argparse.ArgumentParser()
     records.add_output(parser)
     options = parser.parse_args(["--output", str(tmp_path / "x.json")])
@@ -159,7 +155,7 @@ def test_a_result_is_there_as_a_whole_or_not(
     assert (tmp_path / "x.json").read_text() == before
 
 
-def test_wide_tables_come_in_parts() -> None:
+def test_wide_table_is_split() -> None:
     head, rows = ["arm", "seconds", "bytes"], [["gdsload", "1.5", "12"], ["bare", "2.5", "13"]]
     text = f"title\n\n{tables.markdown(head, rows)}\n\n- note"
     assert layout.fitted(text, 80) == text
@@ -179,7 +175,7 @@ def mounted_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", ["cold", "io", "start", "compare"])
-def test_what_is_in_memory_is_never_cold(
+def test_cold_on_tmpfs_is_refused(
     command: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounted_as("tmpfs", monkeypatch)
@@ -193,7 +189,7 @@ def facts(**changed: Any) -> dict[str, Any]:
             "touched_bytes": 656768, **changed}  # fmt: skip
 
 
-def test_where_no_disk_is_counted_the_arms_own_account_is(tiny_checkpoint: Path) -> None:
+def test_judge_without_disk_counter_uses_process_counter(tiny_checkpoint: Path) -> None:
     judged = judge.Judge(judge.Conditions(tiny_checkpoint))
     assert judged.objection(facts()) is None
     assert judged.objection(facts(own_read_bytes=None)) is None
@@ -202,7 +198,7 @@ def test_where_no_disk_is_counted_the_arms_own_account_is(tiny_checkpoint: Path)
     )
 
 
-def test_a_sweep_counts_its_own_reads_where_no_disk_is(
+def test_sweep_without_disk_counter_uses_process_counter(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "diskstats_key", lambda path: None)
@@ -214,7 +210,7 @@ def test_a_sweep_counts_its_own_reads_where_no_disk_is(
         device.require_read(before, 1 << 50, "a sweep")
 
 
-def test_a_checkpoint_that_changes_is_no_result(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_judge_changed_checkpoint_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     source = tmp_path / "changing"
     shutil.copytree(tiny_checkpoint, source)
     judged = judge.Judge(judge.Conditions(source))
@@ -222,17 +218,17 @@ def test_a_checkpoint_that_changes_is_no_result(tiny_checkpoint: Path, tmp_path:
     (first, *_) = sorted(source.glob("*.safetensors"))
     with first.open("ab") as opened:
         opened.write(b"more")
-    with pytest.raises(records.Refused, match="somebody changed it while it was measured"):
+    with pytest.raises(records.Refused, match="it was changed during the measurement"):
         judged.require_unchanged()
     first.unlink()
-    with pytest.raises(records.Refused, match="somebody changed it while it was measured"):
+    with pytest.raises(records.Refused, match="it was changed during the measurement"):
         judged.require_unchanged()
 
 
 # --- ends ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_nobody_waits_for_is_gone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_worker_abandoned_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> None:
     code = "import signal; signal.pause()"
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
@@ -242,7 +238,7 @@ def test_a_worker_nobody_waits_for_is_gone(tiny_checkpoint: Path, tmp_path: Path
     assert started._process.returncode == -signal.SIGKILL
 
 
-def test_a_worker_dies_with_its_judge() -> None:
+def test_worker_ends_with_its_judge() -> None:
     """The judge is killed while its worker, which has asked for it, waits for ever."""
     judge_of_it = f"""
 import os, signal, sys
@@ -266,7 +262,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert int(ran.stdout) > 0
 
 
-def test_sigterm_ends_in_order() -> None:
+def test_sigterm_runs_cleanup() -> None:
     ended = []
     with pytest.raises(SystemExit) as error, measuring.ended_in_order():
         try:

@@ -20,7 +20,7 @@ arms, choice, judge, machine, places, prepare = (
 )  # fmt: skip
 
 
-def test_a_kernel_that_tells_nothing_of_disks(
+def test_machine_without_diskstats_is_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a sandbox: there is no account of the disk then, and no crash."""
@@ -29,7 +29,9 @@ def test_a_kernel_that_tells_nothing_of_disks(
     assert machine.busy_seconds() == 0.0
 
 
-def test_without_environments_ours_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_without_environment_uses_own_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(places, "CACHE", tmp_path)
     assert judge.python_of(arms.parse("gdsload")) == Path(sys.executable)
     assert judge.python_of(arms.parse("safetensors-mmap")) == Path(sys.executable)
@@ -43,7 +45,7 @@ def test_without_environments_ours_will_do(tmp_path: Path, monkeypatch: pytest.M
     assert judge.python_of(arms.parse("safetensors-mmap")) == own
 
 
-def test_who_opens_cufile_is_left_out_where_it_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arm_with_hanging_cufile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = argparse.Namespace(device="cuda:0"), argparse.Namespace(device="cpu")
     monkeypatch.setattr(library, "obstacle", lambda: "it would spin")
     for name in ("fastsafetensors", "nixl-gds-mt"):
@@ -53,7 +55,7 @@ def test_who_opens_cufile_is_left_out_where_it_would_hang(monkeypatch: pytest.Mo
     assert choice.hangs(arms.parse("gdsload"), gpu) == ""
 
 
-def test_without_a_compiler_there_is_no_yardstick(
+def test_cold_without_compiler_has_no_bare_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "BARE", tmp_path / "bare.so")
@@ -62,7 +64,7 @@ def test_without_a_compiler_there_is_no_yardstick(
         prepare.build_bare()
 
 
-def test_environments_of_wheels_that_were_carried(tmp_path: Path) -> None:
+def test_deps_installs_from_local_wheels(tmp_path: Path) -> None:
     """What is not among them comes from the environment that makes them."""
     wheel = tmp_path / "wheels/fastsafetensors-0.5.0-py3-none-any.whl"
     wheel.parent.mkdir()

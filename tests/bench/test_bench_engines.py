@@ -36,7 +36,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge.Judge, "run", made_up)
 
 
-def test_each_road_is_tried_with_what_means_something_to_it() -> None:
+def test_engines_arms_have_only_applicable_settings() -> None:
     options = engines.arguments(["x", "--request", "1M", "--in-flight", "4", "8"])
     assert list(engines.grid(options)) == [
         *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth},populate_threads=2,"
@@ -48,7 +48,7 @@ def test_each_road_is_tried_with_what_means_something_to_it() -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_engines_side_by_side(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_engines_table_has_each_combination(tiny_checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "engines.json"
     answer = run(
         "bench", "engines", tiny_checkpoint, "--engine", "threads", "gds", "gds_mt", "--request",
@@ -68,7 +68,7 @@ def test_engines_side_by_side(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "requests of 1M" in output.with_suffix(".svg").read_text()
 
 
-def test_of_a_road_that_ran_in_part_the_rest_is_named() -> None:
+def test_engines_partly_failed_backend_names_missing_combinations() -> None:
     made, missing = (f"gdsload:engine=aio,request_bytes=4096,depth={depth}" for depth in (1, 2))
     parse = measuring.program("arms").parse
     result = {"arms": [parse(made)._asdict()],
@@ -76,7 +76,7 @@ def test_of_a_road_that_ran_in_part_the_rest_is_named() -> None:
     assert engines.shortened(result) == {missing: "why", "gds": "no"}
 
 
-def test_every_backend_is_an_arm_or_left_out_with_its_reason(
+def test_engines_unusable_backend_is_left_out_with_reason(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     options = cold.arguments([str(tiny_checkpoint)])
@@ -90,14 +90,14 @@ def test_every_backend_is_an_arm_or_left_out_with_its_reason(
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert "gdsload" in {arm.label for arm in arms}
     for engine in ("uring", "linuxaio", "threads", "aio"):
-        assert "is mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
+        assert "are mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
     options.device = "cuda:0"  # what cuFile can do there is asked in the arm's own process
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert {"gdsload:backend=gds", "gdsload:backend=gds_mt"} <= {arm.label for arm in arms}
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_tuning_names_the_best_and_cold_takes_it(
+def test_tune_result_is_used_by_cold(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "CANDIDATES", {
@@ -118,16 +118,16 @@ def test_tuning_names_the_best_and_cold_takes_it(
 
 
 @pytest.mark.parametrize("kept", ["", "[]", '{"best": 3}', '{"best": {"gdsload": "nonsense"}}'])
-def test_settings_that_are_none_are_refused(
+def test_tune_invalid_settings_are_refused(
     kept: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     (path := tmp_path / "best.json").write_text(kept)
     answer = run("bench", "cold", tiny_checkpoint, "--best", path, "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
-    assert f"no table: --best {path}: this is no" in answer.stderr
+    assert f"no result: --best {path}: this is no" in answer.stderr
 
 
-def test_there_is_nothing_to_choose_for_an_unknown_kind(tiny_checkpoint: Path) -> None:
+def test_tune_unknown_kind_is_refused(tiny_checkpoint: Path) -> None:
     answer: Any = run("bench", "tune", tiny_checkpoint, "--arms", "gdsload:depth=4")
     assert answer.exit_code == 1
     assert "no result: --arms gdsload:depth=4: there is nothing to choose from" in answer.stderr

@@ -32,23 +32,21 @@ def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", ["cold", "io", "start"])
-def test_somebody_elses_file_is_refused_by_name(
+def test_file_of_other_user_is_refused(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def untold(file: object, *_: int) -> int:
+    def unknown(file: object, *_: int) -> int:
         raise PermissionError(errno.EPERM, "the kernel tells it only to its owner")
 
     checkpoints.write("tiny", tmp_path / "tiny")
-    monkeypatch.setattr(page_cache, "resident_bytes", untold)
+    monkeypatch.setattr(page_cache, "resident_bytes", unknown)
     answer = run("bench", command, tmp_path / "tiny", "--output", tmp_path / "x.json")
     assert answer.exit_code == 1
-    assert "model-00001-of-00002.safetensors: what the page cache holds" in answer.stderr
+    assert "model-00001-of-00002.safetensors: its residency in the page" in answer.stderr
     assert "only to its owner; take a copy of your own, or be root" in answer.stderr
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(1 << 14))
 
@@ -60,7 +58,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(
         truth.Truth(path)
 
 
-def test_holes_are_named_where_the_disk_read_too_little(tmp_path: Path) -> None:
+def test_sparse_file_refusal_names_holes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(8 << 20))
     short = {"resident_before_bytes": 0, "device_read_bytes": 4096, "touched_bytes": 8 << 20}
@@ -79,7 +77,7 @@ def test_holes_are_named_where_the_disk_read_too_little(tmp_path: Path) -> None:
         (None, 4096, "the arm read 4,096 bytes"),
     ],
 )
-def test_fio_is_judged_as_every_arm(
+def test_fio_arm_is_judged(
     device: int | None, own: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(8 << 20))
@@ -97,7 +95,7 @@ def test_fio_is_judged_as_every_arm(
     "arm", ["bare:pages=x", "bare:request_kib=0", "bare:request_kib=6", "bare:depth=0",
             "bare:depth=many", "bare:memory=", "bare:nonsense=1"],
 )  # fmt: skip
-def test_the_yardstick_takes_no_odd_setting(arm: str) -> None:
+def test_bare_arm_invalid_setting_is_refused(arm: str) -> None:
     """bare.c would take it for another, or read nothing without end."""
     answer = run("bench", "cold", "x", "--arms", arm)
     assert answer.exit_code == 2
@@ -105,13 +103,13 @@ def test_the_yardstick_takes_no_odd_setting(arm: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "", "a/b"])
-def test_a_result_is_called_by_a_name(name: str) -> None:
+def test_result_name_with_slash_is_refused(name: str) -> None:
     answer = run("bench", "cold", "x", "--name", name)
     assert answer.exit_code == 2
     assert "is no name" in answer.stderr
 
 
-def test_a_batch_that_no_queue_takes_is_left_out(
+def test_sweep_batch_above_queue_depth_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -123,7 +121,7 @@ def test_a_batch_that_no_queue_takes_is_left_out(
     assert "depth=4097: from 1 to 4096 reads can be in flight" in answer.stderr
 
 
-def test_what_is_installed_stays_where_wheels_are_nowhere(
+def test_deps_missing_wheels_leave_installed_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "CACHE", tmp_path)
@@ -151,7 +149,7 @@ def kept() -> dict[str, Any]:
         (json.dumps({**kept(), "format": 1}), "kept in format 1, and this gdsload reads 2"),
     ],
 )
-def test_a_file_that_is_no_result_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_report_invalid_result_is_refused(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(text)
     answer = run("bench", "report", path)
@@ -161,7 +159,7 @@ def test_a_file_that_is_no_result_is_refused(text: str, why: str, tmp_path: Path
     assert why in line
 
 
-def test_a_baseline_that_is_none_is_refused(
+def test_instructions_invalid_baseline_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "baseline.json").write_text("{")
@@ -171,7 +169,7 @@ def test_a_baseline_that_is_none_is_refused(
     assert "is no baseline" in capsys.readouterr().err
 
 
-def test_an_environment_of_nothing_is_made_again(tmp_path: Path) -> None:
+def test_deps_empty_environment_is_recreated(tmp_path: Path) -> None:
     """As where there was no network: what failed then is no reason to leave it at that."""
     (tmp_path / "bin").mkdir()
     uv = tmp_path / "bin/uv"

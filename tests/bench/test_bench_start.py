@@ -39,32 +39,32 @@ def told(arm: str, source: Path) -> dict[str, Any]:
     }
 
 
-def test_a_fresh_process_tells_when_it_had_read_all(source: Path) -> None:
+def test_start_child_reports_its_marks(source: Path) -> None:
     found = start.run("read", source)
     assert found["arm"] == "read"
     assert 0 < found["marks"]["imports"] <= found["seconds"] == found["marks"]["ready"]
     assert found["reads"]
 
 
-def test_a_child_that_fails_is_no_figure(tmp_path: Path) -> None:
+def test_start_failing_child_is_refused(tmp_path: Path) -> None:
     with pytest.raises(start.Refused, match="CheckpointNotFound"):
         start.child("read", tmp_path)
 
 
-def test_what_overlaps_is_one_time_of_reading() -> None:
+def test_start_overlapping_reads_are_merged() -> None:
     spans = [("b", 3.0, 4.0), ("a", 0.0, 1.0), ("c", 0.5, 2.0), ("d", 1.5, 1.7)]
     assert start.joined(spans, 0.0) == [[0.0, 2.0], [3.0, 4.0]]
     assert start.joined(spans, 0.9) == [[0.0, 2.0], [3.0, 4.0]]
     assert start.joined(spans, 1.0) == [[0.0, 4.0]]
 
 
-def test_runs_take_turns(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_runs_alternate(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "child", told)
     first = [run["arm"] for run in start.measured(source, 3)[:: len(start.ARMS)]]
     assert first == ["imports", "imports", "stock"]
 
 
-def test_kept_shown_and_drawn(
+def test_start_result_has_table_and_picture(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,9 +95,7 @@ def test_kept_shown_and_drawn(
     assert "within 10% was wanted: 2 repeats cannot tell" in start.notes(result)
 
 
-def test_weights_that_somebody_read_meanwhile_are_not_cold(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_warm_weights_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(_: float) -> None:
         for file in source.glob("*.safetensors"):
             file.read_bytes()
@@ -105,11 +103,13 @@ def test_weights_that_somebody_read_meanwhile_are_not_cold(
     monkeypatch.setattr(start, "child", told)
     assert start.run("stock", source)["seconds"] == READY["stock"]
     monkeypatch.setattr(start.time, "sleep", read)
-    with pytest.raises(records.Refused, match=r"somebody read [\d,]+ bytes of it before stock"):
+    with pytest.raises(
+        records.Refused, match=r"another process read [\d,]+ bytes of it before stock"
+    ):
         start.run("stock", source)
 
 
-def test_models_that_differ_are_no_result(
+def test_start_different_models_are_refused(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""What is packed is complete: tree → sdist → wheel → import, with liburing and without."""
+"""The packages are complete: tree → sdist → wheel → import, with and without liburing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Wheel(NamedTuple):
 
 
 def build(kind: str, tree: Path, out: Path, **variables: str) -> str:
-    # The wheel's content is under test, not its speed: -O0 compiles in a third of the time.
+    # -O0 compiles in a third of the time; the tests look at the content of the wheel only.
     ran = subprocess.run(
         [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, tree],
         env={**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} -O0", **variables},
@@ -89,12 +89,12 @@ def installed(wheel: Wheel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules(wheel: Wheel) -> set[str]:
-    """The native modules that this machine can build; setup.py says when it cannot build one."""
+    """The native modules that this machine can build; the log of setup.py names the others."""
     sources = {path.stem for path in NATIVE.glob("*.pyx")}
     return sources - {"uring"} if "io_uring engine is left out" in wheel.log else sources
 
 
-def test_sdist_has_every_source(unpacked: Path) -> None:
+def test_sdist_contains_every_source(unpacked: Path) -> None:
     kinds = {".h", ".md", ".pxd", ".py", ".pyi", ".pyx", ".sh", ".toml", ".typed"}
     folders = ("src", "tests", "scripts", "docs", "benchmarks")
     wanted = {
@@ -109,7 +109,7 @@ def test_sdist_has_every_source(unpacked: Path) -> None:
     assert {str(path) for path in wanted if not (unpacked / path).is_file()} == set()
 
 
-def test_sdist_has_nothing_that_was_built(sdist: Path) -> None:
+def test_sdist_contains_no_build_output(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
     assert [n for n in names if n.endswith((".so", ".o", ".c")) and "/src/" in n] == []
@@ -117,14 +117,14 @@ def test_sdist_has_nothing_that_was_built(sdist: Path) -> None:
 
 
 @pytest.mark.skipif(FREE_THREADED, reason="a free-threaded Python has no stable ABI")
-def test_one_wheel_for_every_python(wheel: Wheel) -> None:
+def test_wheel_tag_is_stable_abi(wheel: Wheel) -> None:
     assert "-cp310-abi3-" in wheel.path.name
     native = [name for name in wheel.names if name.endswith(".so")]
     assert native
     assert all(name.endswith(".abi3.so") for name in native)
 
 
-def test_wheel_has_every_module_and_its_types(wheel: Wheel) -> None:
+def test_wheel_contains_every_module_and_its_types(wheel: Wheel) -> None:
     assert wheel.compiled == modules(wheel)
     source = ROOT / "src"
     wanted = {
@@ -133,18 +133,18 @@ def test_wheel_has_every_module_and_its_types(wheel: Wheel) -> None:
         for path in (source / "gdsload").rglob(kind)
     }
     assert wanted <= wheel.names
-    # The benchmarks come along, under the library's own name.
+    # The benchmarks are included, as gdsload.benchmarks.
     tree = {path.name for path in (ROOT / "benchmarks").glob("*.*")} - {"README.md"}
     packed = {name.rpartition("/")[2] for name in wheel.names if "gdsload/benchmarks/" in name}
     assert packed == {name for name in tree if not name.startswith("test_")}
     compiled = [name for name in sorted(wheel.names) if name.endswith((".pyx", ".c"))]
-    assert compiled == [  # yardsticks, compiled where they are used
+    assert compiled == [  # compiled by the benchmarks that use them
         "gdsload/benchmarks/bare.c",
         "gdsload/benchmarks/instant.c",
     ]
 
 
-def test_benchmarks_run_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+def test_wheel_runs_benchmarks(installed: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); from gdsload.cli import main;"
         " import gdsload.benchmarks as found; print(found.__file__); main()"
@@ -158,14 +158,14 @@ def test_benchmarks_run_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     assert "usage: gdsload bench io" in ran.stdout
 
 
-def test_wheel_names_its_command_and_its_backends(installed: Path) -> None:
+def test_wheel_has_command_and_backend_entry_points(installed: Path) -> None:
     (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
     text = entry_points.read_text()
     assert "gdsload = gdsload.cli:main" in text
     assert re.search(r"\[gdsload\.backends\]\nposix = gdsload\.backends\.posix:PosixBackend", text)
 
 
-def test_wheel_is_imported_where_it_is_unpacked(wheel: Wheel, installed: Path) -> None:
+def test_wheel_unpacked_can_be_imported(wheel: Wheel, installed: Path) -> None:
     code = (
         "import importlib, sys; sys.path.insert(0, sys.argv[1]); import gdsload; "
         "found = [gdsload] + [importlib.import_module(f'gdsload._native.{n}') "
@@ -183,7 +183,7 @@ def test_wheel_is_imported_where_it_is_unpacked(wheel: Wheel, installed: Path) -
     assert [file for file in files if not file.startswith(str(installed))] == []
 
 
-def test_liburing_stays_inside(wheel: Wheel, installed: Path) -> None:
+def test_wheel_hides_liburing_symbols(wheel: Wheel, installed: Path) -> None:
     if "uring" not in wheel.compiled:
         pytest.skip(next(line for line in wheel.log.splitlines() if "is left out" in line))
     (path,) = (installed / "gdsload" / "_native").glob("uring.*.so")
@@ -195,19 +195,19 @@ def test_liburing_stays_inside(wheel: Wheel, installed: Path) -> None:
     assert b"liburing.so" not in path.read_bytes()
 
 
-def test_modules_ask_a_free_threaded_python_for_the_gil(wheel: Wheel, unpacked: Path) -> None:
+def test_modules_on_free_threaded_python_require_the_gil(wheel: Wheel, unpacked: Path) -> None:
     translated = {path.stem: path.read_text() for path in unpacked.glob("build/cython/**/*.c")}
     assert translated.keys() == wheel.compiled
     asked = re.compile(r"#define __Pyx_FREETHREADING_COMPATIBLE (\w+)")
-    # The last is the one that holds where the compiler's command line says nothing.
+    # The last definition applies unless the compiler's command line sets another.
     found = {name: asked.findall(text)[-1] for name, text in translated.items()}
     assert set(found.values()) == {"Py_MOD_GIL_USED"}, found
 
 
-def test_builds_without_liburing(
+def test_build_without_liburing_succeeds(
     wheel: Wheel, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # In the tree that has just built one with it: what lies there must not slip in.
+    # In a tree that was built with liburing: old build output must not be packed.
     without = wheel_of(unpacked, tmp_path_factory.mktemp("without"), GDSLOAD_LIBURING="0")
     assert "GDSLOAD_LIBURING=0: the io_uring engine is left out" in without.log
     assert without.compiled == {path.stem for path in NATIVE.glob("*.pyx")} - {"uring"}

@@ -1,7 +1,7 @@
-"""The documents are programs: their code blocks run, in order, beside a checkpoint ``model``.
+"""Runs the code blocks of the documents, in order, in a directory with a checkpoint ``model``.
 
-A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block runs when it
-stands below ``<!-- run -->``: each of its ``gdsload ...`` lines through the command line.
+A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block below
+``<!-- run -->`` runs too: each of its ``gdsload ...`` lines, by the command line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     def run(self, namespace: dict[str, object]) -> None:
         if self.language == "python":
-            # Empty lines in front: a traceback then names the line of the document.
+            # Leading empty lines, so that a traceback names the line of the document.
             code = compile("\n" * self.line + self.code, str(self.document), "exec")
             exec(code, namespace)
         else:
@@ -76,7 +76,7 @@ BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 
 
 class Reader:
-    """Follows one document from its top: a block sees what the blocks above it have defined."""
+    """Runs one document from its top: a block sees the names that earlier blocks have defined."""
 
     def __init__(self, document: Path, directory: Path) -> None:
         self.waiting = [block for block in BLOCKS if block.document == document]
@@ -103,7 +103,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
 @pytest.mark.parametrize(
     "block", BLOCKS, ids=[f"{block.document.name}:{block.line}" for block in BLOCKS]
 )
-def test_block_runs(
+def test_document_block_runs(
     block: Block, readers: dict[Path, Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if block.skipped is not None:
@@ -114,16 +114,16 @@ def test_block_runs(
     reader.read_to(block)
 
 
-def test_readme_has_blocks_that_run() -> None:
+def test_readme_has_running_blocks() -> None:
     running = [b for b in BLOCKS if b.document.name == "README.md" and b.skipped is None]
     assert {block.language for block in running} >= {"python"}
 
 
-def test_every_skip_gives_its_reason() -> None:
+def test_skipped_block_gives_reason() -> None:
     assert [f"{b.document.name}:{b.line}" for b in BLOCKS if b.skipped == ""] == []
 
 
-def test_documents_point_at_files_that_exist() -> None:
+def test_document_links_exist() -> None:
     missing = []
     for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for link in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
@@ -132,7 +132,7 @@ def test_documents_point_at_files_that_exist() -> None:
     assert missing == []
 
 
-def test_a_block_is_found_with_its_mark_and_line(tmp_path: Path) -> None:
+def test_block_is_found_with_mark_and_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- a remark --> text\n\n```python\na = 1\n```\n\n"

@@ -1,4 +1,4 @@
-"""The example server as a real process: not ready, then ready, over HTTP on the loopback."""
+"""The example server in a process of its own, over HTTP on the loopback interface."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def ask(url: str, body: object = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_it_becomes_ready_and_answers(address: str) -> None:
+def test_service_becomes_ready_and_answers(address: str) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     seen = []
-    while time.monotonic() < deadline:  # the socket listens already: the first answer waits for it
+    while time.monotonic() < deadline:  # the socket listens already: the first request waits
         code, text = ask(f"{address}/health")
         seen.append(code)
         if code == 200:

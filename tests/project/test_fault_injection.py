@@ -15,7 +15,7 @@ LIMIT_SECONDS = 600  # the sample takes some twenty; a machine may be busy
 
 
 @pytest.mark.slow
-def test_loads_end_in_exact_bytes_or_one_error(tmp_path: Path) -> None:
+def test_loads_under_failing_calls_end_in_exact_bytes_or_one_error(tmp_path: Path) -> None:
     if why := injector.why_not():
         pytest.skip(f"system calls cannot be injected here: {why}")
     output = tmp_path / "faults.json"

@@ -1,4 +1,4 @@
-"""`make gpu-check` runs, tells right from wrong, and says so with its exit status: over doubles."""
+"""`make gpu-check` over doubles: verdicts of its rows, and its exit status."""
 
 from __future__ import annotations
 
@@ -50,37 +50,37 @@ def run(script: ModuleType, tmp_path: Path, *more: str) -> tuple[int, dict[str, 
     return code, json.loads(out.read_text())
 
 
-def test_every_road(
+def test_gpu_check_all_backends_are_exact(
     script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     code, facts = run(script, tmp_path, str(tiny_checkpoint))
     shown = capsys.readouterr().out
     assert code == 0, shown
-    exact = [row["road"] for row in facts["rows"] if row["verdict"] == "exact"]
+    exact = [row["backend"] for row in facts["rows"] if row["verdict"] == "exact"]
     assert {"posix/threads", "gds_mt", "gds", "prefetch"} <= set(exact)
     assert all(row["left_bytes"] == 0 for row in facts["rows"] if row["verdict"] == "exact")
-    refused = [row["road"] for row in facts["rows"] if row["verdict"].startswith("refused")]
+    refused = [row["backend"] for row in facts["rows"] if row["verdict"].startswith("refused")]
     assert refused == []
     assert facts["machine"]["gpu"]["name"] == "Double 0"
     assert "gds_mt/nvfs" in shown
 
 
-def test_a_road_that_fails(
+def test_gpu_check_failing_backend_has_failed_row_and_exit_status(
     script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     doubles.fault("cuFileRead", NEGATIVE, 5044, times=-1)
     code, facts = run(script, tmp_path, str(tiny_checkpoint))
     assert code == 1
-    (row,) = [row for row in facts["rows"] if row["road"] == "gds_mt"]
+    (row,) = [row for row in facts["rows"] if row["backend"] == "gds_mt"]
     assert row["verdict"].startswith("FAILED: ") and "5044" in row["verdict"]
 
 
-def test_what_nobody_has_foreseen(
+def test_gpu_check_unexpected_error_is_a_row_and_exit_keeps_earlier_rows(
     script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It is a row like others; and what ends the process costs only what comes after it."""
+    """An unexpected error is a row; SystemExit loses only the rows after it."""
     real = script.check
 
     def check(label: str, *more: Any) -> dict[str, Any]:
@@ -94,14 +94,13 @@ def test_what_nobody_has_foreseen(
     with pytest.raises(SystemExit):
         run(script, tmp_path, str(tiny_checkpoint))
     facts = json.loads((tmp_path / "out.json").read_text())
-    verdicts = {row["road"]: row["verdict"] for row in facts["rows"]}
+    verdicts = {row["backend"]: row["verdict"] for row in facts["rows"]}
     assert verdicts["posix/threads"] == "exact" and "gds_mt" not in verdicts
     assert verdicts["posix/linuxaio"].startswith("FAILED: RuntimeError: CUDA error")
     assert facts["machine"]["gpu"]["name"] == "Double 0"
 
 
-def test_a_row_that_hangs(script: ModuleType, tiny_checkpoint: Path) -> None:
-    """Ends the check, and says where."""
+def test_gpu_check_hanging_row_ends_with_stacks(script: ModuleType, tiny_checkpoint: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import threading, gpu_check;"
         " from pathlib import Path;"
@@ -112,16 +111,16 @@ def test_a_row_that_hangs(script: ModuleType, tiny_checkpoint: Path) -> None:
     assert "Timeout" in ran.stderr and "in wait" in ran.stderr
 
 
-def test_memory_of_the_driver_and_memory_that_was_left(
+def test_gpu_check_leaked_memory_is_reported_but_not_driver_memory(
     script: ModuleType, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a driver takes once is no leak; what every load leaves is."""
-    road = ("posix/threads", "posix", {"engine": "threads"}, tiny_checkpoint, "cuda:0")
+    """Memory that a driver allocates once is no leak; memory that every load leaves is one."""
+    backend = ("posix/threads", "posix", {"engine": "threads"}, tiny_checkpoint, "cuda:0")
     doubles.cuda.cuda_double_residue(4 << 20)
-    row = script.check(*road)
+    row = script.check(*backend)
     assert (row["verdict"], row["left_bytes"]) == ("exact", 0)
     doubles.cuda.cuda_double_residue(4 << 20)
-    row = script.check_ahead(tiny_checkpoint, "cuda:0")
+    row = script.check_prefetch(tiny_checkpoint, "cuda:0")
     assert (row["verdict"], row["left_bytes"]) == ("exact", 0)
 
     left: list[Block] = []
@@ -132,28 +131,28 @@ def test_memory_of_the_driver_and_memory_that_was_left(
         return load_file(*words, **more)
 
     monkeypatch.setattr(gdsload, "load_file", careless)
-    row = script.check(*road)
+    row = script.check(*backend)
     assert row["verdict"].startswith("LEFT: ") and row["left_bytes"] >= 2 << 20
 
 
-def test_a_prefetch_that_is_of_no_use(
+def test_gpu_check_unused_prefetch_is_a_failed_row(
     script: ModuleType, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it brought was not adopted; or it could not bring it to the device."""
+    """The load did not take over its bytes, or they were read to host memory."""
     with monkeypatch.context() as patch:
         patch.setattr(device_init.DeviceInit, "landing", lambda *_: "cuda:1")
-        row = script.check_ahead(tiny_checkpoint, "cuda:0")
+        row = script.check_prefetch(tiny_checkpoint, "cuda:0")
     assert row["verdict"].startswith("FAILED: the load read "), row["verdict"]
 
     def refused(self: device_init.DeviceInit) -> None:
-        self.refusal = "somebody else has it"
+        self.refusal = "the device is in use"
 
     monkeypatch.setattr(device_init.DeviceInit, "_run", refused)
-    row = script.check_ahead(tiny_checkpoint, "cuda:0")
-    assert row["verdict"] == "FAILED: it went to host memory: somebody else has it"
+    row = script.check_prefetch(tiny_checkpoint, "cuda:0")
+    assert row["verdict"] == "FAILED: it went to host memory: the device is in use"
 
 
-def test_bytes_that_are_wrong(script: ModuleType) -> None:
+def test_gpu_check_differs_names_the_difference(script: ModuleType) -> None:
     one = {"a": torch.arange(4)}
     assert script.differs(one, {"a": torch.arange(4)}) == ""
     assert script.differs(one, {"a": torch.tensor([0, 1, 2, 4])}) == "a: other bytes"
@@ -161,7 +160,7 @@ def test_bytes_that_are_wrong(script: ModuleType) -> None:
     assert "other names" in script.differs(one, {})
 
 
-def test_no_gpu(
+def test_gpu_check_without_gpu_fails_with_reason(
     script: ModuleType, doubles: Doubles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert script.main(["--device", "cuda:9", "--json", str(tmp_path / "x")]) == 1

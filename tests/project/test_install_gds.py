@@ -1,5 +1,5 @@
-"""scripts/install_gds.sh against machines made of files: a fabricated /proc, /sys, /etc and /dev,
-and a PATH whose nvidia-smi, apt-get, modprobe and the like are ours and write down their calls.
+"""scripts/install_gds.sh on fabricated machines: directories for /proc, /sys, /etc and /dev, and a
+PATH with fakes of nvidia-smi, apt-get, modprobe and others, which record their calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NVFS_SYMBOL = "0000000000000000 T nvme_v1_register_nvfs_dma_ops\t[nvme]\n"
 ROOT_MOUNT = "22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw\n"
 CHANGERS = ("apt-get", "dpkg", "modprobe")
 
-# Each writes its call down. apt-get "builds" the module, modprobe "loads" a built one.
+# Each records its call. apt-get "builds" the module, modprobe "loads" a built one.
 FAKES = {
     "uname": f'case $1 in -r) echo {KERNEL} ;; -m) echo "${{FAKE_ARCH:-x86_64}}" ;; esac',
     "id": 'echo "${FAKE_UID:-0}"',
@@ -56,7 +56,7 @@ class Ran(NamedTuple):
 
 
 class Machine:
-    """A machine made of files: put() what it has, then run the script on it."""
+    """A machine made of files: put() adds files, run() runs the script on it."""
 
     def __init__(self, directory: Path) -> None:
         self.root, self.state, self.bin = (directory / part for part in ("root", "state", "bin"))
@@ -135,7 +135,7 @@ def rules_out(answer: dict[str, Any], mode: str) -> set[str]:
     return {each["name"] for each in answer["findings"] if mode in each["rules_out"]}
 
 
-def test_no_gpu(machine: Machine) -> None:
+def test_check_without_gpu_rules_out_both_modes(machine: Machine) -> None:
     answer = machine.check()
     assert answer["exit_code"] == 2
     assert answer["modes"] == {"nvidia-fs": False, "p2pdma": False}
@@ -143,7 +143,7 @@ def test_no_gpu(machine: Machine) -> None:
     assert {"GPU", "driver"} <= rules_out(answer, "nvidia-fs") & rules_out(answer, "p2pdma")
 
 
-def test_a_gpu_without_a_driver(machine: Machine) -> None:
+def test_check_gpu_without_driver_cannot_be_installed(machine: Machine) -> None:
     machine.put("sys/bus/pci/devices/0000:41:00.0/vendor", "0x10de\n")
     machine.put("sys/bus/pci/devices/0000:41:00.0/class", "0x030200\n")
     answer = machine.check()
@@ -152,7 +152,7 @@ def test_a_gpu_without_a_driver(machine: Machine) -> None:
     assert answer["exit_code"] == 2
 
 
-def test_driver_without_nvidia_fs(machine: Machine) -> None:
+def test_check_without_nvidia_fs_is_installable(machine: Machine) -> None:
     machine.with_gpu()
     answer = machine.check()
     assert answer["exit_code"] == 1
@@ -163,7 +163,7 @@ def test_driver_without_nvidia_fs(machine: Machine) -> None:
     assert "--add-repo" in finding(answer, "apt repository")["hint"]
 
 
-def test_nvidia_fs_is_not_installed_below_a_proprietary_driver(machine: Machine) -> None:
+def test_check_proprietary_driver_rules_out_nvidia_fs(machine: Machine) -> None:
     machine.with_gpu("Tesla V100-SXM2-16GB, 7.0\n", PROPRIETARY)
     machine.with_repository()
     answer = machine.check()
@@ -174,7 +174,7 @@ def test_nvidia_fs_is_not_installed_below_a_proprietary_driver(machine: Machine)
     assert {"GPU", "driver"} <= rules_out(answer, "p2pdma")
 
 
-def test_nvidia_fs_loaded(machine: Machine) -> None:
+def test_check_loaded_nvidia_fs_is_ready(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_nvidia_fs()
     machine.put("proc/kallsyms", NVFS_SYMBOL)
@@ -184,7 +184,7 @@ def test_nvidia_fs_loaded(machine: Machine) -> None:
     assert "2.25.7" in finding(answer, "nvidia-fs")["detail"]
 
 
-def test_nvidia_fs_needs_an_nvme_driver_that_knows_it(machine: Machine) -> None:
+def test_check_stock_nvme_driver_rules_out_nvidia_fs(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_nvidia_fs()
     answer = machine.check("/models")
@@ -192,7 +192,7 @@ def test_nvidia_fs_needs_an_nvme_driver_that_knows_it(machine: Machine) -> None:
     assert rules_out(answer, "nvidia-fs") == {"NVMe patch"}
 
 
-def test_p2pdma_ready(machine: Machine) -> None:
+def test_check_p2pdma_is_ready(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_p2pdma()
     answer = machine.check("/models/a.safetensors")
@@ -212,7 +212,9 @@ def test_p2pdma_ready(machine: Machine) -> None:
         ("etc/cufile.json", '{\n  // "use_pci_p2pdma": true\n}\n', "use_pci_p2pdma"),
     ],
 )
-def test_what_p2pdma_cannot_do_without(machine: Machine, path: str, text: str, name: str) -> None:
+def test_check_missing_requirement_rules_out_p2pdma(
+    machine: Machine, path: str, text: str, name: str
+) -> None:
     machine.with_gpu()
     machine.with_p2pdma()
     machine.put(path, text)
@@ -221,26 +223,26 @@ def test_what_p2pdma_cannot_do_without(machine: Machine, path: str, text: str, n
     assert finding(answer, name)["hint"]
 
 
-def test_p2pdma_needs_cuda_12_8_and_ampere(machine: Machine) -> None:
+def test_check_old_cuda_or_gpu_rules_out_p2pdma(machine: Machine) -> None:
     machine.with_gpu("Tesla T4, 7.5\n")
     machine.with_p2pdma()
     assert rules_out(machine.check(FAKE_CUDA="12.7"), "p2pdma") == {"GPU", "CUDA"}
 
 
-def test_a_kernel_tells_of_p2pdma_in_its_configuration(machine: Machine) -> None:
+def test_check_kernel_configuration_shows_p2pdma(machine: Machine) -> None:
     machine.put(f"boot/config-{KERNEL}", "CONFIG_PCI_P2PDMA=y\n")
     assert finding(machine.check(), "kernel")["verdict"] == "yes"
     machine.put(f"boot/config-{KERNEL}", "# CONFIG_PCI_P2PDMA is not set\n")
     assert finding(machine.check(), "kernel")["verdict"] == "no"
 
 
-def test_settings_that_wait_for_a_reboot(machine: Machine) -> None:
+def test_check_settings_before_reboot_are_named(machine: Machine) -> None:
     machine.with_gpu()
     machine.put("etc/modprobe.d/p2p.conf", f"options nvidia NVreg_{STATIC_BAR1}")
     assert "reboot" in finding(machine.check(), "static BAR1")["hint"]
 
 
-def test_the_iommu(machine: Machine) -> None:
+def test_check_iommu_is_reported(machine: Machine) -> None:
     assert finding(machine.check(), "IOMMU")["verdict"] == "yes"
     machine.put("sys/class/iommu/dmar0/name", "")
     assert "iommu=off" in finding(machine.check(), "IOMMU")["hint"]
@@ -248,7 +250,7 @@ def test_the_iommu(machine: Machine) -> None:
     assert "passing through" in finding(machine.check(), "IOMMU")["detail"]
 
 
-def test_container_without_udev(machine: Machine) -> None:
+def test_check_container_without_udev_is_reported(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_nvidia_fs()
     machine.put(".dockerenv", "")
@@ -260,7 +262,7 @@ def test_container_without_udev(machine: Machine) -> None:
     assert "-v /run/udev:/run/udev:ro" in finding(answer, "udev")["hint"]
 
 
-def test_container_without_the_devices(machine: Machine) -> None:
+def test_check_container_without_devices_is_reported(machine: Machine) -> None:
     machine.put("proc/1/cgroup", "0::/docker/0123\n")
     machine.put("proc/driver/nvidia-fs/version", "version: 2.25.7\n")
     answer = machine.check()
@@ -268,7 +270,7 @@ def test_container_without_the_devices(machine: Machine) -> None:
     assert "--device=/dev/nvidia-fs0" in finding(answer, "nvidia-fs")["hint"]
 
 
-def test_modules_that_cannot_be_read(machine: Machine) -> None:
+def test_check_unreadable_modules_are_reported(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_p2pdma()
     (machine.root / "proc/modules").unlink()
@@ -292,7 +294,9 @@ def test_modules_that_cannot_be_read(machine: Machine) -> None:
         ("ext4 /dev/nvme1n1 rw,data=ordered", []),
     ],
 )
-def test_file_systems(machine: Machine, line: str, ruled_out: list[str]) -> None:
+def test_check_filesystem_rules_out_modes(
+    machine: Machine, line: str, ruled_out: list[str]
+) -> None:
     mounted = "/my models"
     mount = f"99 22 8:1 / /my\\040models rw,relatime - {line}\n"
     machine.put("proc/self/mountinfo", ROOT_MOUNT + mount + "100 22 0:5 / /my rw - tmpfs t rw\n")
@@ -302,14 +306,14 @@ def test_file_systems(machine: Machine, line: str, ruled_out: list[str]) -> None
     assert found["detail"].startswith(" from ".join(line.split()[:2]))
 
 
-def test_a_batch_that_the_cache_cannot_hold(machine: Machine) -> None:
+def test_check_batch_larger_than_cache_is_reported(machine: Machine) -> None:
     machine.put("own.json", '{"properties": {"per_buffer_cache_size_kb": 4096}}\n')
     found = finding(machine.check(CUFILE_ENV_PATH_JSON="/own.json"), "cufile.json")
     assert found["verdict"] == "partly"
     assert str(4096 * 128) in found["hint"]
 
 
-def test_a_check_tells_people_and_changes_nothing(machine: Machine) -> None:
+def test_check_prints_findings_and_changes_nothing(machine: Machine) -> None:
     machine.with_gpu()
     before = sorted(machine.root.rglob("*"))
     ran = machine.run("--check", FAKE_UID="1000")
@@ -321,7 +325,7 @@ def test_a_check_tells_people_and_changes_nothing(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("system", ["ID=ubuntu\nID_LIKE=debian\n", "ID=debian\n"])
-def test_dry_run_only_tells(machine: Machine, system: str) -> None:
+def test_dry_run_prints_commands_and_changes_nothing(machine: Machine, system: str) -> None:
     machine.with_gpu()
     machine.with_repository("nvidia-gds", f"linux-headers-{KERNEL}")
     machine.put("etc/os-release", system)
@@ -331,7 +335,7 @@ def test_dry_run_only_tells(machine: Machine, system: str) -> None:
     assert machine.changes() == []
 
 
-def test_installs_once(machine: Machine) -> None:
+def test_install_twice_installs_once(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_repository("nvidia-fs-dkms")
     first = machine.run()
@@ -343,14 +347,14 @@ def test_installs_once(machine: Machine) -> None:
     assert machine.changes() == calls
 
 
-def test_a_built_module_is_only_loaded(machine: Machine) -> None:
+def test_install_built_module_is_only_loaded(machine: Machine) -> None:
     machine.with_gpu()
     (machine.state / "built").touch()
     assert machine.run().code == 0
     assert machine.changes() == ["modprobe nvidia-fs"]
 
 
-def test_only_root_installs(machine: Machine) -> None:
+def test_install_without_root_fails(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_repository()
     ran = machine.run(FAKE_UID="1000")
@@ -359,7 +363,7 @@ def test_only_root_installs(machine: Machine) -> None:
     assert machine.changes() == []
 
 
-def test_no_repository_is_added_unasked(machine: Machine, tmp_path: Path) -> None:
+def test_install_adds_repository_only_on_request(machine: Machine, tmp_path: Path) -> None:
     machine.with_gpu()
     ran = machine.run()
     assert ran.code == 3
@@ -373,7 +377,7 @@ def test_no_repository_is_added_unasked(machine: Machine, tmp_path: Path) -> Non
     assert machine.changes()[0] == f"dpkg -i {keyring}"
 
 
-def test_a_command_that_fails_ends_it(machine: Machine) -> None:
+def test_install_failing_command_ends_the_script(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_repository()
     (machine.state / "broken").touch()
@@ -383,7 +387,7 @@ def test_a_command_that_fails_ends_it(machine: Machine) -> None:
     assert machine.changes() == ["apt-get update"]
 
 
-def test_unsupported_distribution(machine: Machine) -> None:
+def test_install_on_other_distribution_fails(machine: Machine) -> None:
     machine.with_gpu()
     machine.put("etc/os-release", 'ID="rocky"\nID_LIKE="rhel fedora"\nPRETTY_NAME="Rocky 9"\n')
     ran = machine.run()
@@ -392,7 +396,7 @@ def test_unsupported_distribution(machine: Machine) -> None:
     assert machine.changes() == []
 
 
-def test_wrong_arguments(machine: Machine) -> None:
+def test_arguments_wrong_exit_with_usage(machine: Machine) -> None:
     assert machine.run("--force").code == 3
     assert machine.run("--json").code == 3
     assert "no such path" in machine.run("--check", "/nowhere").err
@@ -410,7 +414,7 @@ def test_wrong_arguments(machine: Machine) -> None:
         ('{"properties": {"use_pci_p2pdma": true, "io_batchsize": 99999999999999999999}}', "yes"),
     ],
 )
-def test_comments_are_no_settings(text: str, asked: str, machine: Machine) -> None:
+def test_cufile_json_comments_are_ignored(text: str, asked: str, machine: Machine) -> None:
     machine.with_gpu()
     machine.with_p2pdma()
     machine.put("etc/cufile.json", text)
@@ -418,7 +422,7 @@ def test_comments_are_no_settings(text: str, asked: str, machine: Machine) -> No
     assert found["use_pci_p2pdma"]["verdict"] == asked
 
 
-def test_headers_that_nobody_offers(machine: Machine) -> None:
+def test_check_missing_kernel_headers_are_reported(machine: Machine) -> None:
     machine.with_gpu()
     machine.with_repository()
     assert "kernel headers" in {each["name"] for each in machine.check()["findings"]}
@@ -426,13 +430,13 @@ def test_headers_that_nobody_offers(machine: Machine) -> None:
     assert "kernel headers" not in {each["name"] for each in machine.check()["findings"]}
 
 
-def test_a_pod_is_a_container(machine: Machine) -> None:
+def test_check_pod_is_a_container(machine: Machine) -> None:
     machine.with_gpu()
     found = machine.check(KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert (found["exit_code"], "host" in {each["name"] for each in found["findings"]}) == (2, True)
 
 
-def test_a_path_of_any_name(machine: Machine) -> None:
+def test_check_path_with_special_characters_works(machine: Machine) -> None:
     for name in ("a b", 'a"b', "a\\b\\t", "a$b"):
         machine.put(f"models/{name}/x", "")
         assert f"/models/{name}" in {
