@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload._native.stage import Landing, Stage
+from gdsload._native.stage import AddressMap, Stage
 from gdsload.backends.base import (
     VRAM,
     Failure,
@@ -62,7 +62,7 @@ class StagingPipeline:
         self._sound = True
         device = gpu.device(ring.ordinal)
         self.stage = Stage(ring.native, device, engine, int(register), files)
-        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
+        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count))
         ring.users.add(self)
 
     def require_own_process(self) -> None:
@@ -140,9 +140,9 @@ class StagedRequest(PumpedRequest):
                 if nbytes:
                     shares.append((place + start, nbytes, address))
             place += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
-        self._landing: Landing = road.stage.land(shares)
+        self._addresses = AddressMap(road.stage, shares)
         self._ended = False
-        base = self._landing.base
+        base = self._addresses.base
         # A ring's table of files would keep those of loads that have ended; cuFile needs its own.
         by_slot = road.kind is None or road.files is not None
         table, direct, buffered = file_table(files, by_slot=by_slot)
@@ -197,7 +197,7 @@ class StagedRequest(PumpedRequest):
         whole = native.settled == native.count and not native.failed
         native.cancel()
         native.quiet(DRAIN_SECONDS)
-        landed = self._landing.end(DRAIN_SECONDS)
+        landed = self._addresses.end(DRAIN_SECONDS)
         self.io_mode.ended(whole and landed)
         _kept[:] = [each for each in _kept if not each.landed]
         if not landed:
@@ -208,7 +208,7 @@ class StagedRequest(PumpedRequest):
     @property
     def landed(self) -> bool:
         """Whether no copy into its memory is on its way."""
-        return self._landing.end(0.0)
+        return self._addresses.end(0.0)
 
 
 # Requests that have ended before their copies had.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
-from gdsload._native.slots import Ring
+from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import available_bytes
 from gdsload.system import gpu, lifecycle, quiesce

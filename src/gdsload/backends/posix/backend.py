@@ -168,7 +168,7 @@ class PosixBackend(Backend):
             engine = engines.engine_module(self.engine).engine()
             way = bounce_buffers.BounceBuffers(engine, self.settings)
             try:
-                pump = Pump(way.engine, self.settings["depth"], way.buffers + self._buffers)
+                pump = Pump(way.engine, self.settings["depth"], self._buffers)
                 self._bounced = way
                 return pump
             except OSError as error:

@@ -47,7 +47,6 @@ class BounceBuffers:
         wanted = self._choice != "never" and self._slot_bytes <= MOST_SLOT_BYTES
         self._bounce = Bounce(engine) if wanted else None
         self.engine = engine if self._bounce is None else self._bounce.capsule()
-        self.buffers = [] if self._bounce is None else self._bounce.buffers()
 
     def arm(self, transfers: Sequence[Transfer], files: Sequence[Registration]) -> None:
         """Takes the memory for it, where these transfers and those before them are enough."""
