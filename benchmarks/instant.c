@@ -37,7 +37,8 @@ static void sleep_until(int64_t at)
     __atomic_add_fetch(&sleeps, 1, __ATOMIC_RELAXED);
 }
 
-static int open_engine(void **out, int depth, const void *buffers, int count, int *fixed)
+static int open_engine(
+    void **out, void *context, int depth, const void *buffers, int count, int *fixed)
 {
     struct engine *self = calloc(1, sizeof *self);
     (void)buffers;
@@ -88,13 +89,12 @@ static void close_engine(void *engine)
     free(engine);
 }
 static struct {
-    const char *name;
-    int (*open)(void **, int, const void *, int, int *);
+    int (*open)(void **, void *, int, const void *, int, int *);
     int (*submit)(void *, const struct read *, int);
     int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);
     void (*close)(void *);
-} ops = { "instant", open_engine, submit, reap, cancel, close_engine };
+} ops = { open_engine, submit, reap, cancel, close_engine };
 
 __attribute__((visibility("default"))) void instant_rate(int64_t wanted) { rate = wanted; }
 __attribute__((visibility("default"))) void *instant_engine(void) { return &ops; }

@@ -22,8 +22,7 @@ struct read {
 struct completion { uint64_t cookie; int64_t result; };
 struct buffer { char *address; uint64_t length; };
 struct ops {
-    const char *name;
-    int (*open)(void **, int, const struct buffer *, int, int *);
+    int (*open)(void **, void *, int, const struct buffer *, int, int *);
     int (*submit)(void *, const struct read *, int);
     int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);
@@ -108,8 +107,9 @@ static int answer(struct engine *self, const struct read *r, struct completion *
     return 1;
 }
 
-static int fault_open(void **engine, int depth, const struct buffer *b, int count, int *fixed) {
-    (void)b, (void)count;
+static int fault_open(
+    void **engine, void *context, int depth, const struct buffer *b, int count, int *fixed) {
+    (void)context, (void)b, (void)count;
     *fixed = 0;
     if (script.open_errno) return (int)-script.open_errno;
     struct engine *self = calloc(1, sizeof *self);
@@ -201,7 +201,7 @@ static void fault_close(void *engine) {
 }
 
 struct ops fault_ops = {
-    "faulty", fault_open, fault_submit, fault_reap, fault_cancel, fault_close,
+    fault_open, fault_submit, fault_reap, fault_cancel, fault_close,
 };
 
 /* From here on: what the tests call. */

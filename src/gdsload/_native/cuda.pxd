@@ -1,6 +1,6 @@
-# The part of the CUDA driver that gdsload uses, as a table of functions found at run time: nothing
-# here is linked. `Cuda` fills the table; the stage and the cuFile engines call through it on
-# threads of their own. A CUresult is an int, 0 for success; handles are plain pointers.
+# The part of the CUDA driver that gdsload uses, as a table of functions found at run time: nothing is
+# linked. `Cuda` fills the table; the stage and the cuFile engines call through it on threads of
+# their own. A CUresult is an int, 0 for success; handles are plain pointers.
 
 from libc.stdint cimport uint64_t
 
@@ -12,7 +12,6 @@ cdef enum:
     CU_EVENT_DISABLE_TIMING = 2
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTALLOC_PORTABLE = 1
-    CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
     CU_STREAM_CAPTURE_MODE_RELAXED = 2
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
 
@@ -48,22 +47,21 @@ cdef struct CudaApi:
     int (*event_query)(void *event) noexcept nogil
     int (*event_destroy)(void *event) noexcept nogil
     int (*address_range)(uint64_t *base, size_t *nbytes, uint64_t address) noexcept nogil
-    int (*pointer_attribute)(void *value, int attribute, uint64_t address) noexcept nogil
     int (*error_name)(int error, const char **name) noexcept nogil
     int (*error_text)(int error, const char **text) noexcept nogil
     # NULL before CUDA 10.
     int (*stream_capturing)(void *stream, int *status) noexcept nogil
 
 cdef inline int relax(CudaApi *cuda) noexcept nogil:
-    """What this thread asks of CUDA from now on breaks no graph that another thread is capturing:
-    an allocation or a look at an event, even of a stream that has nothing to do with it, would.
-    What the thread's mode was: for `leave_context`, where the thread is not ours."""
+    """Keeps this thread's CUDA calls from invalidating a graph that another thread captures, which
+    even an allocation or an event query of an unrelated stream would do. Returns the previous mode,
+    for `leave_context`."""
     cdef int mode = CU_STREAM_CAPTURE_MODE_RELAXED
     cuda.exchange_capture_mode(&mode)
     return mode
 
 cdef inline int enter_context(CudaApi *cuda, void *context, int *mode) noexcept nogil:
-    """Makes a context current until `leave_context`: 0, or a CUresult, and then it is not."""
+    """Makes a context current until `leave_context`. Returns a CUresult."""
     cdef int code = cuda.push_current(context)
     if code == CUDA_SUCCESS:
         mode[0] = relax(cuda)

@@ -1,8 +1,8 @@
-"""The CUDA driver, opened at run time: devices, their memory, and copies that nobody waits for.
+"""The CUDA driver, opened at run time: devices, their memory, and blocking copies.
 
-`Cuda` finds the functions, `Device` owns a share of a device's primary context, which is the one
-that torch uses. Every call makes that context current for its own length and no longer, so that a
-caller's current device is never changed.
+`Cuda` finds the functions. `Device` owns a reference to a device's primary context, the one that
+torch uses. A call makes that context current only until it returns, so that the caller's current
+device never changes. Not responsible for asynchronous copies: stage.pyx.
 """
 
 cimport cython
@@ -16,7 +16,6 @@ import os
 from gdsload._native.cuda cimport (
     CU_MEMHOSTALLOC_PORTABLE,
     CU_MEMHOSTREGISTER_PORTABLE,
-    CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
     CU_STREAM_CAPTURE_STATUS_ACTIVE,
     CUDA_SUCCESS,
     CudaApi,
@@ -25,7 +24,7 @@ from gdsload._native.cuda cimport (
 )
 from gdsload._native.dynamic cimport fill_table, open_library
 
-# In the order of CudaApi: a table of pointers is filled from a table of names.
+# In the order of CudaApi.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
     "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
@@ -35,15 +34,14 @@ _SYMBOLS = (
     "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpy", "cuMemcpyAsync",
     "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
     "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
-    "cuPointerGetAttribute", "cuGetErrorName",
-    "cuGetErrorString",
+    "cuGetErrorName", "cuGetErrorString",
 )
-# Behind them: what older drivers lack.
+# Missing in older drivers.
 _OPTIONAL = ("cuStreamIsCapturing",)
 
 
 class CudaFailure(RuntimeError):
-    """The driver said no: `call` is the function, `code` its CUresult."""
+    """A call of the driver failed: `call` is the function, `code` its CUresult."""
 
     def __init__(self, call, code, text):
         super().__init__(f"{call}: {text}")
@@ -53,9 +51,9 @@ class CudaFailure(RuntimeError):
 
 @cython.final
 cdef class Cuda:
-    """The driver's functions. They stay loaded until the process ends, as CUDA wants it."""
+    """The driver's functions. They stay loaded until the process ends, as CUDA requires."""
 
-    # Not part of the object: threads that were left behind may use it when that has gone.
+    # Never freed: abandoned threads may use it after the object is gone.
     cdef CudaApi *api
     cdef readonly str path
     cdef readonly int pid
@@ -68,7 +66,8 @@ cdef class Cuda:
         """
         cdef void *library
         cdef int code
-        assert_table(sizeof(CudaApi) // sizeof(void *))
+        if sizeof(CudaApi) // sizeof(void *) != len(_SYMBOLS) + len(_OPTIONAL):
+            raise ImportError("cuda.pxd and cuda.pyx name different functions")
         self.api = <CudaApi *>calloc(1, sizeof(CudaApi))
         if self.api == NULL:
             raise MemoryError("no memory for CUDA's functions")
@@ -87,12 +86,10 @@ cdef class Cuda:
         cdef const char *text = NULL
         if code == CUDA_SUCCESS:
             return
-        said = f"CUDA error {code}"
-        if self.api.error_name(code, &text) == CUDA_SUCCESS and text != NULL:
-            said = text.decode(errors="replace")
+        message = self.describe(code)
         if self.api.error_text(code, &text) == CUDA_SUCCESS and text != NULL:
-            said += f", {text.decode(errors='replace')}"
-        raise CudaFailure(call, code, said)
+            message += f", {text.decode(errors='replace')}"
+        raise CudaFailure(call, code, message)
 
     def describe(self, int code):
         """The driver's name for one of its codes."""
@@ -103,7 +100,7 @@ cdef class Cuda:
 
     @property
     def version(self):
-        """What the driver can do: 13000 for CUDA 13.0."""
+        """CUDA version of the driver: 13000 for CUDA 13.0."""
         cdef int version = 0
         self.require("cuDriverGetVersion", self.api.driver_version(&version))
         return version
@@ -116,14 +113,9 @@ cdef class Cuda:
         return count
 
 
-cdef assert_table(size_t entries):
-    if entries != len(_SYMBOLS) + len(_OPTIONAL):
-        raise ImportError("cuda.pxd and cuda.pyx name different functions")
-
-
 @cython.final
 cdef class Device:
-    """One device, with a share of its primary context. Close it, or let it be collected."""
+    """One device, with a reference to its primary context. Close it, or let it be collected."""
 
     cdef readonly Cuda cuda
     cdef readonly int ordinal
@@ -143,7 +135,7 @@ cdef class Device:
         cuda.require("cuDevicePrimaryCtxRetain", code)
 
     cdef int enter(self) except -1:
-        """Makes its context current; what `leave` needs to know."""
+        """Makes its context current. Returns the argument for `leave`."""
         cdef int mode = 0
         if self.context == NULL:
             raise RuntimeError(f"device {self.ordinal} is closed")
@@ -169,21 +161,21 @@ cdef class Device:
 
     @property
     def name(self):
-        """What its maker calls it."""
+        """Product name of the device."""
         cdef char text[256]
         self.cuda.require("cuDeviceGetName", self.cuda.api.device_name(text, 256, self.handle))
         return (<char *>text).decode(errors="replace")
 
     @property
     def bus(self):
-        """Its place on the PCI bus, as Linux writes it: 0000:3b:00.0."""
+        """PCI address, as Linux writes it: 0000:3b:00.0."""
         cdef char text[64]
         self.cuda.require("cuDeviceGetPCIBusId", self.cuda.api.device_bus(text, 64, self.handle))
         return (<char *>text).decode(errors="replace").lower()
 
     @property
     def total_bytes(self):
-        """Its memory."""
+        """Bytes of device memory."""
         cdef size_t nbytes = 0
         self.cuda.require("cuDeviceTotalMem", self.cuda.api.device_memory(&nbytes, self.handle))
         return nbytes
@@ -198,7 +190,7 @@ cdef class Device:
         return value
 
     def memory(self):
-        """(bytes free, bytes in all), as they are now."""
+        """(free bytes, total bytes) of device memory, now."""
         cdef size_t free_bytes = 0, total = 0
         cdef int code, mode
         mode = self.enter()
@@ -208,7 +200,7 @@ cdef class Device:
         return free_bytes, total
 
     def allocate(self, size_t nbytes):
-        """The address of fresh device memory, aligned to 256 bytes. Raises CudaFailure."""
+        """Address of new device memory, aligned to 256 bytes. Raises CudaFailure."""
         cdef uint64_t address = 0
         cdef int code, mode
         mode = self.enter()
@@ -218,7 +210,7 @@ cdef class Device:
         return address
 
     def release(self, uint64_t address):
-        """Gives memory back that `allocate` gave."""
+        """Frees memory of `allocate`."""
         cdef int code, mode
         mode = self.enter()
         with nogil:
@@ -244,8 +236,8 @@ cdef class Device:
         self.leave("cuMemHostUnregister", code, mode)
 
     def allocate_host(self, size_t nbytes):
-        """The address of fresh host memory that the driver has locked, for every device to copy
-        from. Raises CudaFailure."""
+        """Address of new host memory that is page-locked, for every device to copy from. Raises
+        CudaFailure."""
         cdef void *address = NULL
         cdef int code, mode
         mode = self.enter()
@@ -255,7 +247,7 @@ cdef class Device:
         return <uintptr_t>address
 
     def release_host(self, uint64_t address):
-        """Gives memory back that `allocate_host` gave."""
+        """Frees memory of `allocate_host`."""
         cdef int code, mode
         mode = self.enter()
         with nogil:
@@ -263,7 +255,7 @@ cdef class Device:
         self.leave("cuMemFreeHost", code, mode)
 
     def copy(self, uint64_t to, uint64_t source, size_t nbytes):
-        """Copies between any two places that CUDA knows, and returns when it is done."""
+        """Copies between any two addresses that CUDA knows, and returns when it is done."""
         cdef int code, mode
         mode = self.enter()
         with nogil:
@@ -271,8 +263,8 @@ cdef class Device:
         self.leave("cuMemcpy", code, mode)
 
     def range_of(self, uint64_t address):
-        """(first address, bytes) of the allocation that an address lies in; (address, 0) where the
-        driver does not tell."""
+        """(first address, bytes) of the allocation that contains an address; (address, 0) if the
+        driver does not know it."""
         cdef uint64_t base = 0
         cdef size_t nbytes = 0
         cdef int code, mode
@@ -283,18 +275,9 @@ cdef class Device:
             return address, 0
         return base, nbytes
 
-    def memory_type(self, uint64_t address):
-        """1 for host memory that CUDA knows, 2 for device memory, 0 for what it does not know."""
-        cdef unsigned int kind = 0
-        cdef int code, mode
-        mode = self.enter()
-        code = self.cuda.api.pointer_attribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-        leave_context(self.cuda.api, mode)
-        return kind if code == CUDA_SUCCESS else 0
-
     def captures(self, uint64_t stream):
         """Whether a CUDA graph is being captured on a stream (a CUstream of this device, 0: the
-        default one). False where the driver does not tell."""
+        default one). False if the driver cannot report it."""
         cdef int status = 0
         cdef int code, mode
         if self.cuda.api.stream_capturing == NULL:
@@ -305,7 +288,7 @@ cdef class Device:
         return code == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_ACTIVE
 
     def close(self):
-        """Gives the share of the context back. May be called again."""
+        """Releases the context. Idempotent."""
         if self.context == NULL:
             return
         self.context = NULL
@@ -314,6 +297,6 @@ cdef class Device:
                 self.cuda.api.primary_release(self.handle)
 
     def __dealloc__(self):
-        # In C: at the end of the process Python's modules go before what they made.
+        # In C: at the end of the process the modules are gone before their objects.
         if self.context != NULL and self.cuda is not None and self.cuda.pid == getpid():
             self.cuda.api.primary_release(self.handle)

@@ -1,6 +1,6 @@
-# cuFile's own types, as its header lays them out in every release from 1.11 to 1.20 (a test holds
-# them against the headers that the nvidia-cufile packages bring), and its functions as a table that
-# is filled at run time. A function that this libcufile lacks is NULL.
+# cuFile's own types, as its header declares them in every release from 1.11 to 1.20 (a test compares
+# them with the headers of the nvidia-cufile packages), and its functions as a table that is filled
+# at run time. A function that this libcufile lacks is NULL.
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free
@@ -28,7 +28,7 @@ cdef enum:
     CUFILE_FAILED = 0x40
 
 cdef enum:
-    # The statistics grew with 1.19, and a newer libcufile writes its own size: there is room.
+    # The statistics grew with 1.19; STATS_BYTES leaves room for a newer libcufile.
     STATS_BYTES = 131072
     LEVEL_1_BYTES = 512
     LEVEL_1_BYTES_1190 = 624
@@ -88,7 +88,7 @@ cdef struct CUfileIOEvents:
     size_t ret                 # bytes, or a negative error in an unsigned field
 
 cdef struct CuFileApi:
-    # Without these there is no cuFile.
+    # Required.
     CUfileError (*driver_open)() noexcept nogil
     CUfileError (*handle_register)(void **handle, CUfileDescr *descr) noexcept nogil
     void (*handle_deregister)(void *handle) noexcept nogil
@@ -98,7 +98,7 @@ cdef struct CuFileApi:
         void *handle, void *base, size_t size, int64_t file_offset, int64_t offset
     ) noexcept nogil
     CUfileError (*get_properties)(CUfileDrvProps *props) noexcept nogil
-    # Without these something less can be done or known.
+    # Optional.
     CUfileError (*driver_close)() noexcept nogil
     CUfileError (*get_version)(int *version) noexcept nogil
     CUfileError (*batch_setup)(void **batch, unsigned int nr) noexcept nogil
@@ -112,30 +112,27 @@ cdef struct CuFileApi:
     CUfileError (*batch_cancel)(void *batch) noexcept nogil
     void (*batch_destroy)(void *batch) noexcept nogil
     CUfileError (*get_size)(int parameter, size_t *value) noexcept nogil
-    CUfileError (*set_size)(int parameter, size_t value) noexcept nogil
-    CUfileError (*get_bool)(int parameter, unsigned char *value) noexcept nogil
     CUfileError (*set_bool)(int parameter, unsigned char value) noexcept nogil
-    CUfileError (*set_string)(int parameter, const char *value) noexcept nogil
     CUfileError (*get_p2p)(int target, int *flags) noexcept nogil
     CUfileError (*stats_level)(int level) noexcept nogil
     CUfileError (*stats_start)() noexcept nogil
     CUfileError (*stats_l3)(void *stats) noexcept nogil
     CUfileError (*stats_stop)() noexcept nogil
 
-# What an engine over cuFile works with: the functions, the device's context, and the handle of
-# each file, found by the number that the pump has for its descriptor.
+# Context of an engine over cuFile: the functions, the device's context, and the handle of each file
+# by the pump's number for its descriptor.
 cdef struct CFiles:
     int64_t references
     CuFileApi *api
     CudaApi *cuda
     void *context
-    int64_t patience_ns        # how long an event of a batch may be waited for
+    int64_t patience_ns        # longest wait for an event of a batch
     pthread_mutex_t lock
     void **handles
     int room
 
 cdef inline void *file_handle(CFiles *files, int slot) noexcept nogil:
-    """NULL for a number that stands for no registered file."""
+    """NULL if the number stands for no registered file."""
     cdef void *found = NULL
     pthread_mutex_lock(&files.lock)
     if 0 <= slot < files.room:

@@ -1,8 +1,7 @@
-"""libcufile, opened at run time: the driver's life, files and buffers made known to it, what it was
-told and what it did.
+"""libcufile, opened at run time: its driver, registered files and buffers, settings and statistics.
 
-Calls that have been seen to hang run on a thread of their own with a time limit. Codes are handed
-up as `CuFileFailure`; what they mean for a load is said in `gdsload.backends.cufile`.
+Calls that are known to hang run on a thread of their own with a time limit. Error codes are raised
+as `CuFileFailure`; `gdsload.backends.cufile` decides what they mean for a load.
 """
 
 cimport cython
@@ -10,55 +9,99 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
+from posix.time cimport timespec
 from posix.unistd cimport getpid
 
 import os
 
-from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi, enter_context, leave_context
+from gdsload._native.atomics cimport gds_add
+from gdsload._native.cuda cimport CUDA_SUCCESS, CudaApi, enter_context, leave_context, relax
 from gdsload._native.cufile cimport (
-    CU_FILE_CUDA_DRIVER_ERROR,
-    GPU_BYTES,
-    HISTOGRAM_BYTES,
-    LEVEL_1_BYTES,
-    LEVEL_1_BYTES_1190,
-    MOST_GPUS,
-    STATS_BYTES,
-    CFiles,
-    CUfileDrvProps,
-    CUfileError,
-    CuFileApi,
-    release_files,
+    CU_FILE_CUDA_DRIVER_ERROR, CU_FILE_HANDLE_TYPE_OPAQUE_FD, GPU_BYTES, HISTOGRAM_BYTES,
+    LEVEL_1_BYTES, LEVEL_1_BYTES_1190, MOST_GPUS, STATS_BYTES, CFiles, CUfileDescr, CUfileDrvProps,
+    CUfileError, CuFileApi, release_files,
 )
 from gdsload._native.dynamic cimport fill_table, open_library
-from gdsload._native.errand cimport (
-    CLOSE_DRIVER,
-    OPEN_DRIVER,
-    REGISTER_BUFFER,
-    REGISTER_FILE,
-    Errand,
-    new_errand,
-    start_errand,
-    wait_for_errand,
-)
 from gdsload._native.pthreads cimport (
-    pthread_mutex_init,
-    pthread_mutex_lock,
-    pthread_mutex_unlock,
+    deadline_in, monotonic_cond_init, pthread_cond_destroy, pthread_cond_signal, pthread_cond_t,
+    pthread_cond_timedwait, pthread_detach, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_unlock, pthread_t, start_quiet_thread,
 )
 
-# In the order of CuFileApi: the functions without which there is no cuFile, then the others.
-_NEEDED = (
+# In the order of CuFileApi: the required functions, then the optional ones.
+_REQUIRED = (
     "cuFileDriverOpen", "cuFileHandleRegister", "cuFileHandleDeregister", "cuFileBufRegister",
     "cuFileBufDeregister", "cuFileRead", "cuFileDriverGetProperties",
 )
-_BETTER = (
+_OPTIONAL = (
     "cuFileDriverClose_v2|cuFileDriverClose", "cuFileGetVersion",
     "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",
     "cuFileBatchIOCancel", "cuFileBatchIODestroy",
-    "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileGetParameterBool",
-    "cuFileSetParameterBool", "cuFileSetParameterString", "cuFileDriverGetP2PFlags",
+    "cuFileGetParameterSizeT", "cuFileSetParameterBool", "cuFileDriverGetP2PFlags",
     "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3", "cuFileStatsStop",
 )
+
+cdef enum:
+    OPEN_DRIVER
+    CLOSE_DRIVER
+    REGISTER_FILE
+    REGISTER_BUFFER
+
+# A call that may never return. It owns everything it needs, so that it can be left to its thread.
+cdef struct TimedCall:
+    int64_t references          # the waiting thread and the calling one
+    int what
+    CuFileApi *api
+    CudaApi *cuda
+    void *context               # made current around the call; NULL: none is needed
+    int fd                      # of REGISTER_FILE, and the handle that it makes
+    void *handle
+    void *base                  # of REGISTER_BUFFER
+    size_t length
+    CUfileError answer
+    int done
+    pthread_mutex_t lock
+    pthread_cond_t ended
+
+
+cdef void release_call(TimedCall *self) noexcept nogil:
+    if gds_add(&self.references, -1) > 0:
+        return
+    pthread_cond_destroy(&self.ended)
+    pthread_mutex_destroy(&self.lock)
+    free(self)
+
+
+cdef void *run_call(void *arg) noexcept nogil:
+    cdef TimedCall *self = <TimedCall *>arg
+    cdef CUfileDescr descr
+    cdef CUfileError answer
+    if self.context != NULL:
+        self.cuda.set_current(self.context)
+        relax(self.cuda)
+    if self.what == OPEN_DRIVER:
+        answer = self.api.driver_open()
+    elif self.what == REGISTER_FILE:
+        descr.type = CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        descr.handle.handle = NULL
+        descr.handle.fd = self.fd
+        descr.fs_ops = NULL
+        answer = self.api.handle_register(&self.handle, &descr)
+    elif self.what == REGISTER_BUFFER:
+        answer = self.api.buf_register(self.base, self.length, 0)
+    else:
+        # With statistics on, libcufile has crashed in its exit handlers.
+        if self.api.stats_stop != NULL:
+            self.api.stats_stop()
+        answer = self.api.driver_close()
+    pthread_mutex_lock(&self.lock)
+    self.answer = answer
+    self.done = 1
+    pthread_cond_signal(&self.ended)
+    pthread_mutex_unlock(&self.lock)
+    release_call(self)
+    return NULL
+
 
 class CuFileFailure(RuntimeError):
     """cuFile said no: `call` is the function, `code` its CUfileOpError, `cuda_code` CUDA's."""
@@ -86,14 +129,14 @@ cdef class CuFile:
         Raises OSError where it cannot be opened, or is too old to read a file.
         """
         cdef void *library
-        if len(_NEEDED) + len(_BETTER) != sizeof(CuFileApi) // sizeof(void *):
+        if len(_REQUIRED) + len(_OPTIONAL) != sizeof(CuFileApi) // sizeof(void *):
             raise ImportError("cufile.pxd and cufile.pyx name different functions")
         self.api = <CuFileApi *>calloc(1, sizeof(CuFileApi))
         if self.api == NULL:
             raise MemoryError("no memory for cuFile's functions")
         library = open_library(path)
-        self.functions = fill_table(library, <void **>self.api, _NEEDED + _BETTER)
-        for name in _NEEDED:
+        self.functions = fill_table(library, <void **>self.api, _REQUIRED + _OPTIONAL)
+        for name in _REQUIRED:
             if name not in self.functions:
                 raise OSError(f"{path} has no {name}")
         self.path = path
@@ -104,35 +147,49 @@ cdef class CuFile:
         if self.pid != getpid():
             raise RuntimeError("libcufile was opened before this process was forked")
 
-    cdef lacks(self, str name):
-        return NotSupported(f"{self.path} has no {name}")
-
-    cdef Errand *new_call(self, int what, object device) except NULL:
-        cdef Errand *call
-        cuda = context = None
+    cdef TimedCall *new_call(self, int what, object device) except NULL:
+        """A call in the context of `device` (None: in none), to be completed and passed to
+        `call_within`."""
+        cdef TimedCall *call
         self.own()
         if device is not None:
             cuda, context = device.handles()
-        call = new_errand(what, self.api)
+        call = <TimedCall *>calloc(1, sizeof(TimedCall))
         if call == NULL:
             raise MemoryError("no memory to call cuFile")
+        call.references = 2
+        call.what = what
+        call.api = self.api
+        pthread_mutex_init(&call.lock, NULL)
+        monotonic_cond_init(&call.ended)
         if device is not None:
             call.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
             call.context = PyCapsule_GetPointer(context, b"gdsload.context")
         return call
 
-    cdef void *call_within(self, str name, Errand *call, double seconds) except? NULL:
-        """The handle that the call made, if it makes one. Raises CuFileFailure, and TimeoutError
-        where it has not come back in time."""
+    cdef void *call_within(self, str name, TimedCall *call, double seconds) except? NULL:
+        """The handle that the call made, if it makes one. Raises CuFileFailure, and TimeoutError if
+        it does not return in time."""
+        cdef pthread_t thread
+        cdef timespec until
         cdef CUfileError answer
-        cdef void *handle = NULL
-        cdef int error, in_time
-        error = start_errand(call)
+        cdef void *handle
+        cdef int done, error = start_quiet_thread(&thread, run_call, call)
         if error != 0:
+            call.references = 1
+            release_call(call)
             raise OSError(error, f"no thread to call cuFile: {os.strerror(error)}")
         with nogil:
-            in_time = wait_for_errand(call, <int64_t>(seconds * 1e9), &answer, &handle)
-        if not in_time:
+            pthread_detach(thread)
+            deadline_in(&until, <int64_t>(seconds * 1e9))
+            pthread_mutex_lock(&call.lock)
+            while not call.done:
+                if pthread_cond_timedwait(&call.ended, &call.lock, &until) != 0:
+                    break
+            done, answer, handle = call.done, call.answer, call.handle
+            pthread_mutex_unlock(&call.lock)
+            release_call(call)
+        if not done:
             raise TimeoutError(f"{name} has not come back in {seconds:g} s")
         self.require(name, answer)
         return handle
@@ -199,35 +256,12 @@ cdef class CuFile:
             return None
         return value
 
-    def set_size(self, int parameter, size_t value):
-        """Before the driver is opened. Raises CuFileFailure, NotSupported before 1.14."""
-        self.own()
-        if self.api.set_size == NULL:
-            raise self.lacks("cuFileSetParameterSizeT")
-        self.require("cuFileSetParameterSizeT", self.api.set_size(parameter, value))
-
-    def get_bool(self, int parameter):
-        """A CUFileBoolConfigParameter_t, or None where this libcufile does not tell."""
-        cdef uint8_t value = 0
-        self.own()
-        if self.api.get_bool == NULL or self.api.get_bool(parameter, &value).err != 0:
-            return None
-        return bool(value)
-
     def set_bool(self, int parameter, bint value):
         """Before the driver is opened. Raises CuFileFailure."""
         self.own()
         if self.api.set_bool == NULL:
-            raise self.lacks("cuFileSetParameterBool")
+            raise NotSupported(f"{self.path} has no cuFileSetParameterBool")
         self.require("cuFileSetParameterBool", self.api.set_bool(parameter, value))
-
-    def set_string(self, int parameter, str value):
-        """Before the driver is opened. Raises CuFileFailure."""
-        self.own()
-        if self.api.set_string == NULL:
-            raise self.lacks("cuFileSetParameterString")
-        encoded = os.fsencode(value)
-        self.require("cuFileSetParameterString", self.api.set_string(parameter, encoded))
 
     def p2p_flags(self, int target):
         """CUfileP2PFlags of a kind of storage (CUfileDriverStatusFlags), or None."""
@@ -243,7 +277,7 @@ cdef class CuFile:
         Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
         descriptor must stay open.
         """
-        cdef Errand *call = self.new_call(REGISTER_FILE, None)
+        cdef TimedCall *call = self.new_call(REGISTER_FILE, None)
         call.fd = fd
         return <uintptr_t>self.call_within("cuFileHandleRegister", call, seconds)
 
@@ -259,7 +293,7 @@ cdef class CuFile:
         Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
         memory must stay.
         """
-        cdef Errand *call = self.new_call(REGISTER_BUFFER, device)
+        cdef TimedCall *call = self.new_call(REGISTER_BUFFER, device)
         call.base, call.length = <void *><uintptr_t>address, nbytes
         self.call_within("cuFileBufRegister", call, seconds)
 
@@ -329,10 +363,6 @@ cdef class CuFile:
         """A table of file handles for an engine that reads into memory of ``device``, and that
         takes a read for lost when it has not been heard of for so long."""
         return Files(self, device, patience_seconds)
-
-    def handle(self):
-        """Its functions, as a capsule for native code."""
-        return PyCapsule_New(self.api, b"gdsload.cufile", NULL)
 
 
 class NotSupported(RuntimeError):

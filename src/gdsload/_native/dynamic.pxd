@@ -1,16 +1,12 @@
-# Libraries that are opened at run time: one, and a table of its functions. Whoever cimports this also
-# imports os, which it uses.
+# Libraries that are opened at run time: one, and a table of its functions. A module that cimports
+# this also imports os, which the functions use.
 
 import os
 
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
+
 cdef extern from "<dlfcn.h>" nogil:
-    enum:
-        RTLD_NOW
-        RTLD_LOCAL
-        RTLD_NODELETE
-    void *dlopen(const char *path, int flags)
-    void *dlsym(void *library, const char *name)
-    char *dlerror()
+    enum: RTLD_NODELETE
 
 
 cdef inline void *open_library(str path) except NULL:
@@ -25,17 +21,16 @@ cdef inline void *open_library(str path) except NULL:
 
 
 cdef inline frozenset fill_table(void *library, void **table, tuple names):
-    """Puts the functions of these names into a table, NULL for those that are missing: the names
-    of those that were found. "new|old" stands for a function that has had two names."""
-    cdef int place = 0
+    """Writes the functions of these names to a table, NULL for those that are missing. Returns the
+    names found. "new|old" stands for a function that has had two names."""
+    cdef int i
     found = set()
-    for name in names:
-        table[place] = NULL
-        for each in name.split("|"):
-            symbol = each.encode()
-            if table[place] == NULL:
-                table[place] = dlsym(library, symbol)
-        if table[place] != NULL:
+    for i, name in enumerate(names):
+        table[i] = NULL
+        for alias in name.split("|"):
+            symbol = alias.encode()
+            if table[i] == NULL:
+                table[i] = dlsym(library, symbol)
+        if table[i] != NULL:
             found.add(name.partition("|")[0])
-        place += 1
     return frozenset(found)

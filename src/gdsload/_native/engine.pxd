@@ -1,24 +1,33 @@
-# The seam between the pump and its four engines: plain C structs and five functions, so that an
-# engine knows nothing of requests and the pump nothing of io_uring. An engine is handed over as a
-# capsule that holds an `EngineOps`; every call is made on the pump's own thread, without the GIL.
+# Interface between the pump and its engines: C structs and five functions. An engine knows nothing
+# of requests, and the pump knows nothing of io_uring. An engine is passed on as a capsule that holds
+# an `EngineOps`; every call is made on the pump's own thread, without the GIL.
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from cpython.pycapsule cimport PyCapsule_New, PyCapsule_SetContext
+from libc.stdint cimport int64_t, uint64_t
+
+cdef extern from "<errno.h>" nogil:
+    enum: ECANCELED       # missing in Cython's libc.errno
 
 cdef enum:
-    # How a read goes.
+    # I/O mode of a read.
     DIRECT = 0
-    CACHED = 1            # through the page cache: to be copied from there, if it is there
-    APART = 2             # the same, and not by the thread that asks for it: many are copied at once
+    BUFFERED = 1          # through the page cache
+    BUFFERED_ASYNC = 2    # the same, but never copied by the submitting thread
+
+cdef enum:
+    BATCH = 64            # reads submitted, or completions reaped, in one call
+    # A result of -LOST - errno: the read failed, and its memory may still be written to.
+    LOST = 1048576
 
 cdef struct Read:
     int fd                # open descriptor to read from
-    int slot              # its place in the engine's table of registered files
+    int slot              # its index in the engine's table of registered files, or -1
     int buffer            # index of the registered buffer that holds `address`, or -1
-    int way               # one of the above
+    int io_mode           # one of the above
     char *address
     uint64_t length       # bytes, at most 1 GiB
     uint64_t offset       # bytes from the start of the file
-    uint64_t cookie       # handed back by reap
+    uint64_t cookie       # returned by reap
 
 cdef struct Completion:
     uint64_t cookie
@@ -29,19 +38,45 @@ cdef struct Buffer:
     uint64_t length
 
 cdef struct EngineOps:
-    const char *name
-    # Opens an engine for `depth` reads in flight and registers `buffers` where it can.
-    # Returns 0 or -errno. *fixed tells whether the buffers were registered.
-    int (*open)(void **engine, int depth, const Buffer *buffers, int count, int *fixed) noexcept nogil
-    # Takes over as many of the reads as there is room for: how many, or -errno of the first.
+    # Opens an engine for `depth` reads in flight and registers `buffers` where it can. `context` is
+    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno; *fixed: whether
+    # the buffers were registered.
+    int (*open)(
+        void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+    ) noexcept nogil
+    # Accepts as many of the reads as it has room for. Returns their number, or -errno of the first.
     int (*submit)(void *engine, const Read *reads, int count) noexcept nogil
-    # Waits up to `wait_ns` for `wanted` completions, of those that are in flight, then hands out up
-    # to `room`: how many, or -errno. With fewer nobody could do anything yet: an engine that can
-    # sleeps through them. One that cannot may come back sooner.
+    # Waits up to `wait_ns` for `wanted` of the completions in flight, then returns up to `room` of
+    # them, or -errno. An engine that cannot wait for several may return earlier.
     int (*reap)(
         void *engine, Completion *out, int room, int wanted, int64_t wait_ns
     ) noexcept nogil
-    # Asks for everything in flight to be given up. The completions still come through reap.
+    # Asks for everything in flight to be cancelled. The completions still come through reap.
     void (*cancel)(void *engine) noexcept nogil
     # Only with nothing in flight.
     void (*close)(void *engine) noexcept nogil
+
+# Completions that wait for the next reap.
+cdef struct Results:
+    Completion *items
+    int count
+
+cdef inline void add_result(Results *self, uint64_t cookie, int64_t result) noexcept nogil:
+    self.items[self.count].cookie = cookie
+    self.items[self.count].result = result
+    self.count += 1
+
+cdef inline int take_results(Results *self, Completion *out, int room) noexcept nogil:
+    """Moves the oldest results to `out`: their number."""
+    cdef int i, count = min(self.count, room)
+    for i in range(count):
+        out[i] = self.items[i]
+    self.count -= count
+    for i in range(self.count):
+        self.items[i] = self.items[i + count]
+    return count
+
+cdef inline object engine_capsule(EngineOps *ops, void *context):
+    capsule = PyCapsule_New(ops, b"gdsload.engine", NULL)
+    PyCapsule_SetContext(capsule, context)
+    return capsule

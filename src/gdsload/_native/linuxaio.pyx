@@ -1,17 +1,16 @@
 """The ``linuxaio`` engine: the kernel's own AIO, by system call.
 
-Docker's default seccomp profile lets it pass where it blocks io_uring. libaio is not used: its
-``io_event.res`` is unsigned, which has turned failed reads into good ones more than once; the
-kernel's own struct is signed.
+Docker's default seccomp profile allows it, but blocks io_uring. libaio is not used: its
+``io_event.res`` is unsigned, so a failed read can look successful; the kernel's own struct is
+signed.
 """
 
-from cpython.pycapsule cimport PyCapsule_New
-from libc.errno cimport errno
+from libc.errno cimport EAGAIN, EINTR, ENOMEM, errno
 from libc.stdint cimport int16_t, int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from posix.time cimport timespec
 
-from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
+from gdsload._native.engine cimport BATCH, Buffer, Completion, EngineOps, Read, engine_capsule
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
@@ -41,31 +40,22 @@ cdef extern from "<linux/aio_abi.h>" nogil:
         int64_t res
         int64_t res2
 
-cdef enum:
-    EAGAIN = 11
-    EINTR = 4
-    ENOMEM = 12
-    REAP_BATCH = 64
-
 cdef struct LinuxAio:
     unsigned long context
-    int depth
-    int in_flight
     iocb *blocks         # one for each read in flight
     int *unused          # stack of blocks that are free
     int unused_count
-    iocb **batch         # what the next io_submit is handed
+    iocb **batch         # argument of the next io_submit
 
 
 cdef int open_aio(
-    void **engine, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
     cdef LinuxAio *self = <LinuxAio *>calloc(1, sizeof(LinuxAio))
     cdef int i
     fixed[0] = 0
     if self == NULL:
         return -ENOMEM
-    self.depth = depth
     self.blocks = <iocb *>calloc(depth, sizeof(iocb))
     self.unused = <int *>malloc(depth * sizeof(int))
     self.batch = <iocb **>malloc(depth * sizeof(void *))
@@ -75,7 +65,7 @@ cdef int open_aio(
     for i in range(depth):
         self.unused[i] = i
     self.unused_count = depth
-    # EAGAIN here means that fs.aio-max-nr is used up.
+    # EAGAIN here: fs.aio-max-nr is used up.
     if syscall(SYS_io_setup, <long>depth, &self.context) < 0:
         i = -errno
         free_aio(self)
@@ -89,8 +79,7 @@ cdef int submit_aio(void *engine, const Read *reads, int count) noexcept nogil:
     cdef iocb *block
     cdef long accepted
     cdef int i
-    if count > self.unused_count:
-        count = self.unused_count
+    count = min(count, self.unused_count)
     if count == 0:
         return 0
     for i in range(count):
@@ -106,7 +95,6 @@ cdef int submit_aio(void *engine, const Read *reads, int count) noexcept nogil:
     if accepted < 0:
         return 0 if errno == EAGAIN or errno == EINTR else -errno
     self.unused_count -= <int>accepted
-    self.in_flight += <int>accepted
     return <int>accepted
 
 
@@ -114,16 +102,14 @@ cdef int reap_aio(
     void *engine, Completion *out, int room, int wanted, int64_t wait_ns
 ) noexcept nogil:
     cdef LinuxAio *self = <LinuxAio *>engine
-    cdef io_event events[REAP_BATCH]
+    cdef io_event events[BATCH]
     cdef timespec wait
     cdef long seen
     cdef int i
     wait.tv_sec = wait_ns // 1000000000
     wait.tv_nsec = wait_ns % 1000000000
-    if room > REAP_BATCH:
-        room = REAP_BATCH
-    if wanted > room:
-        wanted = room
+    room = min(room, <int>BATCH)
+    wanted = min(wanted, room)
     seen = syscall(
         SYS_io_getevents, self.context, <long>(wanted if wait_ns else 0), <long>room, events, &wait
     )
@@ -134,12 +120,11 @@ cdef int reap_aio(
         out[i].result = events[i].res
         self.unused[self.unused_count] = <int>(<iocb *><uintptr_t>events[i].obj - self.blocks)
         self.unused_count += 1
-    self.in_flight -= <int>seen
     return <int>seen
 
 
 cdef void cancel_aio(void *engine) noexcept nogil:
-    """Nothing to do: the kernel cannot call back a read of a file, so they are drained."""
+    """Does nothing: the kernel cannot cancel reads of files, so they are drained."""
 
 
 cdef void free_aio(LinuxAio *self) noexcept nogil:
@@ -155,15 +140,9 @@ cdef void close_aio(void *engine) noexcept nogil:
     free_aio(self)
 
 
-cdef EngineOps OPS
-OPS.name = b"linuxaio"
-OPS.open = open_aio
-OPS.submit = submit_aio
-OPS.reap = reap_aio
-OPS.cancel = cancel_aio
-OPS.close = close_aio
+cdef EngineOps OPS = EngineOps(open_aio, submit_aio, reap_aio, cancel_aio, close_aio)
 
 
 def engine():
-    """The engine's functions, as a capsule for the pump."""
-    return PyCapsule_New(&OPS, b"gdsload.engine", NULL)
+    """The engine, as a capsule for the pump."""
+    return engine_capsule(&OPS, NULL)

@@ -1,8 +1,8 @@
-"""Regions of memory, and tensors that view them.
+"""Regions of host memory, and tensors that view them.
 
 A `Region` is an anonymous mapping to read into, or a private mapping of a file. `Region.view`
-hands out a DLPack capsule: the tensor made from it shares the region's ownership, and when it dies
-its pages go back to the system at once, though other tensors of the region live on.
+returns a DLPack capsule: the tensor made from it shares the ownership of the region, and its pages go
+back to the system when it is freed, even if other tensors of the region live on.
 """
 
 cimport cython
@@ -10,50 +10,24 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
+from posix.mman cimport (
+    MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE,
+    MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
+)
 from posix.unistd cimport getpid
 
 import os
 
-from gdsload._native.atomics cimport gds_add, gds_load, gds_load_flag
+from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.dlpack cimport DLManagedTensor, describe, drop_capsule
 from gdsload._native.pages cimport page_ceil, page_floor
 from gdsload._native.pthreads cimport (
-    pthread_mutex_init,
-    pthread_mutex_lock,
-    pthread_mutex_unlock,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
-from gdsload._native.region cimport (
-    UNIT_BYTES,
-    CLease,
-    CPool,
-    CRegion,
-    free_region,
-    release_lease,
-    release_pool,
-    release_region,
-    retain_region,
-)
-
-cdef extern from "<sys/mman.h>" nogil:
-    enum:
-        PROT_READ
-        PROT_WRITE
-        MAP_PRIVATE
-        MAP_SHARED
-        MAP_ANONYMOUS
-        MAP_NORESERVE
-        MADV_NOHUGEPAGE
-        MADV_DONTNEED
-        MADV_WILLNEED
-    void *mmap(void *address, size_t length, int protection, int flags, int fd, int64_t offset)
-    int munmap(void *address, size_t length)
-    int madvise(void *address, size_t length, int advice)
-
-cdef void *MAP_FAILED = <void *><uintptr_t>-1
 
 cdef enum:
-    # A tensor smaller than this keeps its pages until the region goes: giving them back would
-    # cost more than it frees.
+    # A smaller tensor keeps its pages until the region is freed: giving them back would cost more
+    # than it frees.
     GIVE_BACK_BYTES = 65536
 
 cdef struct View:
@@ -67,8 +41,8 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
     cdef uintptr_t end = first + view.nbytes
     if view.region.anonymous and view.region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
-        # Only whole pages: the edges are shared with the neighbours, and the kernel rounds the
-        # length up to a page, whatever the size of one is.
+        # Only whole pages: neighbours share the edges, and the kernel rounds the length up to its
+        # page size.
         first = page_ceil(first)
         end = page_floor(end)
         if end > first:
@@ -77,73 +51,114 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     free(view)
 
 
-cdef CRegion *new_region(void *base, uint64_t length, int anonymous) noexcept:
+cdef void release_pool(CPool *self) noexcept nogil:
+    if gds_add(&self.references, -1) > 0:
+        return
+    pthread_mutex_destroy(&self.lock)
+    free(self)
+
+
+cdef void release_lease(CLease *self) noexcept nogil:
+    if gds_add(&self.references, -1) == 0:
+        free(self)
+
+
+cdef void free_region(CRegion *region) noexcept nogil:
+    munmap(region.mapping, region.mapped)
+    free(region.ready)
+    free(region)
+
+
+cdef int make_idle(CPool *self, CRegion *region) noexcept nogil:
+    """Returns a region to the pool, if there is room for it."""
+    cdef int fits
+    pthread_mutex_lock(&self.lock)
+    fits = self.held <= self.limit
+    if fits:
+        region.next_idle = NULL
+        if self.last == NULL:
+            self.first = region
+        else:
+            self.last.next_idle = region
+        self.last = region
+        self.idle += region.length
+    else:
+        self.held -= region.length
+    pthread_mutex_unlock(&self.lock)
+    return fits
+
+
+cdef void destroy_region(CRegion *region) noexcept nogil:
+    """Runs when the last reference is gone."""
+    cdef CLease *lease = region.lease
+    if region.pool != NULL:
+        if make_idle(region.pool, region):
+            return
+        release_pool(region.pool)
+    free_region(region)
+    if lease != NULL:  # not before its memory is unmapped
+        release_lease(lease)
+
+
+cdef CRegion *new_region(void *base, uint64_t length, int anonymous) except NULL:
+    """A region over a mapping, which it owns; the mapping is undone if there is no memory."""
     cdef CRegion *region = <CRegion *>calloc(1, sizeof(CRegion))
     if region == NULL:
         munmap(base, length)
-        return NULL
-    region.base = <char *>base
-    region.length = length
-    region.mapping = region.base
-    region.mapped = length
+        raise MemoryError(f"no memory to track a region of {length} bytes")
+    region.base = region.mapping = <char *>base
+    region.length = region.mapped = length
     region.anonymous = anonymous
     region.references = 1
+    region.destroy = destroy_region
     return region
+
+
+cdef uint64_t whole_units(uint64_t length) noexcept nogil:
+    return (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
 
 
 @cython.final
 cdef class Region:
-    """One mapping. Its memory lives until the last tensor and the last read of it are gone."""
+    """One mapping. It lives until its last tensor and its last read are gone."""
 
     cdef CRegion *region
 
     @staticmethod
     def anonymous(uint64_t length):
-        """Fresh zeroed memory of at least ``length`` bytes that starts on a huge page's border.
+        """New zeroed memory of at least ``length`` bytes, aligned to a huge page.
 
-        Raises MemoryError with the number of bytes where the address space is used up.
+        Raises MemoryError if the address space is used up.
         """
-        cdef uint64_t whole = (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
+        cdef uint64_t whole = whole_units(length)
         cdef char *mapped
         cdef Region self = Region.__new__(Region)
         if length == 0 or whole < length:
-            raise ValueError(f"a region of {length} bytes cannot be")
-        # Nothing is reserved: whether the memory is there was asked before, and a plan that reads
-        # parts of a file leaves the rest of its region untouched.
+            raise ValueError(f"invalid length of a region: {length} bytes")
+        # Nothing is reserved: callers have checked that the memory is available, and a plan that
+        # reads parts of a file leaves the rest of its region untouched.
         mapped = <char *>mmap(
             NULL, whole + UNIT_BYTES, PROT_READ | PROT_WRITE,
             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0,
         )
         if mapped == MAP_FAILED:
             raise MemoryError(f"no address space for {length} bytes: {os.strerror(errno)}")
-        # What is left over at the ends costs address space alone, and giving it back now would have
-        # to wait for whoever makes memory ready.
+        # The rest at both ends costs address space only; unmapping it now would have to wait for
+        # threads that populate memory.
         self.region = new_region(mapped, whole + UNIT_BYTES, 1)
-        if self.region == NULL:
-            raise MemoryError(f"no memory to keep count of a region of {length} bytes")
         self.region.base = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))
         self.region.length = whole
-        # Small pages unless somebody measured that huge ones are cheaper now: see populate.pyx.
+        # Small pages, unless a populator measures that huge ones are cheaper now.
         madvise(self.region.base, whole, MADV_NOHUGEPAGE)
         return self
 
     @staticmethod
     def file(int fd, uint64_t length):
-        """A private, writable mapping of the first ``length`` bytes of an open file.
+        """A private, writable mapping of the first ``length`` bytes of an open file. Raises OSError.
 
         Pages are shared with the page cache until they are written to; the file never changes.
         """
-        cdef void *mapped
-        cdef Region self = Region.__new__(Region)
-        mapped = mmap(
-            NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0
-        )
-        if mapped == MAP_FAILED:
-            raise OSError(errno, os.strerror(errno))
-        self.region = new_region(mapped, length, 0)
-        if self.region == NULL:
-            raise MemoryError(f"no memory to keep count of a mapping of {length} bytes")
-        return self
+        return map_file(fd, 0, length, MAP_PRIVATE)
 
     def __dealloc__(self):
         if self.region != NULL:
@@ -151,7 +166,7 @@ cdef class Region:
 
     @property
     def address(self):
-        """Where it starts."""
+        """Its first address."""
         return <uintptr_t>self.region.base
 
     @property
@@ -161,18 +176,16 @@ cdef class Region:
 
     @property
     def references(self):
-        """How many owners it has: this object, tensors, and reads in flight."""
+        """Number of owners: this object, tensors, and reads in flight."""
         return self.region.references
 
     def populated(self, uint64_t offset, uint64_t nbytes):
-        """Whether a populator has been over all of these bytes, for this load or one before it."""
-        cdef uint64_t unit
+        """Whether a populator has made all of these bytes ready, in this load or an earlier one."""
         if self.region.ready == NULL or nbytes == 0 or offset + nbytes > self.region.length:
             return False
-        for unit in range(offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1):
-            if not gds_load_flag(&self.region.ready[unit]):
-                return False
-        return True
+        return bool(region_ready(
+            self.region, offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES
+        ))
 
     def handle(self):
         """Its C struct, as a capsule for the pump and the populator."""
@@ -182,13 +195,10 @@ cdef class Region:
         """A DLPack capsule over ``nbytes`` bytes at ``offset``: a CPU tensor of that shape.
 
         ``code`` and ``bits`` are DLPack's (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool).
-        Two views of the same bytes must not be handed out: the first to die gives its pages back.
+        There must not be two views of the same bytes: the first to be freed gives the pages back.
         """
         cdef View *view
-        if offset > self.region.length or nbytes > self.region.length - offset:
-            raise ValueError(
-                f"a view of {nbytes} bytes at {offset} leaves a region of {self.region.length}"
-            )
+        self.require(offset, nbytes)
         view = <View *>malloc(sizeof(View) + len(shape) * sizeof(int64_t))
         if view == NULL:
             raise MemoryError("no memory for a view")
@@ -208,19 +218,33 @@ cdef class Region:
 
     def read(self, uint64_t offset, uint64_t nbytes):
         """A copy of some bytes, for callers without torch."""
+        self.require(offset, nbytes)
+        return (<char *>self.region.base + offset)[:nbytes]
+
+    cdef require(self, uint64_t offset, uint64_t nbytes):
         if offset > self.region.length or nbytes > self.region.length - offset:
             raise ValueError(
-                f"{nbytes} bytes at {offset} leave a region of {self.region.length}"
+                f"{nbytes} bytes at {offset} exceed a region of {self.region.length} bytes"
             )
-        return (<char *>self.region.base + offset)[:nbytes]
+
+
+cdef Region map_file(int fd, uint64_t offset, uint64_t length, int flags):
+    cdef Region made = Region.__new__(Region)
+    cdef void *mapped = mmap(
+        NULL, length, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, <int64_t>offset
+    )
+    if mapped == MAP_FAILED:
+        raise OSError(errno, os.strerror(errno))
+    made.region = new_region(mapped, length, 0)
+    return made
 
 
 @cython.final
 cdef class Pool:
-    """Memory kept between models: regions that nobody uses any more, to be taken again.
+    """Memory cached between models: unused regions, to be taken again.
 
-    A taken region is as the last one left it: backed by the machine, and full of old bytes. Its
-    memory comes back as a whole, when the last tensor and the last read of it are gone.
+    A taken region is backed by physical memory and full of old bytes. It returns as a whole, when its
+    last tensor and its last read are gone.
     """
 
     cdef CPool *pool
@@ -237,16 +261,15 @@ cdef class Pool:
         self.pid = getpid()
 
     def take(self, uint64_t length):
-        """A region of at least ``length`` bytes: an idle one that fits, or a fresh one. What makes
-        room for it is the least recently used; where none can be made, it is not the pool's.
-
-        Raises MemoryError as `Region.anonymous` does.
+        """A region of at least ``length`` bytes: an idle one that fits, or a new one. To make room,
+        the least recently used regions are freed; if that is not enough, the new region does not
+        belong to the pool. Raises MemoryError as `Region.anonymous` does.
         """
         cdef CPool *pool = self.pool
         cdef Region made
         cdef CRegion *found
         cdef CRegion *gone
-        cdef uint64_t whole = (length + UNIT_BYTES - 1) & ~<uint64_t>(UNIT_BYTES - 1)
+        cdef uint64_t whole = whole_units(length)
         cdef int room
         with nogil:
             pthread_mutex_lock(&pool.lock)
@@ -279,27 +302,24 @@ cdef class Pool:
 
     cdef CRegion *unlink(self, uint64_t least, uint64_t most) noexcept nogil:
         """Takes the smallest idle region of these lengths out of the list."""
-        cdef CRegion **link = &self.pool.first
-        cdef CRegion **best = NULL
-        cdef CRegion *region
+        cdef CRegion *region = self.pool.first
         cdef CRegion *before = NULL
+        cdef CRegion *best = NULL
         cdef CRegion *before_best = NULL
-        while link[0] != NULL:
-            region = link[0]
-            if least <= region.length <= most and (
-                best == NULL or region.length < best[0].length
-            ):
-                best, before_best = link, before
-            before = region
-            link = &region.next_idle
+        while region != NULL:
+            if least <= region.length <= most and (best == NULL or region.length < best.length):
+                best, before_best = region, before
+            before, region = region, region.next_idle
         if best == NULL:
             return NULL
-        region = best[0]
-        best[0] = region.next_idle
-        if self.pool.last == region:
+        if before_best == NULL:
+            self.pool.first = best.next_idle
+        else:
+            before_best.next_idle = best.next_idle
+        if self.pool.last == best:
             self.pool.last = before_best
-        self.pool.idle -= region.length
-        return region
+        self.pool.idle -= best.length
+        return best
 
     cdef CRegion *shrink(self, uint64_t most) noexcept nogil:
         """Takes idle regions out, the least recently used first, until `most` bytes are held."""
@@ -326,7 +346,7 @@ cdef class Pool:
             release_pool(self.pool)
 
     def trim(self, uint64_t most):
-        """Gives idle memory back to the system, until no more than ``most`` bytes are held."""
+        """Frees idle memory, until no more than ``most`` bytes are held."""
         cdef CRegion *gone
         with nogil:
             pthread_mutex_lock(&self.pool.lock)
@@ -335,7 +355,7 @@ cdef class Pool:
             self.drop(gone)
 
     def close(self):
-        """Gives idle memory back, and later what is in use still. May be called again."""
+        """Frees idle memory, and later the memory in use. Idempotent."""
         self.pool.limit = 0
         self.trim(0)
 
@@ -351,7 +371,7 @@ cdef class Pool:
 
     @property
     def idle(self):
-        """Bytes that nobody uses."""
+        """Bytes of idle regions."""
         return self.pool.idle
 
     def __dealloc__(self):
@@ -364,8 +384,8 @@ cdef class Pool:
 
 @cython.final
 cdef class Lease:
-    """Lends parts of a file as regions, and knows how many of them live: as objects, as tensors or
-    under reads that are in flight."""
+    """Lends parts of a file as regions, and counts those alive: as objects, as tensors or for reads
+    in flight."""
 
     cdef CLease *lease
 
@@ -376,29 +396,16 @@ cdef class Lease:
         self.lease.references = 1
 
     def lend(self, int fd, uint64_t offset, uint64_t length, bint shared):
-        """A mapping of ``length`` bytes at ``offset``, a multiple of the page. What is written to a
-        ``shared`` one is the file's, and seen by all; of another it is its own.
-
-        Raises OSError as `Region.file` does.
-        """
-        cdef void *mapped
-        cdef Region made = Region.__new__(Region)
-        mapped = mmap(
-            NULL, length, PROT_READ | PROT_WRITE,
-            (MAP_SHARED if shared else MAP_PRIVATE) | MAP_NORESERVE, fd, offset,
-        )
-        if mapped == MAP_FAILED:
-            raise OSError(errno, os.strerror(errno))
-        made.region = new_region(mapped, length, 0)
-        if made.region == NULL:
-            raise MemoryError(f"no memory to keep count of a mapping of {length} bytes")
+        """A mapping of ``length`` bytes at ``offset``, a multiple of the page size. Writes to a
+        ``shared`` one go to the file; another one is copied on write. Raises OSError."""
+        cdef Region made = map_file(fd, offset, length, MAP_SHARED if shared else MAP_PRIVATE)
         gds_add(&self.lease.references, 1)
         made.region.lease = self.lease
         return made
 
     @property
     def lent(self):
-        """Regions that live."""
+        """Number of regions alive."""
         return gds_load(&self.lease.references) - 1
 
     def __dealloc__(self):

@@ -1,23 +1,20 @@
-"""The ``aio`` engine: POSIX AIO, as the C library has it.
+"""The ``aio`` engine: POSIX AIO of the C library.
 
-glibc serves it with threads of its own and reads the requests of one descriptor one after the
-other, so each file is read through several duplicates of its descriptor; without them this engine
-has a depth of one.
+glibc implements it with threads and serves the reads of one descriptor one after the other. So each
+file is read through several duplicates of its descriptor; without them the depth would be one.
 """
 
-from cpython.pycapsule cimport PyCapsule_New
-from libc.errno cimport errno
+from libc.errno cimport EAGAIN, EINPROGRESS, EINTR, ENOMEM, errno
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.time cimport timespec
 from posix.unistd cimport close
 
-from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
+from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read, engine_capsule
 
 cdef extern from "<fcntl.h>" nogil:
-    enum:
-        F_DUPFD_CLOEXEC
+    enum: F_DUPFD_CLOEXEC
     int fcntl(int fd, int command, ...)
 
 cdef extern from "<aio.h>" nogil:
@@ -33,35 +30,30 @@ cdef extern from "<aio.h>" nogil:
     int aio_cancel(int fd, aiocb *)
 
 cdef enum:
-    EAGAIN = 11
-    EINPROGRESS = 115
-    EINTR = 4
-    ENOMEM = 12
-    WAYS = 8       # duplicates of each descriptor: as many reads of one file run side by side
-    FILES = 64     # files that have duplicates at a time; the oldest unused gives up its place
+    DUPLICATES = 8   # of each descriptor: the number of reads of one file that run in parallel
+    FILES = 64       # files that have duplicates at a time; one without reads is replaced
 
-cdef struct Ways:
-    int slot       # the caller's number for the file, or -1: descriptors are used again, slots not
-    int way[WAYS]
-    int next_way
+cdef struct Duplicates:
+    int slot       # the pump's number for the file, or -1: descriptors are reused, slots are not
+    int fd[DUPLICATES]
+    int next
     int in_flight
 
 cdef struct Slot:
     aiocb block
     uint64_t cookie
-    int ways       # index into `files`; -1: the read goes by the caller's own descriptor
+    int file       # index into `files`; -1: the read uses the caller's own descriptor
     int busy
 
 cdef struct PosixAio:
     int depth
-    int in_flight
     Slot *slots
-    const aiocb **waiting   # what aio_suspend is handed
-    Ways files[FILES]
+    const aiocb **waiting   # argument of aio_suspend
+    Duplicates files[FILES]
 
 
 cdef int open_posix(
-    void **engine, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
     cdef PosixAio *self = <PosixAio *>calloc(1, sizeof(PosixAio))
     cdef int i
@@ -71,29 +63,27 @@ cdef int open_posix(
     self.depth = depth
     self.slots = <Slot *>calloc(depth, sizeof(Slot))
     self.waiting = <const aiocb **>calloc(depth, sizeof(void *))
-    if self.slots == NULL or self.waiting == NULL:
-        free(self.slots)
-        free(self.waiting)
-        free(self)
-        return -ENOMEM
     for i in range(FILES):
         self.files[i].slot = -1
+    if self.slots == NULL or self.waiting == NULL:
+        close_posix(self)
+        return -ENOMEM
     engine[0] = self
     return 0
 
 
-cdef void close_ways(Ways *ways) noexcept nogil:
+cdef void close_duplicates(Duplicates *one) noexcept nogil:
     cdef int i
-    if ways.slot < 0:
+    if one.slot < 0:
         return
-    for i in range(WAYS):
-        if ways.way[i] >= 0:
-            close(ways.way[i])
-    ways.slot = -1
+    for i in range(DUPLICATES):
+        if one.fd[i] >= 0:
+            close(one.fd[i])
+    one.slot = -1
 
 
-cdef int find_ways(PosixAio *self, const Read *read) noexcept nogil:
-    """The duplicates of the descriptor, made on first sight: their index, or -errno."""
+cdef int find_duplicates(PosixAio *self, const Read *read) noexcept nogil:
+    """Index of the descriptor's duplicates, which the first read makes; or -errno."""
     cdef int i, place = -1
     for i in range(FILES):
         if self.files[i].slot == read.slot:
@@ -102,27 +92,27 @@ cdef int find_ways(PosixAio *self, const Read *read) noexcept nogil:
             place = i
     if place < 0:
         return -EAGAIN
-    close_ways(&self.files[place])
+    close_duplicates(&self.files[place])
     self.files[place].slot = read.slot
-    self.files[place].next_way = 0
-    for i in range(WAYS):
-        self.files[place].way[i] = fcntl(read.fd, F_DUPFD_CLOEXEC, 0)
+    self.files[place].next = 0
+    for i in range(DUPLICATES):
+        self.files[place].fd[i] = fcntl(read.fd, F_DUPFD_CLOEXEC, 0)
     return place
 
 
 cdef int start(PosixAio *self, Slot *slot, const Read *read) noexcept nogil:
     cdef int place = -1
     cdef int fd = read.fd
-    cdef Ways *ways
-    if read.slot >= 0:  # without a slot nothing tells the file from the next with its descriptor
-        place = find_ways(self, read)
+    cdef Duplicates *one
+    if read.slot >= 0:  # without a slot, a reused descriptor could mean another file
+        place = find_duplicates(self, read)
         if place < 0:
             return place
-        ways = &self.files[place]
-        fd = ways.way[ways.next_way]
-        ways.next_way = (ways.next_way + 1) % WAYS
-        if fd < 0:  # no descriptor was left for this duplicate: share the first, or the file's
-            fd = ways.way[0] if ways.way[0] >= 0 else read.fd
+        one = &self.files[place]
+        fd = one.fd[one.next]
+        one.next = (one.next + 1) % DUPLICATES
+        if fd < 0:  # out of descriptors: share the first duplicate, or the file's own
+            fd = one.fd[0] if one.fd[0] >= 0 else read.fd
     memset(&slot.block, 0, sizeof(aiocb))
     slot.block.aio_fildes = fd
     slot.block.aio_buf = read.address
@@ -131,11 +121,10 @@ cdef int start(PosixAio *self, Slot *slot, const Read *read) noexcept nogil:
     if aio_read(&slot.block) != 0:
         return -errno
     slot.cookie = read.cookie
-    slot.ways = place
+    slot.file = place
     slot.busy = 1
     if place >= 0:
-        ways.in_flight += 1
-    self.in_flight += 1
+        one.in_flight += 1
     return 0
 
 
@@ -188,9 +177,8 @@ cdef int reap_posix(
         if error != 0:
             out[taken].result = -error
         slot.busy = 0
-        if slot.ways >= 0:
-            self.files[slot.ways].in_flight -= 1
-        self.in_flight -= 1
+        if slot.file >= 0:
+            self.files[slot.file].in_flight -= 1
         taken += 1
     return taken
 
@@ -207,21 +195,15 @@ cdef void close_posix(void *engine) noexcept nogil:
     cdef PosixAio *self = <PosixAio *>engine
     cdef int i
     for i in range(FILES):
-        close_ways(&self.files[i])
+        close_duplicates(&self.files[i])
     free(self.slots)
     free(self.waiting)
     free(self)
 
 
-cdef EngineOps OPS
-OPS.name = b"aio"
-OPS.open = open_posix
-OPS.submit = submit_posix
-OPS.reap = reap_posix
-OPS.cancel = cancel_posix
-OPS.close = close_posix
+cdef EngineOps OPS = EngineOps(open_posix, submit_posix, reap_posix, cancel_posix, close_posix)
 
 
 def engine():
-    """The engine's functions, as a capsule for the pump."""
-    return PyCapsule_New(&OPS, b"gdsload.engine", NULL)
+    """The engine, as a capsule for the pump."""
+    return engine_capsule(&OPS, NULL)

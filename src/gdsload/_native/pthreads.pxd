@@ -1,5 +1,5 @@
-# The part of POSIX threads that the pump and its engines use. Conditions are timed on the
-# monotonic clock: a machine whose wall clock jumps, or that was suspended, must not time out.
+# POSIX threads, as far as the pump and its engines use them. Conditions are timed on the monotonic
+# clock: a wall clock that jumps, or a suspended machine, must not end a wait.
 
 from posix.time cimport timespec
 
@@ -56,8 +56,13 @@ cdef extern from * nogil:
         until->tv_sec = at / 1000000000;
         until->tv_nsec = at % 1000000000;
     }
+    static inline void sleep_ns(int64_t wait_ns) {
+        struct timespec wait = {wait_ns / 1000000000, wait_ns % 1000000000};
+        nanosleep(&wait, NULL);
+    }
     """
     int monotonic_cond_init(pthread_cond_t *cond)
     int start_quiet_thread(pthread_t *, void *(*)(void *) noexcept nogil, void *)
     long long monotonic_ns()
     void deadline_in(timespec *until, long long wait_ns)
+    void sleep_ns(long long wait_ns)

@@ -1,14 +1,16 @@
-"""The pump: from the first read to the last byte in one native thread that needs no interpreter.
+"""The pump: submits reads to an engine and handles their completions in one native thread.
 
 A `Pump` owns one engine and the thread that drives it. It keeps the engine's depth filled with the
-reads of the requests that were posted to it (see request.pyx), oldest request first, each in its
-order. What a completion means, a short read, a refusal, an error, stands in pumping.pxd.
+reads of the requests posted to it (request.pyx), oldest request first, each in its order. It decides
+what a completion means: short reads continue, refused direct reads become buffered, errors get one
+retry. It also applies the bandwidth limits that all pumps share.
 
-    post ─► queue ─► engine (depth reads) ─► handle ─► done, failed, or once more
+    post ─► stage ─► submit ─► engine (depth reads) ─► reap ─► handle ─► done, failed, or once more
 """
 
 cimport cython
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer, PyCapsule_New
+from libc.errno cimport EAGAIN, EBUSY, EFAULT, EINTR, EINVAL, EOPNOTSUPP
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, malloc
 from posix.time cimport timespec
@@ -17,89 +19,293 @@ from posix.unistd cimport getpid
 import os
 
 from gdsload._native.atomics cimport gds_store
-from gdsload._native.engine cimport Buffer, Completion, EngineOps, Read
-from gdsload._native.populator cimport populator_advance, populator_starved
+from gdsload._native.engine cimport BUFFERED, DIRECT, ECANCELED
+from gdsload._native.memory cimport UNIT_BYTES, region_ready
 from gdsload._native.pthreads cimport (
-    deadline_in,
-    monotonic_cond_init,
-    monotonic_ns,
-    pthread_cond_broadcast,
-    pthread_cond_signal,
-    pthread_cond_timedwait,
-    pthread_detach,
-    pthread_join,
-    pthread_mutex_init,
-    pthread_mutex_lock,
-    pthread_mutex_unlock,
-    start_quiet_thread,
+    deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_broadcast, pthread_cond_signal,
+    pthread_cond_timedwait, pthread_detach, pthread_join, pthread_mutex_init, start_quiet_thread,
 )
-from gdsload._native.pumping cimport (
-    BATCH,
-    BUSY_WAIT_NS,
-    ECANCELED,
-    IDLE_WAIT_NS,
-    PENDING,
-    CPump,
-    CRequest,
-    Op,
-    any_cancelled,
-    cancel_request,
-    count_load,
-    describe,
-    free_request,
-    handle,
-    look_away,
-    release_pump,
-    settle,
-)
-from gdsload._native.region cimport UNIT_BYTES, region_ready
-from gdsload._native.traffic cimport CTraffic, traffic_admits
 
 cdef enum:
-    PARKED_WAIT_NS = 10000000000   # with no request at all: a post wakes it
-    # A read that waits this long for its memory goes ahead and faults the pages in itself.
-    STARVED_NS = 20000000
-    BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not asked in a tight loop
+    # One refusal may concern one read, or its memory. After this many in a row the rest of the file
+    # is read through the page cache.
+    MOST_REFUSED = 4
+    # Longest waits of the pump. Completions end them, and so do posts and ready memory if nothing is
+    # in flight; with reads in flight, both have to wait for the end of a poll.
+    PARKED_WAIT_NS = 10000000000  # without any request
+    STARVED_NS = 20000000      # after this long, a read starts before its memory is populated
+    IDLE_WAIT_NS = 20000000
+    ALONE_WAIT_NS = 5000000    # no waiter registered: a new one must soon learn of completions
+    LAST_WAIT_NS = 2000000     # the engine has room for a new post
+    BUSY_WAIT_NS = 500000
+    RETRY_WAIT_NS = 100000     # throttled, or memory is populated by threads that do not wake us
+    BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not polled in a tight loop
+    # What an unused limit accumulates: one poll of a pump, not a burst.
+    SAVED_NS = 1000000
 
-cdef CTraffic TRAFFIC
-pthread_mutex_init(&TRAFFIC.lock, NULL)
+cdef CThrottle THROTTLE
+pthread_mutex_init(&THROTTLE.lock, NULL)
 
 
-cdef Op *next_op(CPump *self, int staged, int64_t now) noexcept nogil:
-    """The op to submit next, or NULL where there is none that may go."""
+# --- which read may start ----------------------------------------------------------------------
+
+cdef int limit_open(Limit *limit, int64_t now) noexcept nogil:
+    return limit.rate <= 0 or now >= limit.free_ns
+
+
+cdef void limit_take(Limit *limit, uint64_t nbytes, int64_t now) noexcept nogil:
+    if limit.rate > 0:
+        limit.free_ns = max(limit.free_ns, now - SAVED_NS)
+        limit.free_ns += <int64_t>(<double>nbytes * 1e9 / <double>limit.rate)
+
+
+cdef int throttle_admits(
+    CThrottle *self, int ahead, int in_flight, uint64_t nbytes, int64_t now
+) noexcept nogil:
+    """Whether a read may start in a pump with `in_flight` reads; if so, its bytes are counted."""
+    cdef int admitted
+    pthread_mutex_lock(&self.lock)
+    admitted = limit_open(&self.all, now) and not (
+        ahead and ((self.loads > 0 and in_flight > 0) or not limit_open(&self.ahead, now))
+    )
+    if admitted:
+        limit_take(&self.all, nbytes, now)
+        if ahead:
+            limit_take(&self.ahead, nbytes, now)
+    pthread_mutex_unlock(&self.lock)
+    return admitted
+
+
+cdef int memory_ready(Op *op) noexcept nogil:
+    return op.region == NULL or op.length == 0 or region_ready(
+        op.region,
+        <uint64_t>(op.address - op.region.base) // UNIT_BYTES,
+        <uint64_t>(op.address + op.length - 1 - op.region.base) // UNIT_BYTES,
+    )
+
+
+cdef void advance_populator(CPopulator *self, int64_t nbytes) noexcept nogil:
+    """Reads of `nbytes` were submitted; -1: they wait for memory and nothing is in flight. Then the
+    limit on populating ahead is lifted: what was populated but skipped would count forever."""
+    pthread_mutex_lock(&self.lock)
+    self.ahead = min(self.ahead, <int64_t>0) if nbytes < 0 else self.ahead - nbytes
+    pthread_cond_broadcast(&self.room)
+    pthread_mutex_unlock(&self.lock)
+
+
+cdef int may_start(CPump *self, CRequest *request, Op *op, int64_t now) noexcept nogil:
+    cdef CPopulator *populator = request.populator
+    if not memory_ready(op) and (
+        request.in_flight > 0 or now - request.progress_ns < STARVED_NS
+    ):
+        if populator == NULL or populator.pump != self:
+            self.idle_wait_ns = RETRY_WAIT_NS
+        elif request.in_flight == 0 and populator.ahead > 0:
+            advance_populator(populator, -1)
+        return 0
+    if not throttle_admits(
+        self.throttle, request.ahead, self.in_flight + self.staged_count, op.length, now
+    ):
+        self.idle_wait_ns = RETRY_WAIT_NS
+        gds_store(&request.progress_ns, now)  # throttled: storage is not stalled
+        return 0
+    return 1
+
+
+cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
+    """The op to submit next, or NULL if none may start."""
     cdef CRequest *request = self.first
     cdef Op *op
+    self.idle_wait_ns = STARVED_NS
     if self.again_count > 0:
         self.again_count -= 1
         return self.again[self.again_count]
     while request != NULL:
-        while request.next < request.count and not request.cancelled:
+        if request.next < request.count and not request.cancelled:
             op = &request.ops[request.next]
-            if op.region != NULL and op.length > 0 and not region_ready(
-                op.region,
-                <uint64_t>(op.address - op.region.base) // UNIT_BYTES,
-                <uint64_t>(op.address + op.length - 1 - op.region.base) // UNIT_BYTES,
-            ):
-                if request.in_flight > 0 or now - request.progress_ns < STARVED_NS:
-                    if request.in_flight == 0 and request.populator != NULL:
-                        populator_starved(request.populator)
-                    break
-            if not traffic_admits(
-                self.traffic, request.ahead, self.in_flight + staged, op.length, now
-            ):
-                gds_store(&request.progress_ns, now)  # held back here: storage is not silent
-                break
-            request.next += 1
-            request.in_flight += 1
-            if request.populator != NULL:
-                populator_advance(request.populator, op.length)
-            return op
+            if may_start(self, request, op, now):
+                request.next += 1
+                request.in_flight += 1
+                if request.populator != NULL:
+                    advance_populator(request.populator, <int64_t>op.length)
+                return op
         request = request.next_posted
     return NULL
 
 
-cdef int drop_quiet(CPump *self) noexcept nogil:
-    """Takes requests off the queue that have nothing left to do: how many."""
+# --- what a completion means -------------------------------------------------------------------
+
+cdef void settle(CPump *self, Op *op, int error, int64_t now) noexcept nogil:
+    cdef CRequest *request = op.request
+    cdef Waiter *waiter = request.waiters
+    cdef int index = <int>(op - request.ops)
+    op.state = FAILED if error else DONE
+    op.error = error
+    op.done_ns = now
+    request.order[request.settled] = index
+    request.settled += 1
+    request.in_flight -= 1
+    request.failed += op.state == FAILED
+    while waiter != NULL:
+        if waiter.first <= index <= waiter.last:
+            waiter.left -= 1
+            self.fulfilled |= waiter.left == 0
+        waiter = waiter.next
+
+
+cdef void retry(CPump *self, Op *op) noexcept nogil:
+    self.again[self.again_count] = op
+    self.again_count += 1
+
+
+cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nogil:
+    """Handles one completion. Returns 1 if the pump should pause before its next submission."""
+    cdef CRequest *request = op.request
+    cdef File *file = &request.files[op.file]
+    cdef uint64_t end, start = op.arrived
+    if op.direct:
+        start &= ~(file.block - 1)
+    if result > 0:
+        gds_store(&request.progress_ns, now)
+        end = start + <uint64_t>result
+        if op.direct:
+            file.refused_in_row = 0
+        if end > op.arrived:
+            if op.direct:
+                request.direct_bytes += <int64_t>(end - op.arrived)
+            else:
+                request.buffered_bytes += <int64_t>(end - op.arrived)
+            op.arrived = end
+        elif op.direct:
+            op.direct = 0  # less than a block of progress: direct I/O cannot read the rest
+        if op.arrived >= op.wanted:
+            settle(self, op, 0, now)
+        elif request.cancelled:
+            settle(self, op, ECANCELED, now)
+        else:
+            # A short read is no end of file, and may hide an error that the next one reports.
+            request.short_reads += 1
+            retry(self, op)
+        return 0
+    if request.cancelled:
+        settle(self, op, ECANCELED, now)
+        return 0
+    if result == -EINTR or result == -ECANCELED or result == -EAGAIN or result == -EBUSY:
+        # Temporary, but perhaps for long: without a pause, retries would keep a core busy.
+        request.retries += 1
+        retry(self, op)
+        return 1
+    if op.direct and (result == -EINVAL or result == -EOPNOTSUPP or result == -EFAULT):
+        # The filesystem or this file refuses direct I/O after all; or at this offset, or into this
+        # memory (EFAULT), which may belong to a device driver.
+        file.refused = <int>-result
+        file.refused_in_row += 1
+        if result == -EOPNOTSUPP or file.refused_in_row >= MOST_REFUSED:
+            file.direct_fd = -1
+        op.direct = 0
+        retry(self, op)
+    elif op.direct or (result < 0 and not op.retried):
+        # One more try through the page cache, also after a direct read that met an early end of
+        # the file: the page cache's answer decides.
+        op.retried = 1
+        op.direct = 0
+        request.retries += 1
+        retry(self, op)
+    else:
+        # 0 with bytes missing: the file is shorter than its header says.
+        settle(self, op, <int>-result if result < 0 else -1, now)
+    return 0
+
+
+cdef void describe(Op *op, Read *read) noexcept nogil:
+    """Writes the read of an op's missing bytes."""
+    cdef File *file = &op.request.files[op.file]
+    cdef uint64_t start = op.arrived
+    if op.direct and file.direct_fd < 0:
+        op.direct = 0
+    if op.direct:
+        start &= ~(file.block - 1)
+        read.fd, read.slot, read.io_mode = file.direct_fd, file.direct_slot, DIRECT
+        read.length = op.length - start
+    else:
+        read.fd, read.slot, read.io_mode = file.buffered_fd, file.buffered_slot, BUFFERED
+        read.length = op.wanted - start
+    read.address = op.address + start
+    read.offset = op.offset + start
+    read.buffer = op.buffer
+    read.cookie = <uint64_t>op
+
+
+# --- the pump's thread -------------------------------------------------------------------------
+
+cdef void stage(CPump *self) noexcept nogil:
+    """Fills the next submission, and drops from it reads of cancelled requests: an engine that takes
+    nothing any more would keep such a request alive for ever."""
+    cdef int64_t now = monotonic_ns()
+    cdef int i, count = 0
+    cdef Op *op
+    for i in range(self.staged_count):
+        op = <Op *>self.staged[i].cookie
+        if op.request.cancelled:
+            settle(self, op, ECANCELED, now)
+        else:
+            self.staged[count] = self.staged[i]
+            count += 1
+    self.staged_count = count
+    while self.staged_count < BATCH and self.in_flight + self.staged_count < self.depth:
+        op = next_op(self, now)
+        if op == NULL:
+            break
+        if op.posted_ns == 0:
+            op.posted_ns = now
+        if op.request.cancelled or op.arrived >= op.wanted:
+            settle(self, op, 0 if op.arrived >= op.wanted else ECANCELED, now)
+            continue
+        describe(op, &self.staged[self.staged_count])
+        self.staged_count += 1
+
+
+cdef int submit(CPump *self) noexcept nogil:
+    """Without the lock: the number of reads that the engine took, or -errno of the first."""
+    if self.staged_count == 0:
+        return 0
+    return self.ops.submit(self.engine, self.staged, self.staged_count)
+
+
+cdef int reap(CPump *self, int taken, int wanted, int64_t wait_ns) noexcept nogil:
+    """Without the lock: the number of completions, or -errno of an engine that failed for good."""
+    if taken < self.staged_count:
+        wanted = 1  # the next completion makes room
+    if self.in_flight + max(taken, 0) == 0:
+        return 0
+    return self.ops.reap(self.engine, self.completions, BATCH, wanted, wait_ns)
+
+
+cdef int handle(CPump *self, int taken, int seen) noexcept nogil:
+    """Handles the results of `submit` and `reap`. Returns 1 if the pump should pause."""
+    cdef int64_t now = monotonic_ns()
+    cdef int i, pause
+    if taken < 0:
+        # The submission was refused: that is the result of its first read.
+        pause = complete(self, <Op *>self.staged[0].cookie, taken, now)
+        taken = 1
+    else:
+        self.in_flight += taken
+        pause = taken == 0 and self.staged_count > 0 and self.in_flight == 0
+    self.staged_count -= taken
+    for i in range(self.staged_count):
+        self.staged[i] = self.staged[i + taken]
+    if seen < 0:
+        self.broken = seen
+        return 0
+    self.in_flight -= seen
+    for i in range(seen):
+        pause |= complete(self, <Op *>self.completions[i].cookie, self.completions[i].result, now)
+    return pause
+
+
+cdef int drop_drained(CPump *self) noexcept nogil:
+    """Removes requests that have nothing left to do: their number."""
     cdef CRequest **link = &self.first
     cdef CRequest *request
     cdef int dropped = 0
@@ -118,26 +324,51 @@ cdef int drop_quiet(CPump *self) noexcept nogil:
     return dropped
 
 
-cdef int unstage(CPump *self, Read *staged, int count, int64_t now) noexcept nogil:
-    """Gives up reads of cancelled requests that the engine has not taken; how many are left.
+cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nogil:
+    """Chooses the timeout of the next reap and the number of completions to wait for: one wake-up
+    costs more than handling one completion. `cancelled`: whether a request is being cancelled.
 
-    An engine that takes nothing any more would otherwise keep such a request alive for good.
+    There is nothing to do before a quarter of the engine's depth is free, or a waiter has its last
+    op.
     """
-    cdef int i, kept = 0
-    for i in range(count):
-        if (<Op *>staged[i].cookie).request.cancelled:
-            settle(self, <Op *>staged[i].cookie, ECANCELED, now)
-        else:
-            staged[kept] = staged[i]
-            kept += 1
-    return kept
+    cdef CRequest *request = self.first
+    cdef Waiter *waiter
+    cdef int under_way = self.in_flight + self.staged_count
+    cdef int left = 0, unsubmitted = 0
+    cancelled[0] = 0
+    while request != NULL:
+        unsubmitted |= request.next < request.count and not request.cancelled
+        cancelled[0] |= request.cancelled
+        waiter = request.waiters
+        while waiter != NULL:
+            if left == 0 or waiter.left < left:
+                left = waiter.left
+            waiter = waiter.next
+        request = request.next_posted
+    wanted[0] = 1
+    if under_way < self.depth and (unsubmitted or left == 0 or cancelled[0]):
+        return BUSY_WAIT_NS
+    if cancelled[0]:
+        return IDLE_WAIT_NS
+    # With nothing left to submit, only the waiters count.
+    wanted[0] = self.depth // 4 if under_way >= self.depth else under_way
+    if left > 0:
+        wanted[0] = min(wanted[0], left)
+    wanted[0] = min(max(wanted[0], 1), <int>BATCH)
+    if under_way < self.depth:
+        return LAST_WAIT_NS
+    return IDLE_WAIT_NS if left else ALONE_WAIT_NS
+
+
+cdef void wait_for_news(CPump *self, int64_t wait_ns) noexcept nogil:
+    cdef timespec until
+    deadline_in(&until, wait_ns)
+    pthread_cond_timedwait(&self.news, &self.lock, &until)
 
 
 cdef void fail_everything(CPump *self, int error) noexcept nogil:
-    """After the engine has gone: what it still had will never be heard of.
-
-    It may still be written to: the memory of those reads is never given back.
-    """
+    """After the engine failed for good: its reads never complete, and may still write to their
+    memory, which is therefore never freed."""
     cdef CRequest *request = self.first
     cdef int64_t now = monotonic_ns()
     cdef int i
@@ -157,95 +388,47 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
 
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
-    cdef Read staged[BATCH]
-    cdef Completion completions[BATCH]
-    cdef Op *op
-    cdef timespec until
-    cdef int64_t now, wait
-    cdef int staged_count = 0
-    cdef int taken, seen, i, pause, wanted, cancel_sent = 0
+    cdef int64_t wait_ns
+    cdef int taken, seen, wanted, cancelled, cancel_sent = 0, pause = 0
     pthread_mutex_lock(&self.lock)
     self.broken = self.ops.open(
-        &self.engine, self.depth, self.buffers, self.buffer_count, &self.fixed
+        &self.engine, self.context, self.depth, self.buffers, self.buffer_count, &self.fixed
     )
-    pthread_cond_broadcast(&self.settled)  # whoever made the pump waits for its engine
+    pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
-        now = monotonic_ns()
-        staged_count = unstage(self, staged, staged_count, now)
-        while staged_count < BATCH and self.in_flight + staged_count < self.depth:
-            op = next_op(self, staged_count, now)
-            if op == NULL:
-                break
-            if op.posted_ns == 0:
-                op.posted_ns = now
-            if op.request.cancelled or op.landed >= op.wanted:
-                settle(self, op, 0 if op.landed >= op.wanted else ECANCELED, now)
-                continue
-            describe(op, &staged[staged_count])
-            staged_count += 1
-        # Also a request that ends without a completion (cancelled while it was to be asked again)
-        # has somebody who waits for it.
-        if drop_quiet(self) or self.fulfilled:
+        stage(self)
+        # A request may also end without a completion: cancelled while it waited for a retry.
+        if drop_drained(self) or self.fulfilled:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
-        if self.in_flight == 0 and staged_count == 0:
+        if self.in_flight == 0 and self.staged_count == 0:
             if self.closing and self.first == NULL:
                 break
-            # Nothing to do, or memory is not ready yet: then it is looked at again very soon.
-            deadline_in(&until, PARKED_WAIT_NS if self.first == NULL else BUSY_WAIT_NS // 5)
-            pthread_cond_timedwait(&self.news, &self.lock, &until)
+            wait_for_news(self, PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns)
             continue
-        if any_cancelled(self):
-            if not cancel_sent:
-                self.ops.cancel(self.engine)
-            cancel_sent = 1
-        else:
-            cancel_sent = 0
-        wait = look_away(self, staged_count, &wanted)
+        wait_ns = poll_timeout(self, &wanted, &cancelled)
+        if cancelled and not cancel_sent:
+            self.ops.cancel(self.engine)
+        cancel_sent = cancelled
         pthread_mutex_unlock(&self.lock)
 
-        pause = 0
-        taken = 0
-        seen = 0
-        if staged_count:
-            taken = self.ops.submit(self.engine, staged, staged_count)
-        if taken < staged_count:
-            wanted = 1  # the next that comes makes room
-        if self.in_flight + (taken if taken > 0 else 0) > 0:
-            seen = self.ops.reap(self.engine, completions, BATCH, wanted, wait)
+        taken = submit(self)
+        seen = reap(self, taken, wanted, wait_ns)
 
         pthread_mutex_lock(&self.lock)
-        now = monotonic_ns()
-        if taken < 0:
-            # Refused at the door: that is the answer to the first of them.
-            pause |= handle(self, <Op *>staged[0].cookie, taken, now)
-            taken = 1
-        else:
-            self.in_flight += taken
-            if taken == 0 and staged_count:
-                pause = self.in_flight == 0
-        staged_count -= taken
-        for i in range(staged_count):
-            staged[i] = staged[i + taken]
-        if seen < 0:
-            self.broken = seen
-            break
-        self.in_flight -= seen
-        for i in range(seen):
-            pause |= handle(self, <Op *>completions[i].cookie, completions[i].result, now)
+        pause = handle(self, taken, seen)
         if self.fulfilled:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if pause:
-            deadline_in(&until, BACK_OFF_NS)
-            pthread_cond_timedwait(&self.news, &self.lock, &until)
+            wait_for_news(self, BACK_OFF_NS)
     pthread_mutex_unlock(&self.lock)
     if self.engine != NULL:
         self.ops.close(self.engine)
     pthread_mutex_lock(&self.lock)
     if self.broken:
         fail_everything(self, -self.broken)
-    drop_quiet(self)
+    drop_drained(self)
     self.finished = 1
     pthread_cond_broadcast(&self.settled)
     pthread_mutex_unlock(&self.lock)
@@ -263,7 +446,7 @@ cdef class Pump:
     def __cinit__(self, object engine, int depth, list buffers=None):
         """``engine``: its capsule. ``buffers``: (address, bytes) to register with the engine.
 
-        Raises OSError with the engine's errno where it cannot be opened.
+        Raises OSError with the engine's errno if it cannot be opened.
         """
         cdef CPump *made
         cdef int i
@@ -273,9 +456,10 @@ cdef class Pump:
         if made == NULL:
             raise MemoryError("no memory for a pump")
         made.references = 1
-        made.traffic = &TRAFFIC
+        made.throttle = &THROTTLE
         made.depth = depth
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
+        made.context = PyCapsule_GetContext(engine)
         pthread_mutex_init(&made.lock, NULL)
         monotonic_cond_init(&made.news)
         monotonic_cond_init(&made.settled)
@@ -313,13 +497,8 @@ cdef class Pump:
             raise OSError(-error, os.strerror(-error))
 
     @property
-    def name(self):
-        """The engine's name."""
-        return self.pump.ops.name.decode()
-
-    @property
     def fixed_buffers(self):
-        """Whether the engine could register the buffers that it was handed."""
+        """Whether the engine registered the buffers."""
         return bool(self.pump.fixed)
 
     def handle(self):
@@ -327,23 +506,22 @@ cdef class Pump:
         return PyCapsule_New(self.pump, b"gdsload.pump", NULL)
 
     def close(self, double timeout):
-        """Cancels what is left, waits for what cannot be cancelled, and ends the thread.
+        """Cancels all requests, waits for reads that cannot be cancelled, and ends the thread.
 
-        Returns False where reads were still stuck after ``timeout`` seconds: the thread and the
-        memory they point into are then left alive until those reads come back.
+        Returns False if reads are still in flight after ``timeout`` seconds: the thread and their
+        memory then live until those reads complete.
         """
         cdef CPump *pump = self.pump
         cdef CRequest *request
         cdef timespec until
         cdef int finished
-        cdef int64_t wait_ns = <int64_t>(timeout * 1e9)
         if not pump.running:
             return True
-        pump.running = 0  # whoever closes it at the same time must not join the thread again
-        if self.pid != getpid():  # the thread stayed behind in the parent
+        pump.running = 0  # a concurrent call must not join the thread again
+        if self.pid != getpid():  # the thread stayed in the parent
             return True
         with nogil:
-            deadline_in(&until, wait_ns)
+            deadline_in(&until, <int64_t>(timeout * 1e9))
             pthread_mutex_lock(&pump.lock)
             pump.closing = 1
             request = pump.first
@@ -371,26 +549,26 @@ cdef class Pump:
 
 
 def limit_traffic(int64_t all, int64_t ahead):
-    """Bytes per second that all pumps together may ask for, and that reads ahead may; 0: as many
-    as they like. A read is never cut for it: the next one waits."""
+    """Limits all reads of the process, and those of prefetches (``ahead``), to bytes per second; 0: no
+    limit. A read is never split for it: the next one waits."""
     with nogil:
-        pthread_mutex_lock(&TRAFFIC.lock)
-        TRAFFIC.all.rate = all
-        TRAFFIC.all.free_ns = 0
-        TRAFFIC.ahead.rate = ahead
-        TRAFFIC.ahead.free_ns = 0
-        pthread_mutex_unlock(&TRAFFIC.lock)
+        pthread_mutex_lock(&THROTTLE.lock)
+        THROTTLE.all.rate = all
+        THROTTLE.all.free_ns = 0
+        THROTTLE.ahead.rate = ahead
+        THROTTLE.ahead.free_ns = 0
+        pthread_mutex_unlock(&THROTTLE.lock)
 
 
 def traffic():
-    """What `limit_traffic` was told, and the loads under way."""
-    return TRAFFIC.all.rate, TRAFFIC.ahead.rate, TRAFFIC.loads
+    """(limit of all reads, limit of prefetches, loads under way)."""
+    return THROTTLE.all.rate, THROTTLE.ahead.rate, THROTTLE.loads
 
 
 def _after_fork():
-    """In a child: the loads under way stayed in the parent, and so did whoever held the lock."""
-    pthread_mutex_init(&TRAFFIC.lock, NULL)
-    TRAFFIC.loads = 0
+    """In a child: loads under way, and a thread that may hold the lock, stayed in the parent."""
+    pthread_mutex_init(&THROTTLE.lock, NULL)
+    THROTTLE.loads = 0
 
 
 os.register_at_fork(after_in_child=_after_fork)

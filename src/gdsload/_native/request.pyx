@@ -1,44 +1,31 @@
-"""Requests: reads that belong together, prepared once and posted to a pump as often as one likes.
+"""Requests: reads that belong together, prepared once and posted to a pump any number of times.
 
-Each read keeps its own result: bytes landed and an error number, which `gdsload.backends.posix`
-turns into exceptions. A request that dies with reads in flight is freed by the pump's thread when
-the last of them has come back, and the memory they write to lives until then.
+Each read has its own result: the bytes that arrived and an error number; `gdsload.backends` makes
+exceptions of them. If a request is deleted with reads in flight, the pump's thread frees it, and
+releases the memory, when the last of them has completed.
 """
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.errno cimport EBADF
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
 from posix.time cimport timespec
 from posix.unistd cimport getpid
 
-from gdsload._native.atomics cimport gds_load, gds_store
-from gdsload._native.populator cimport CPopulator
+from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.memory cimport CRegion, retain_region
 from gdsload._native.pthreads cimport (
-    deadline_in,
-    monotonic_ns,
-    pthread_cond_signal,
-    pthread_cond_timedwait,
-    pthread_mutex_lock,
+    deadline_in, monotonic_ns, pthread_cond_signal, pthread_cond_timedwait, pthread_mutex_lock,
     pthread_mutex_unlock,
 )
-from gdsload._native.pumping cimport (
-    FAILED,
-    PENDING,
-    CPump,
-    CRequest,
-    File,
-    Op,
-    Waiter,
-    cancel_request,
-    count_load,
-    free_request,
+from gdsload._native.pump cimport (
+    PENDING, CPopulator, CPump, CRequest, File, Op, Waiter, cancel_request, count_load, free_request,
 )
-from gdsload._native.region cimport CRegion, retain_region
 
 
-# No collector: it would clear `pump` and `populator` before __dealloc__ runs, which needs both to
-# tell whether reads are still in flight. Neither can be part of a cycle.
+# No collector: it would clear `pump` and `populator` before __dealloc__, which needs both to find out
+# whether reads are in flight. Neither can be part of a cycle.
 @cython.no_gc
 @cython.final
 cdef class Request:
@@ -47,12 +34,12 @@ cdef class Request:
     cdef CRequest *request
     cdef CPump *to
     cdef readonly object pump
-    cdef object populator     # kept alive while its struct is pointed at
+    cdef object populator     # owner of a struct that the request points at
     cdef int pid
 
     def __cinit__(self, object pump, list files, list ops, object populator=None):
         """``files``: (buffered fd, direct fd or -1, block, direct slot, buffered slot). A slot is a
-        number that stands for one descriptor as long as the pump lives, and is not used twice.
+        number that stands for one descriptor during the life of the pump, and is never reused.
 
         ``ops``: (file, offset, length, wanted, address, region's handle or None, buffer or -1).
         """
@@ -70,6 +57,11 @@ cdef class Request:
             made.populator = <CPopulator *>PyCapsule_GetPointer(
                 populator.handle(), b"gdsload.populator"
             )
+            pthread_mutex_lock(&made.populator.lock)
+            if made.populator.pump == NULL:
+                made.populator.pump = self.to
+                gds_add(&self.to.references, 1)
+            pthread_mutex_unlock(&made.populator.lock)
         made.files = <File *>calloc(len(files) + 1, sizeof(File))
         made.ops = <Op *>calloc(len(ops) + 1, sizeof(Op))
         made.order = <int *>calloc(len(ops) + 1, sizeof(int))
@@ -87,9 +79,9 @@ cdef class Request:
             op.address = <char *><size_t>entry[4]
             op.buffer = entry[6]
             if not 0 <= op.file < made.file_count:
-                raise IndexError(f"read {made.count} is of file {op.file} of {made.file_count}")
+                raise IndexError(f"read {made.count} refers to file {op.file} of {made.file_count}")
             if op.wanted > op.length:
-                raise ValueError(f"read {made.count} wants more bytes than it asks for")
+                raise ValueError(f"read {made.count} wants more bytes than it reads")
             if entry[5] is not None:
                 op.region = <CRegion *>PyCapsule_GetPointer(entry[5], b"gdsload.region")
                 if (
@@ -98,7 +90,7 @@ cdef class Request:
                     or op.length > op.region.length - <uint64_t>(op.address - op.region.base)
                 ):
                     op.region = NULL
-                    raise ValueError(f"read {made.count} leaves its region")
+                    raise ValueError(f"read {made.count} exceeds its region")
                 retain_region(op.region)
             made.count += 1
         self.reset()
@@ -109,14 +101,14 @@ cdef class Request:
         cdef File *file
         cdef int i
         request.next = 0
-        request.settled = request.failed = request.told = request.cancelled = 0
+        request.settled = request.failed = request.reported = request.cancelled = 0
         request.direct_bytes = request.buffered_bytes = 0
         request.short_reads = request.retries = 0
         for i in range(request.count):
             op = &request.ops[i]
             file = &request.files[op.file]
             op.state = PENDING
-            op.landed = 0
+            op.arrived = 0
             op.error = op.retried = 0
             op.posted_ns = op.done_ns = 0
             op.direct = (
@@ -126,7 +118,7 @@ cdef class Request:
                 and op.length % file.block == 0
             )
 
-    cdef int look(self, int *word) noexcept:
+    cdef int read_counter(self, int *word) noexcept:
         """A number that the pump's thread writes."""
         cdef int value
         if self.pid != getpid():
@@ -138,20 +130,20 @@ cdef class Request:
         return value
 
     cdef require_own_process(self):
-        # After a fork the lock may be held for good, by a thread that stayed in the parent.
+        # After a fork, a thread that stayed in the parent may hold the lock for ever.
         if self.pid != getpid():
-            raise OSError(9, "the pump stayed behind in the process that forked this one")
+            raise OSError(EBADF, "the pump stayed in the process that forked this one")
 
     def post(self):
-        """Hands the reads to the pump and returns.
+        """Starts the reads and returns.
 
-        Raises RuntimeError while it is under way already, OSError where the pump has ended.
+        Raises RuntimeError if it is under way already, OSError if the pump has ended.
         """
         cdef CPump *pump = self.to
         cdef CRequest **link
         cdef int error = 0
         if pump.broken or not pump.running or self.pid != getpid():
-            raise OSError(-pump.broken or 9, "the pump has ended")
+            raise OSError(-pump.broken or EBADF, "the pump has ended")
         with nogil:
             pthread_mutex_lock(&pump.lock)
             if self.request.posted:
@@ -173,11 +165,11 @@ cdef class Request:
         if error == 2:
             raise RuntimeError("this request is under way already")
         if error:
-            raise OSError(-pump.broken or 9, "the pump has ended")
+            raise OSError(-pump.broken or EBADF, "the pump has ended")
 
     @property
     def ahead(self):
-        """Whether it yields to loads: nobody waits for it yet. May be set at any time."""
+        """Whether this is a prefetch, which yields to loads. May be set at any time."""
         return bool(self.request.ahead)
 
     @ahead.setter
@@ -192,8 +184,8 @@ cdef class Request:
             pthread_mutex_unlock(&pump.lock)
 
     def wait(self, double timeout, int first=0, int last=-1):
-        """Waits until these ops (default: all) have settled, or never will: the request was
-        cancelled, or the pump has ended. True where they all settled.
+        """Waits up to ``timeout`` seconds until these ops (default: all) have settled, or cannot any
+        more: the request is cancelled and drained, or the pump has ended. True if all settled.
         """
         cdef CPump *pump = self.to
         cdef CRequest *request = self.request
@@ -209,12 +201,12 @@ cdef class Request:
         with nogil:
             deadline_in(&until, <int64_t>(timeout * 1e9))
             pthread_mutex_lock(&pump.lock)
-            # The pump counts down what is left of it, and tells of it once, not of every op.
+            # The pump counts `left` down and signals once, not for every op.
             waiter.first, waiter.last = first, last
             waiter.next = request.waiters
             request.waiters = &waiter
             while True:
-                waiter.left = 0  # counted anew: meanwhile it may have been posted again
+                waiter.left = 0  # counted again: it may have been posted again meanwhile
                 for i in range(first, last + 1):
                     waiter.left += request.ops[i].state == PENDING
                 if waiter.left == 0 or not request.posted or pump.finished or late:
@@ -228,19 +220,19 @@ cdef class Request:
         return waiter.left == 0
 
     def news(self):
-        """The ops that have settled since it was last asked, in the order in which they did."""
+        """The ops that have settled since the last call, in that order."""
         cdef CRequest *request = self.request
-        cdef int settled, told
+        cdef int settled, reported
         self.require_own_process()
         with nogil:
             pthread_mutex_lock(&self.to.lock)
-            settled, told = request.settled, request.told
-            request.told = settled
+            settled, reported = request.settled, request.reported
+            request.reported = settled
             pthread_mutex_unlock(&self.to.lock)
-        return [request.order[i] for i in range(told, settled)]
+        return [request.order[i] for i in range(reported, settled)]
 
     def cancel(self):
-        """No further op is submitted; those in flight are called back where that can be done."""
+        """Submits no further op, and cancels those in flight if the engine can."""
         cdef CPump *pump = self.to
         if self.pid != getpid():
             return
@@ -252,7 +244,7 @@ cdef class Request:
             pthread_mutex_unlock(&pump.lock)
 
     def quiet(self, double timeout):
-        """Waits until no read of it is in flight; False at the end of the time."""
+        """Waits up to ``timeout`` seconds until no read of it is in flight. True if none is."""
         cdef CPump *pump = self.to
         cdef timespec until
         cdef int posted
@@ -274,15 +266,15 @@ cdef class Request:
 
     @property
     def settled(self):
-        return self.look(&self.request.settled)
+        return self.read_counter(&self.request.settled)
 
     @property
     def failed(self):
-        return self.look(&self.request.failed)
+        return self.read_counter(&self.request.failed)
 
     @property
     def posted(self):
-        return bool(self.look(&self.request.posted))
+        return bool(self.read_counter(&self.request.posted))
 
     @property
     def idle_seconds(self):
@@ -290,23 +282,14 @@ cdef class Request:
         return (monotonic_ns() - gds_load(&self.request.progress_ns)) * 1e-9
 
     def result(self, int op):
-        """(settled, bytes landed, error): error is an errno, -1 for a file that ended early."""
+        """(settled, bytes arrived, error): error is an errno, or -1 for a file that ended early."""
         if not 0 <= op < self.request.count:
             raise IndexError(f"op {op} of {self.request.count}")
         return (
             self.request.ops[op].state != PENDING,
-            self.request.ops[op].landed,
+            self.request.ops[op].arrived,
             self.request.ops[op].error,
         )
-
-    def failures(self):
-        """(op, bytes landed, error) of the ops that failed, in their order."""
-        cdef CRequest *request = self.request
-        return [
-            (i, request.ops[i].landed, request.ops[i].error)
-            for i in range(request.count)
-            if request.ops[i].state == FAILED
-        ]
 
     def counts(self):
         """(bytes by direct reads, bytes by buffered ones, short reads continued, retries)."""
@@ -318,8 +301,8 @@ cdef class Request:
         )
 
     def refused_direct(self):
-        """Files of which direct reads were refused, when they were tried: (place, errno, whether
-        the rest of the file was read through the page cache, too)."""
+        """Files whose direct reads were refused: (index, errno, whether the rest of the file was
+        read through the page cache, too)."""
         cdef File *files = self.request.files
         return [
             (i, files[i].refused, files[i].direct_fd < 0)
@@ -328,7 +311,7 @@ cdef class Request:
         ]
 
     def trace(self):
-        """(posted, done, direct) of each op: monotonic ns, 0 where it was not reached."""
+        """(posted, done, direct) of each op: monotonic ns, 0 if it did not get there."""
         cdef CRequest *request = self.request
         return [
             (request.ops[i].posted_ns, request.ops[i].done_ns, bool(request.ops[i].direct))
@@ -337,12 +320,12 @@ cdef class Request:
 
     def __dealloc__(self):
         cdef CPump *pump
-        cdef int gone = 1
+        cdef int drained = 1
         if self.request == NULL:
             return
         if self.pump is not None and self.pid == getpid():
-            # Reads may still be in flight into memory that this request keeps alive: then the
-            # pump, which will hear of them, frees it instead.
+            # Reads may be in flight into memory that this request holds. Then the pump, which will
+            # see them complete, frees it.
             pump = self.to
             with nogil:
                 pthread_mutex_lock(&pump.lock)
@@ -350,8 +333,8 @@ cdef class Request:
                     cancel_request(pump, self.request)
                     self.request.orphaned = 1
                     self.request.populator = NULL
-                    gone = 0
+                    drained = 0
                     pthread_cond_signal(&pump.news)
                 pthread_mutex_unlock(&pump.lock)
-        if gone:
+        if drained:
             free_request(self.request)

@@ -1,91 +1,347 @@
-"""The staging road's two ends: a `Stage` is an engine for the pump that reads through another engine
-(stager.pyx) by way of a ring of slots; a `Landing` is a range of addresses that stands for device
-memory: which of its bytes go where.
+"""The staging pipeline in native code: reads go through registered slots into device memory.
+
+A `Ring` owns the slots. A `Stage` is an engine for the pump that reads through another engine: it
+lends each read a slot, copies the bytes on to the device, and reports the read as complete when the
+copy is. The pump's thread does all of it, without the GIL, and submits reads while copies run. Not
+responsible for the memory of the ring: gdsload.memory.staging_ring.
+
+    pump ─► stage ─► engine ─► slot ─► copies ─► event seen ─► pump
+
+The pump knows addresses only, and device memory is not contiguous. So an `AddressMap` reserves a
+range of addresses that no real pointer has, and maps parts of it to device memory:
+
+    bit 63   62   61 ... 44                43 ... 0
+       ┌────┬────┬────────────────────────┬──────────────────────────────┐
+       │  0 │  1 │ number of the map (18) │ offset in the map (44): 16 TiB│
+       └────┴────┴────────────────────────┴──────────────────────────────┘
 """
 
 cimport cython
-from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.errno cimport EFAULT, EINVAL, EIO, ENOBUFS, ENOMEM
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memset
-from posix.time cimport timespec
+from posix.mman cimport MADV_HUGEPAGE, MADV_WIPEONFORK, madvise
 from posix.unistd cimport getpid
-
-from gdsload._native import stager
 
 from gdsload._native.atomics cimport gds_add, gds_load
 from gdsload._native.cuda cimport (
-    CU_EVENT_DISABLE_TIMING,
-    CU_STREAM_NON_BLOCKING,
-    CUDA_SUCCESS,
-    CudaApi,
-    enter_context,
-    leave_context,
+    CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CudaApi,
+    enter_context, leave_context, relax,
 )
-from gdsload._native.engine cimport EngineOps
+from gdsload._native.engine cimport (
+    BATCH, BUFFERED, BUFFERED_ASYNC, ECANCELED, LOST, Buffer, Completion, EngineOps, Read, Results,
+    add_result, engine_capsule, take_results,
+)
 from gdsload._native.pthreads cimport (
-    monotonic_ns,
-    pthread_mutex_init,
-    pthread_mutex_lock,
-    pthread_mutex_unlock,
-)
-from gdsload._native.stage cimport (
-    COPY_LOOK_NS,
-    LANDING_BIT,
-    LANDING_SHIFT,
-    MOST_LANDINGS,
-    CLanding,
-    CRing,
-    CStage,
-    Share,
-    release_landing,
-    release_stage,
+    monotonic_ns, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, sleep_ns,
 )
 
-cdef extern from "<time.h>" nogil:
-    int nanosleep(const timespec *, timespec *)
+cdef extern from "<sys/syscall.h>" nogil:
+    enum: SYS_mbind
+
+cdef extern from "<unistd.h>" nogil:
+    long syscall(long number, ...)
+
+cdef enum:
+    MPOL_PREFERRED = 1
+    MAP_BIT = 62
+    MAP_SHIFT = 44
+    MOST_MAPS = 262144
+    # Shortest time between two polls of a copy, and the bytes that take at least as long: 4 MiB take
+    # 80 us at 55 GB/s.
+    COPY_POLL_NS = 20000
+    BYTES_PER_POLL = 4194304
+    CLOSE_POLL_NS = 20000000
+    LAST_COPIES_NS = 1000000000
+    ASYNC_BYTES = 262144   # 20 us of copying: a smaller read is copied faster than handed over
+
+# --- ring: slots that are registered once ------------------------------------------------------
+
+cdef struct CRing:
+    int64_t references
+    pthread_mutex_t lock
+    char *base
+    uint64_t slot_bytes
+    int count
+    int *idle               # stack of the numbers of idle slots
+    int idle_count
+    int lost                # slots that may still be written to: never returned
+
+
+cdef void release_ring(CRing *ring) noexcept nogil:
+    if gds_add(&ring.references, -1) > 0:
+        return
+    pthread_mutex_destroy(&ring.lock)
+    free(ring.idle)
+    free(ring)
+
+
+cdef int borrow_slot(CRing *ring, int *all_lost) noexcept nogil:
+    """The number of an idle slot, or -1; `all_lost`: whether none will ever be returned."""
+    cdef int number = -1
+    pthread_mutex_lock(&ring.lock)
+    if ring.idle_count > 0:
+        ring.idle_count -= 1
+        number = ring.idle[ring.idle_count]
+    all_lost[0] = ring.lost == ring.count
+    pthread_mutex_unlock(&ring.lock)
+    return number
+
+
+cdef void return_slot(CRing *ring, int number, int lost) noexcept nogil:
+    pthread_mutex_lock(&ring.lock)
+    if lost:
+        ring.lost += 1
+    else:
+        ring.idle[ring.idle_count] = number
+        ring.idle_count += 1
+    pthread_mutex_unlock(&ring.lock)
+
+
+@cython.final
+cdef class Ring:
+    """Memory that is registered once, in slots that are lent to reads."""
+
+    cdef CRing *ring
+
+    def __cinit__(self, uint64_t base, uint64_t slot_bytes, int count):
+        """``count`` slots of ``slot_bytes`` bytes from address ``base``. The caller owns the memory,
+        which must exist as long as a slot is lent."""
+        cdef CRing *made
+        cdef int i
+        if count < 1 or slot_bytes < 1:
+            raise ValueError(f"a ring of {count} slots of {slot_bytes} bytes is empty")
+        made = <CRing *>calloc(1, sizeof(CRing))
+        if made == NULL:
+            raise MemoryError("no memory for a ring")
+        self.ring = made
+        made.references = 1
+        made.base = <char *><uintptr_t>base
+        made.slot_bytes = slot_bytes
+        made.count = made.idle_count = count
+        pthread_mutex_init(&made.lock, NULL)
+        made.idle = <int *>malloc(count * sizeof(int))
+        if made.idle == NULL:
+            raise MemoryError("no memory for a ring")
+        for i in range(count):
+            made.idle[i] = count - 1 - i
+
+    @property
+    def slot_bytes(self):
+        return self.ring.slot_bytes
+
+    @property
+    def count(self):
+        """Number of slots."""
+        return self.ring.count
+
+    @property
+    def lost(self):
+        """Slots out of use, because a read into them never completed."""
+        return self.ring.lost
+
+    @property
+    def lent(self):
+        """Slots in use, including lost ones."""
+        cdef int lent
+        pthread_mutex_lock(&self.ring.lock)
+        lent = self.ring.count - self.ring.idle_count
+        pthread_mutex_unlock(&self.ring.lock)
+        return lent
+
+    def settle(self, int node):
+        """Before the first use of the memory: asks for huge pages, on NUMA ``node`` (-1: any), and
+        for zeros in a child of fork().
+
+        Without the last, a fork copies pinned pages; before Linux 5.12 the parent's next write even
+        goes to a new page, while the device still reads the old one.
+
+        All three are hints; the memory is usable without them. True if the node was accepted.
+        """
+        cdef unsigned long nodes[16]
+        cdef uint64_t nbytes = self.ring.slot_bytes * <uint64_t>self.ring.count
+        madvise(self.ring.base, nbytes, MADV_HUGEPAGE)
+        madvise(self.ring.base, nbytes, MADV_WIPEONFORK)
+        if node < 0 or node >= 1024:
+            return False
+        memset(nodes, 0, sizeof(nodes))
+        nodes[node // 64] = 1UL << (node % 64)
+        return syscall(SYS_mbind, self.ring.base, nbytes, MPOL_PREFERRED, nodes, 1025UL, 0) == 0
+
+    def retire(self):
+        """Takes every slot out of use. False, and no change, if one is lent or lost."""
+        cdef int complete
+        pthread_mutex_lock(&self.ring.lock)
+        complete = self.ring.idle_count == self.ring.count
+        if complete:
+            self.ring.idle_count = 0
+        pthread_mutex_unlock(&self.ring.lock)
+        return bool(complete)
+
+    def __dealloc__(self):
+        if self.ring != NULL:
+            release_ring(self.ring)
+
+
+# --- address maps ------------------------------------------------------------------------------
+
+# Contiguous bytes of an address map, and the device memory they are for.
+cdef struct Share:
+    uint64_t start
+    uint64_t length
+    uint64_t to
+
+cdef struct CMap:
+    int64_t references
+    pthread_mutex_t lock
+    Share *shares           # sorted by start
+    int count
+    int ended               # no further copies
+    int copying             # copies in flight
+
+cdef struct CStage:
+    int64_t references
+    CudaApi *cuda
+    void *context           # a reference to the primary context: outlives everything in it
+    int device
+    int pid
+    void *stream
+    void *gate              # an event of another stream that `stream` waits for
+    CRing *ring
+    EngineOps *ops          # of the engine that reads into the slots
+    void *engine_context
+    Buffer buffer           # what that engine registers: the whole ring
+    int buffer_count        # 1, or 0: nothing
+    pthread_mutex_t lock
+    CMap **maps
+    int room
+    int64_t copies
+    int64_t copied_bytes
+    int cuda_error          # the last CUresult that was an error
+
+
+cdef void release_map(CMap *addresses) noexcept nogil:
+    if gds_add(&addresses.references, -1) > 0:
+        return
+    pthread_mutex_destroy(&addresses.lock)
+    free(addresses.shares)
+    free(addresses)
+
+
+cdef CMap *find_map(CStage *stage, char *address) noexcept nogil:
+    """The map of an address, retained; NULL if it does not exist any more."""
+    cdef uint64_t word = <uint64_t>address
+    cdef uint64_t number
+    cdef CMap *found = NULL
+    if not word >> MAP_BIT & 1:
+        return NULL
+    number = (word ^ (<uint64_t>1 << MAP_BIT)) >> MAP_SHIFT
+    pthread_mutex_lock(&stage.lock)
+    if number < <uint64_t>stage.room:
+        found = stage.maps[number]
+        if found != NULL:
+            gds_add(&found.references, 1)
+    pthread_mutex_unlock(&stage.lock)
+    return found
+
+
+cdef int first_share(CMap *addresses, uint64_t offset) noexcept nogil:
+    """Index of the first share that ends after ``offset``."""
+    cdef int low = 0, high = addresses.count, middle
+    while low < high:
+        middle = (low + high) // 2
+        if addresses.shares[middle].start + addresses.shares[middle].length > offset:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+cdef int start_copies(
+    CStage *stage, CMap *addresses, char *source, uint64_t offset, uint64_t length
+) noexcept nogil:
+    """Starts one copy for each share in ``length`` bytes at ``offset`` of the map: their number, or
+    a negative CUresult."""
+    cdef Share *share
+    cdef uint64_t end = offset + length
+    cdef uint64_t start, stop, nbytes = 0
+    cdef int i, made = 0, code = CUDA_SUCCESS
+    for i in range(first_share(addresses, offset), addresses.count):
+        share = &addresses.shares[i]
+        if share.start >= end:
+            break
+        start = max(share.start, offset)
+        stop = min(share.start + share.length, end)
+        code = stage.cuda.copy_async(
+            share.to + (start - share.start), <uint64_t>(source + (start - offset)),
+            stop - start, stage.stream,
+        )
+        if code != CUDA_SUCCESS:
+            break
+        nbytes += stop - start
+        made += 1
+    gds_add(&stage.copies, made)
+    gds_add(&stage.copied_bytes, <int64_t>nbytes)
+    return made if code == CUDA_SUCCESS else -code
+
+
+cdef void release_stage(CStage *stage) noexcept nogil:
+    cdef int mode
+    if gds_add(&stage.references, -1) > 0:
+        return
+    # After a fork the driver and all of this belong to the parent.
+    if stage.context != NULL and stage.pid == getpid():
+        if stage.stream != NULL and (
+            enter_context(stage.cuda, stage.context, &mode) == CUDA_SUCCESS
+        ):
+            if stage.gate != NULL:
+                stage.cuda.event_destroy(stage.gate)
+            stage.cuda.stream_destroy(stage.stream)
+            leave_context(stage.cuda, mode)
+        stage.cuda.primary_release(stage.device)
+    release_ring(stage.ring)
+    pthread_mutex_destroy(&stage.lock)
+    free(stage.maps)
+    free(stage)
 
 
 @cython.final
 cdef class Stage:
-    """An engine that reads through another one, by way of a ring, into landings."""
+    """An engine that reads through another engine and a ring into address maps."""
 
     cdef CStage *stage
-    cdef object ring, device, engine, files    # what its pointers point at
+    cdef object device, engine, files    # owners of what the struct points at
 
     def __cinit__(
-        self, object ring, object device, object engine, int register=0, object files=None
+        self, Ring ring, object device, object engine, int register=0, object files=None
     ):
-        """``engine``: the capsule of the engine that reads into the slots. ``register``: hand it
-        the ring to register. ``files``: the table of cuFile handles, for an engine that works
-        with one.
+        """``engine``: capsule of the engine that reads into the slots. ``register``: let it register
+        the ring. ``files``: the table of cuFile handles, for an engine of cuFile.
 
-        Raises OSError where the device gives no stream.
+        Raises OSError if the device refuses a stream.
         """
         cdef CStage *made = <CStage *>calloc(1, sizeof(CStage))
-        cdef CRing *slots
         cdef int code, mode
         if made == NULL:
             raise MemoryError("no memory for a stage")
         made.references = 1
-        slots = <CRing *>PyCapsule_GetPointer(ring.handle(), b"gdsload.memory.staging_ring")
-        made.ring = slots
-        gds_add(&slots.references, 1)
+        made.ring = ring.ring
+        gds_add(&made.ring.references, 1)
         pthread_mutex_init(&made.lock, NULL)
+        self.stage = made
+        self.device, self.engine, self.files = device, engine, files
         cuda, _ = device.handles()
         made.cuda = <CudaApi *>PyCapsule_GetPointer(cuda, b"gdsload.cuda")
         made.pid = device.cuda.pid
-        self.stage = made
-        self.ring, self.device, self.engine, self.files = ring, device, engine, files
         made.ops = <EngineOps *>PyCapsule_GetPointer(engine, b"gdsload.engine")
-        if register or files is not None:
-            made.buffers[0].address = slots.base
-            made.buffers[0].length = slots.slot_bytes * <uint64_t>slots.count
-            made.buffer_count = 1
+        made.buffer.address = made.ring.base
+        made.buffer.length = made.ring.slot_bytes * <uint64_t>made.ring.count
+        made.buffer_count = register or files is not None
         if files is not None:
-            made.buffers[1].address = <char *><uintptr_t>files.address
-            made.buffers[1].length = 0
-            made.buffer_count = 2
+            made.engine_context = <void *><uintptr_t>files.address
         code = made.cuda.device_get(&made.device, device.ordinal)
         if code == CUDA_SUCCESS:
             code = made.cuda.primary_retain(&made.context, made.device)
@@ -103,26 +359,21 @@ cdef class Stage:
                     made.gate = NULL
             leave_context(made.cuda, mode)
         if code != CUDA_SUCCESS:
-            raise OSError(5, f"the device gives no stream (CUDA error {code})")
+            raise OSError(EIO, f"the device refused a stream (CUDA error {code})")
 
     def capsule(self):
-        """The functions of this engine, for the pump."""
-        return stager.engine()
-
-    def buffers(self):
-        """What the pump has to open it with: itself, in the place of buffers to register."""
-        return [(<uintptr_t>self.stage, sizeof(CStage))]
+        """This engine, as a capsule for the pump."""
+        return engine_capsule(&OPS, self.stage)
 
     def follow(self, uint64_t stream):
-        """Copies that are started from now on come after all that ``stream`` (a CUstream of the
-        same device, 0: the default one) was given so far. Returns at once; False where the driver
-        refused."""
+        """Orders later copies after the work that ``stream`` (a CUstream of the same device, 0: the
+        default one) has so far. Returns at once; False if the driver refuses."""
         cdef CStage *stage = self.stage
         cdef int code, mode
         if enter_context(stage.cuda, stage.context, &mode) != CUDA_SUCCESS:
             return False
         with nogil:
-            # A wait takes the event as it is now: it may be recorded again for the next one.
+            # A wait refers to the event's latest record, so the event can be reused at once.
             pthread_mutex_lock(&stage.lock)
             code = stage.cuda.event_record(stage.gate, <void *><uintptr_t>stream)
             if code == CUDA_SUCCESS:
@@ -131,13 +382,9 @@ cdef class Stage:
         leave_context(stage.cuda, mode)
         return code == CUDA_SUCCESS
 
-    def land(self, list shares):
-        """A `Landing`: ``shares`` are (place in it, bytes, device address), in any order."""
-        return Landing(self, shares)
-
     @property
     def copies(self):
-        """Copies that were started."""
+        """Copies started."""
         return gds_load(&self.stage.copies)
 
     @property
@@ -146,7 +393,7 @@ cdef class Stage:
 
     @property
     def cuda_error(self):
-        """The last CUresult that was no success; 0: there was none."""
+        """The last CUresult that was an error; 0: none."""
         return self.stage.cuda_error
 
     def __dealloc__(self):
@@ -154,97 +401,383 @@ cdef class Stage:
             release_stage(self.stage)
 
 
-# No collector: clearing `stage` before __dealloc__ would leave the landing in its table.
+# No collector: clearing `stage` before __dealloc__ would leave the map in its table.
 @cython.no_gc
 @cython.final
-cdef class Landing:
-    """A range of addresses to read to. End it before the memory behind it goes."""
+cdef class AddressMap:
+    """A range of addresses for the pump to read to. End it before freeing the device memory."""
 
-    cdef CLanding *landing
+    cdef CMap *map
     cdef Stage stage
     cdef int number
 
     def __cinit__(self, Stage stage, list shares):
-        cdef CLanding *made
-        cdef CLanding **grown
+        """``shares``: (offset in the map, bytes, device address), in any order. A share takes one
+        copy, so contiguous device memory should be one share."""
+        cdef CMap *made
+        cdef CMap **grown
         cdef int i, room
         self.number = -1
         self.stage = stage
-        made = <CLanding *>calloc(1, sizeof(CLanding))
+        made = <CMap *>calloc(1, sizeof(CMap))
         if made == NULL:
-            raise MemoryError("no memory for a landing")
-        self.landing = made
+            raise MemoryError("no memory for an address map")
+        self.map = made
         made.references = 1
         pthread_mutex_init(&made.lock, NULL)
         made.shares = <Share *>calloc(len(shares) + 1, sizeof(Share))
         if made.shares == NULL:
-            raise MemoryError(f"no memory for a landing of {len(shares)} shares")
+            raise MemoryError(f"no memory for an address map of {len(shares)} shares")
+        end = 0
         for start, length, to in sorted(shares):
-            if length < 1 or start + length > (<uint64_t>1 << LANDING_SHIFT):
-                raise ValueError(f"a share of {length} bytes at {start} fits no landing")
-            made.shares[made.count].start = start
-            made.shares[made.count].length = length
-            made.shares[made.count].to = to
-            if made.count and (
-                made.shares[made.count - 1].start + made.shares[made.count - 1].length > start
-            ):
-                raise ValueError(f"two shares of a landing overlap at {start}")
+            if length < 1 or start + length > (<uint64_t>1 << MAP_SHIFT):
+                raise ValueError(f"a share of {length} bytes at {start} fits no address map")
+            if start < end:
+                raise ValueError(f"two shares of an address map overlap at {start}")
+            made.shares[made.count] = Share(start, length, to)
             made.count += 1
+            end = start + length
         pthread_mutex_lock(&stage.stage.lock)
         for i in range(stage.stage.room):
-            if stage.stage.landings[i] == NULL:
+            if stage.stage.maps[i] == NULL:
                 self.number = i
                 break
-        if self.number < 0 and stage.stage.room < MOST_LANDINGS:
+        if self.number < 0 and stage.stage.room < MOST_MAPS:
             room = 2 * stage.stage.room + 8
-            grown = <CLanding **>realloc(stage.stage.landings, room * sizeof(CLanding *))
+            grown = <CMap **>realloc(stage.stage.maps, room * sizeof(CMap *))
             if grown != NULL:
                 memset(grown + stage.stage.room, 0, (room - stage.stage.room) * sizeof(void *))
                 self.number = stage.stage.room
-                stage.stage.landings = grown
+                stage.stage.maps = grown
                 stage.stage.room = room
         if self.number >= 0:
-            stage.stage.landings[self.number] = made
+            stage.stage.maps[self.number] = made
         pthread_mutex_unlock(&stage.stage.lock)
         if self.number < 0:
-            raise MemoryError("too many landings")
+            raise MemoryError("too many address maps")
 
     @property
     def base(self):
-        """The address of its first byte: to be handed to the pump, and to nobody else."""
-        return (<uint64_t>1 << LANDING_BIT) | (<uint64_t>self.number << LANDING_SHIFT)
+        """Its first address. Only the pump can use it."""
+        return (<uint64_t>1 << MAP_BIT) | (<uint64_t>self.number << MAP_SHIFT)
 
     def end(self, double timeout):
-        """No copy is started any more; True when none is on its way either."""
-        cdef CLanding *landing = self.landing
+        """Prevents further copies and waits up to ``timeout`` seconds for those in flight. True if
+        none is left."""
         cdef int64_t until = monotonic_ns() + <int64_t>(timeout * 1e9)
-        cdef timespec pause
         cdef int copying
         with nogil:
-            pthread_mutex_lock(&landing.lock)
-            landing.dead = 1
-            copying = landing.copying
-            pthread_mutex_unlock(&landing.lock)
-            while copying and monotonic_ns() < until:
-                pause.tv_sec = 0
-                pause.tv_nsec = COPY_LOOK_NS
-                nanosleep(&pause, NULL)
-                pthread_mutex_lock(&landing.lock)
-                copying = landing.copying
-                pthread_mutex_unlock(&landing.lock)
+            while True:
+                pthread_mutex_lock(&self.map.lock)
+                self.map.ended = 1
+                copying = self.map.copying
+                pthread_mutex_unlock(&self.map.lock)
+                if not copying or monotonic_ns() >= until:
+                    break
+                sleep_ns(COPY_POLL_NS)
         return not copying
 
     def __dealloc__(self):
         cdef CStage *stage
-        if self.landing == NULL:
+        if self.map == NULL:
             return
-        # In a child of fork(), a thread of the parent may have held these locks.
+        # In a child of fork(), a thread of the parent may hold these locks.
         if self.number >= 0 and self.stage.stage.pid == getpid():
             stage = self.stage.stage
             pthread_mutex_lock(&stage.lock)
-            stage.landings[self.number] = NULL
+            stage.maps[self.number] = NULL
             pthread_mutex_unlock(&stage.lock)
-            pthread_mutex_lock(&self.landing.lock)
-            self.landing.dead = 1
-            pthread_mutex_unlock(&self.landing.lock)
-        release_landing(self.landing)
+            pthread_mutex_lock(&self.map.lock)
+            self.map.ended = 1
+            pthread_mutex_unlock(&self.map.lock)
+        release_map(self.map)
+
+
+# --- the engine --------------------------------------------------------------------------------
+
+cdef enum SlotState:
+    IDLE
+    READING
+    COPYING
+    VOID                   # given up by the pump, still with the engine
+
+cdef struct Slot:
+    SlotState state
+    int number             # of the borrowed slot of the ring
+    uint64_t cookie        # of the pump
+    CMap *map
+    uint64_t offset        # in the map
+    uint64_t length
+    int64_t result
+    void *event
+
+cdef struct Runner:
+    CStage *stage
+    void *engine
+    int fixed
+    Slot *slots
+    int depth
+    int *copying           # ring of slots, in the order of their copies
+    int first_copying
+    int copying_count
+    Results ready
+    int reading            # reads that the engine has, including those given up
+
+
+cdef char *slot_address(Runner *self, int number) noexcept nogil:
+    return self.stage.ring.base + <uint64_t>number * self.stage.ring.slot_bytes
+
+
+cdef void vacate(Runner *self, Slot *slot, int lost) noexcept nogil:
+    return_slot(self.stage.ring, slot.number, lost)
+    release_map(slot.map)
+    slot.map = NULL
+    slot.state = IDLE
+
+
+cdef void end_read(Runner *self, Slot *slot, int64_t result) noexcept nogil:
+    """Copies the bytes of a completed read on, or reports its failure."""
+    cdef CStage *stage = self.stage
+    cdef int lost = result <= -LOST
+    cdef int made = 0, code
+    self.reading -= 1
+    if not lost and slot.state == READING and result > 0:
+        slot.result = min(result, <int64_t>slot.length)
+        pthread_mutex_lock(&slot.map.lock)
+        if slot.map.ended:
+            result = -ECANCELED
+        else:
+            slot.map.copying += 1
+            made = start_copies(
+                stage, slot.map, slot_address(self, slot.number), slot.offset,
+                <uint64_t>slot.result,
+            )
+        pthread_mutex_unlock(&slot.map.lock)
+    if lost or slot.state == VOID or result <= 0:
+        if slot.state == READING:
+            add_result(&self.ready, slot.cookie, result + LOST if lost else result)
+        vacate(self, slot, lost)  # lost: the slot may still be written to, and is never used again
+        return
+    if made < 0:
+        stage.cuda_error = -made
+        slot.result = -EIO
+    # Also after a failure: copies before it may be in flight.
+    code = stage.cuda.event_record(slot.event, stage.stream)
+    if code != CUDA_SUCCESS:
+        # The device is in a state in which it runs nothing any more.
+        stage.cuda_error = code
+        slot.result = -EIO
+        end_copy(self, slot)
+    elif made == 0:
+        end_copy(self, slot)
+    else:
+        slot.state = COPYING
+        self.copying[(self.first_copying + self.copying_count) % self.depth] = (
+            <int>(slot - self.slots)
+        )
+        self.copying_count += 1
+
+
+cdef void end_copy(Runner *self, Slot *slot) noexcept nogil:
+    pthread_mutex_lock(&slot.map.lock)
+    slot.map.copying -= 1
+    pthread_mutex_unlock(&slot.map.lock)
+    add_result(&self.ready, slot.cookie, slot.result)
+    vacate(self, slot, 0)
+
+
+cdef void poll_copies(Runner *self) noexcept nogil:
+    """Copies end in the order of their starts: they share a stream."""
+    cdef Slot *slot
+    cdef int code
+    while self.copying_count > 0:
+        slot = &self.slots[self.copying[self.first_copying]]
+        code = self.stage.cuda.event_query(slot.event)
+        if code == CUDA_ERROR_NOT_READY:
+            return
+        if code != CUDA_SUCCESS:
+            self.stage.cuda_error = code
+            slot.result = -EIO
+        self.first_copying = (self.first_copying + 1) % self.depth
+        self.copying_count -= 1
+        end_copy(self, slot)
+
+
+cdef int reap_reads(Runner *self, int wanted, int64_t wait_ns) noexcept nogil:
+    cdef Completion completions[BATCH]
+    cdef int i, count
+    count = self.stage.ops.reap(self.engine, completions, BATCH, wanted, wait_ns)
+    for i in range(count):
+        end_read(self, <Slot *>completions[i].cookie, completions[i].result)
+    return count
+
+
+cdef int open_stage(
+    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
+) noexcept nogil:
+    cdef CStage *stage = <CStage *>context
+    cdef Runner *self = <Runner *>calloc(1, sizeof(Runner))
+    cdef int error, i
+    if self == NULL:
+        return -ENOMEM
+    gds_add(&stage.references, 1)
+    self.stage = stage
+    self.depth = depth
+    self.slots = <Slot *>calloc(depth, sizeof(Slot))
+    self.copying = <int *>calloc(depth, sizeof(int))
+    # A read that is given up completes at once, and its place may be used for the next.
+    self.ready.items = <Completion *>calloc(2 * depth, sizeof(Completion))
+    if self.slots == NULL or self.copying == NULL or self.ready.items == NULL:
+        free_runner(self)
+        return -ENOMEM
+    error = stage.cuda.set_current(stage.context)
+    relax(stage.cuda)
+    for i in range(depth):
+        if error == CUDA_SUCCESS:
+            error = stage.cuda.event_create(&self.slots[i].event, CU_EVENT_DISABLE_TIMING)
+            if error != CUDA_SUCCESS:
+                self.slots[i].event = NULL
+    if error != CUDA_SUCCESS:
+        stage.cuda_error = error
+        free_runner(self)
+        return -EIO
+    error = stage.ops.open(
+        &self.engine, stage.engine_context, depth, &stage.buffer, stage.buffer_count, &self.fixed
+    )
+    if error != 0:
+        free_runner(self)
+        return error
+    fixed[0] = self.fixed
+    engine[0] = self
+    return 0
+
+
+cdef void free_runner(Runner *self) noexcept nogil:
+    cdef int i
+    if self.slots != NULL:
+        for i in range(self.depth):
+            if self.slots[i].event != NULL:
+                self.stage.cuda.event_destroy(self.slots[i].event)
+    release_stage(self.stage)
+    free(self.slots)
+    free(self.copying)
+    free(self.ready.items)
+    free(self)
+
+
+cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil:
+    cdef Runner *self = <Runner *>engine
+    cdef CStage *stage = self.stage
+    cdef Read inner[BATCH]
+    cdef const Read *read
+    cdef Slot *slot
+    cdef int prepared = 0, taken, i, refused = 0, all_lost
+    for i in range(self.depth):
+        if prepared == min(count, <int>BATCH):
+            break
+        slot = &self.slots[i]
+        if slot.state != IDLE:
+            continue
+        read = &reads[prepared]
+        if read.length > stage.ring.slot_bytes:
+            refused = -EINVAL
+            break
+        slot.map = find_map(stage, read.address)
+        if slot.map == NULL:
+            refused = -EFAULT
+            break
+        slot.number = borrow_slot(stage.ring, &all_lost)
+        if slot.number < 0:
+            release_map(slot.map)
+            slot.map = NULL
+            refused = -ENOBUFS if all_lost else 0
+            break
+        slot.state = READING
+        slot.cookie = read.cookie
+        slot.offset = <uint64_t>read.address & ((<uint64_t>1 << MAP_SHIFT) - 1)
+        slot.length = read.length
+        inner[prepared] = read[0]
+        inner[prepared].address = slot_address(self, slot.number)
+        inner[prepared].buffer = 0 if self.fixed else -1
+        if read.io_mode == BUFFERED and read.length >= ASYNC_BYTES:
+            # One core copies slower than the device, and this thread also has to start the copies.
+            inner[prepared].io_mode = BUFFERED_ASYNC
+        inner[prepared].cookie = <uint64_t>slot
+        prepared += 1
+    if prepared == 0:
+        return refused
+    taken = stage.ops.submit(self.engine, inner, prepared)
+    for i in range(max(taken, 0), prepared):
+        vacate(self, <Slot *>inner[i].cookie, 0)
+    self.reading += max(taken, 0)
+    return taken
+
+
+cdef int64_t shortest_copy_ns(Runner *self, int count) noexcept nogil:
+    """The least time in which ``count`` copies can end: no need to poll earlier."""
+    cdef int64_t nbytes = <int64_t>count * <int64_t>self.stage.ring.slot_bytes
+    return max(<int64_t>COPY_POLL_NS, nbytes * COPY_POLL_NS // BYTES_PER_POLL)
+
+
+cdef int reap_stage(
+    void *engine, Completion *out, int room, int wanted, int64_t wait_ns
+) noexcept nogil:
+    cdef Runner *self = <Runner *>engine
+    cdef int64_t until = monotonic_ns() + wait_ns
+    cdef int64_t left
+    cdef int missing, seen, polled = 0
+    while True:
+        poll_copies(self)
+        missing = wanted - self.ready.count
+        left = max(until - monotonic_ns(), <int64_t>0) if missing > 0 else 0
+        if self.ready.count >= room or (polled and left == 0):
+            break
+        if self.reading > 0:
+            if missing > self.copying_count:
+                # The copies in flight are too few: wait for reads. At most for half of them, so that
+                # the first half is copied while the second is read.
+                missing = min(missing - self.copying_count, (self.reading + 1) // 2)
+            elif missing > 0:
+                # The copies in flight are enough.
+                left = min(left, shortest_copy_ns(self, missing))
+                missing = 1
+            seen = reap_reads(self, max(missing, 1), left)
+            if seen < 0:
+                return seen
+        elif self.copying_count > 0 and left > 0:
+            sleep_ns(min(left, shortest_copy_ns(self, min(missing, self.copying_count))))
+        else:
+            break
+        polled = 1
+    return take_results(&self.ready, out, room)
+
+
+cdef void cancel_stage(void *engine) noexcept nogil:
+    """Completes all reads at once, also those that the engine cannot cancel: their bytes stay in
+    their slots."""
+    cdef Runner *self = <Runner *>engine
+    cdef int i
+    self.stage.ops.cancel(self.engine)
+    for i in range(self.depth):
+        if self.slots[i].state == READING:
+            self.slots[i].state = VOID
+            add_result(&self.ready, self.slots[i].cookie, -ECANCELED)
+
+
+cdef void close_stage(void *engine) noexcept nogil:
+    """Waits for the reads that were given up, because others will use their slots, and a limited
+    time for the copies of an engine that failed."""
+    cdef Runner *self = <Runner *>engine
+    cdef int64_t until
+    while self.reading > 0 and reap_reads(self, 1, CLOSE_POLL_NS) >= 0:
+        pass
+    until = monotonic_ns() + LAST_COPIES_NS
+    poll_copies(self)
+    while self.copying_count > 0 and monotonic_ns() < until:
+        sleep_ns(COPY_POLL_NS)
+        poll_copies(self)
+    self.stage.ops.close(self.engine)
+    free_runner(self)
+
+
+cdef EngineOps OPS = EngineOps(open_stage, submit_stage, reap_stage, cancel_stage, close_stage)

@@ -1,12 +1,13 @@
-"""What the kernel knows of a file: how direct I/O must be aligned, and what the page cache holds.
+"""What the kernel knows of a file: the alignment of direct I/O, and its pages in the page cache.
 
-Raw system calls, because these are younger than the C libraries that this runs on.
+Raw system calls, because the supported C libraries are older than these calls.
 """
 
 from libc.errno cimport errno
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, mincore, mmap, munmap
 
 import os
 
@@ -25,23 +26,13 @@ cdef extern from "<sys/syscall.h>" nogil:
 cdef extern from "<unistd.h>" nogil:
     long syscall(long number, ...)
 
-cdef extern from "<sys/mman.h>" nogil:
-    enum:
-        PROT_READ
-        MAP_SHARED
-    void *mmap(void *address, size_t length, int protection, int flags, int fd, int64_t offset)
-    int munmap(void *address, size_t length)
-    int mincore(void *address, size_t length, unsigned char *vec)
-
-cdef void *MAP_FAILED = <void *><uintptr_t>-1
-
 cdef enum:
     AT_EMPTY_PATH = 0x1000
     STATX_DIOALIGN = 0x2000
     STATX_BYTES = 256
-    DIO_MEM_ALIGN_AT = 152       # struct statx is the kernel's ABI: these places never move
+    DIO_MEM_ALIGN_AT = 152       # struct statx is kernel ABI: these offsets never change
     DIO_OFFSET_ALIGN_AT = 156
-    # Pages looked at by one mincore: 1 MiB of vector, 4 GiB of file where a page is 4 KiB.
+    # Pages checked by one mincore: 1 MiB of vector, 4 GiB of file where a page is 4 KiB.
     MINCORE_PAGES = 1048576
 
 cdef struct CachestatRange:
@@ -57,10 +48,10 @@ cdef struct Cachestat:
 
 
 def direct_alignment(int fd):
-    """(address, offset and length) in bytes that direct I/O on this file must be multiples of.
+    """Alignment in bytes of (addresses, offsets and lengths) for direct I/O on this file.
 
-    (0, 0) where the filesystem says that it does none; None where the kernel (before 6.1) or the
-    filesystem does not say.
+    (0, 0) if the filesystem reports that it has none; None if the kernel (before 6.1) or the
+    filesystem does not report it.
     """
     cdef uint8_t answer[STATX_BYTES]
     cdef uint32_t mask, memory, offset
@@ -76,10 +67,10 @@ def direct_alignment(int fd):
 
 
 def cachestat(int fd, uint64_t offset, uint64_t length):
-    """Pages of a range of the file that the page cache holds (kernel 6.5 and later).
+    """Number of pages of a range of the file in the page cache (kernel 6.5 and later).
 
-    Raises OSError: ENOSYS on older kernels, EPERM where the caller neither owns the file nor may
-    write to it.
+    Raises OSError: ENOSYS on older kernels, EPERM if the caller neither owns the file nor may write
+    to it.
     """
     cdef CachestatRange what
     cdef Cachestat found
@@ -105,10 +96,10 @@ def mincore_pages(int fd, uint64_t offset, uint64_t length):
         return 0
     vec = <unsigned char *>malloc(MINCORE_PAGES)
     if vec == NULL:
-        raise MemoryError("no memory to look at the page cache")
+        raise MemoryError("no memory to query the page cache")
     while first < end and not failed:
         part = min(end - first, <uint64_t>MINCORE_PAGES * page)
-        pages = (part + page - 1) // page  # what mincore writes, and no entry more
+        pages = (part + page - 1) // page  # the entries that mincore writes
         with nogil:
             mapped = mmap(NULL, part, PROT_READ, MAP_SHARED, fd, <int64_t>first)
             if mapped == MAP_FAILED:

@@ -1,23 +1,19 @@
 """The ``uring`` engine: io_uring through liburing, linked statically.
 
-One thread owns the ring, which is what ``SINGLE_ISSUER`` and ``DEFER_TASKRUN`` ask for; kernels
-without them get the best that they have. Files are registered as they are first seen, buffers
-where the limit on locked memory allows it.
+One thread owns the ring, as ``SINGLE_ISSUER`` and ``DEFER_TASKRUN`` require; older kernels get the
+best flags that they know. A file is registered on its first read; buffers are registered if the
+limit on locked memory allows it.
 """
 
-from cpython.pycapsule cimport PyCapsule_New
+from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, ETIME
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
+from posix.uio cimport iovec
 
-from gdsload._native.engine cimport APART, Buffer, Completion, EngineOps, Read
-
-cdef extern from "<sys/uio.h>" nogil:
-    cdef struct iovec:
-        void *iov_base
-        size_t iov_len
-
-cdef extern from "<unistd.h>" nogil:
-    int usleep(unsigned microseconds)
+from gdsload._native.engine cimport (
+    BATCH, BUFFERED_ASYNC, Buffer, Completion, EngineOps, Read, engine_capsule,
+)
+from gdsload._native.pthreads cimport sleep_ns
 
 cdef extern from "<liburing.h>" nogil:
     enum:
@@ -61,15 +57,9 @@ cdef extern from "<liburing.h>" nogil:
     void io_uring_cq_advance(io_uring *, unsigned count)
 
 cdef enum:
-    EAGAIN = 11
-    EBUSY = 16
-    EINTR = 4
-    ENOMEM = 12
-    ETIME = 62
-    SLOTS = 1024       # files in the ring's table; a file beyond it is read by its descriptor
-    REAP_BATCH = 64
-    BACK_OFF_US = 1000
-    MOST_WORKERS = 16  # kernel threads of a ring that copy from the page cache, as the threads engine
+    SLOTS = 1024       # files in the ring's table; others are read by descriptor
+    BACK_OFF_NS = 1000000
+    MOST_WORKERS = 16  # kernel threads that copy from the page cache, as many as `threads` has
 
 cdef uint64_t CANCEL_COOKIE = 0xFFFFFFFFFFFFFFFF
 
@@ -83,7 +73,7 @@ cdef struct Uring:
 
 
 cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
-    """The first set of flags that this kernel takes. EPERM and ENOSYS are the same for all."""
+    """Opens the ring with the best flags that this kernel knows: 0, or -errno."""
     cdef io_uring_params params
     cdef unsigned[3] wanted
     cdef int error = 0
@@ -94,13 +84,13 @@ cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
     for i in range(3):
         params = io_uring_params(flags=wanted[i])
         error = io_uring_queue_init_params(depth, ring, &params)
-        if error != -22:  # EINVAL: a flag this kernel does not know
+        if error != -EINVAL:  # a flag this kernel does not know
             break
     return error
 
 
 cdef int open_uring(
-    void **engine, int depth, const Buffer *buffers, int count, int *fixed
+    void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
     cdef Uring *self = <Uring *>calloc(1, sizeof(Uring))
     cdef iovec *vectors
@@ -109,13 +99,13 @@ cdef int open_uring(
     fixed[0] = 0
     if self == NULL:
         return -ENOMEM
-    # One more than depth, so that a cancellation always finds a place.
+    # One more than depth: room for a cancellation.
     error = open_ring(&self.ring, depth + 1)
     if error < 0:
         free(self)
         return error
     self.depth = depth
-    workers[0], workers[1] = MOST_WORKERS, 0  # 0: as it was
+    workers[0], workers[1] = MOST_WORKERS, 0  # 0: unchanged
     io_uring_register_iowq_max_workers(&self.ring, workers)
     self.has_table = io_uring_register_files_sparse(&self.ring, SLOTS) == 0
     for i in range(SLOTS):
@@ -126,7 +116,7 @@ cdef int open_uring(
             for i in range(count):
                 vectors[i].iov_base = buffers[i].address
                 vectors[i].iov_len = buffers[i].length
-            # Refused where RLIMIT_MEMLOCK is small (8 MiB for an ordinary user): plain reads then.
+            # Refused if RLIMIT_MEMLOCK is small (8 MiB for an ordinary user): plain reads then.
             self.fixed_buffers = io_uring_register_buffers(&self.ring, vectors, count) == 0
             free(vectors)
     fixed[0] = self.fixed_buffers
@@ -135,7 +125,7 @@ cdef int open_uring(
 
 
 cdef int registered(Uring *self, const Read *read) noexcept nogil:
-    """Whether the read may go by its slot; registers the file on its first read."""
+    """Whether the file is in the ring's table; registers it on its first read."""
     cdef int fd = read.fd
     if not self.has_table or read.slot < 0 or read.slot >= SLOTS:
         return 0
@@ -168,13 +158,13 @@ cdef int submit_uring(void *engine, const Read *reads, int count) noexcept nogil
             io_uring_prep_read(sqe, fd, read.address, <unsigned>read.length, read.offset)
         if by_slot:
             sqe.flags |= IOSQE_FIXED_FILE
-        if read.way == APART:
-            # By the kernel's workers: what the page cache holds would be copied inside the submission.
+        if read.io_mode == BUFFERED_ASYNC:
+            # By the kernel's workers: cached bytes would be copied inside the submission.
             sqe.flags |= IOSQE_ASYNC
         io_uring_sqe_set_data64(sqe, read.cookie)
         self.in_flight += 1
         taken += 1
-    # A partial or refused submission leaves its entries in the queue; reap hands them in again.
+    # Entries of a partial or refused submission stay in the queue; reap submits them again.
     io_uring_submit(&self.ring)
     return taken
 
@@ -183,7 +173,7 @@ cdef int reap_uring(
     void *engine, Completion *out, int room, int wanted, int64_t wait_ns
 ) noexcept nogil:
     cdef Uring *self = <Uring *>engine
-    cdef io_uring_cqe *cqes[REAP_BATCH]
+    cdef io_uring_cqe *cqes[BATCH]
     cdef __kernel_timespec wait
     cdef int error, taken = 0
     cdef unsigned seen, i
@@ -191,12 +181,12 @@ cdef int reap_uring(
     wait.tv_nsec = wait_ns % 1000000000
     error = io_uring_submit_and_wait_timeout(&self.ring, cqes, <unsigned>wanted, &wait, NULL)
     if error == -EAGAIN or error == -EBUSY or error == -ENOMEM:
-        # The kernel has no room now, and says so at once: asked in a loop, it would burn a core.
-        # Reads under way go on: to call the engine broken would mean to never free their memory.
-        usleep(BACK_OFF_US)
+        # The kernel is out of room and returns at once: without a pause this would busy-loop. It is
+        # no failure of the engine: reads in flight continue, and their memory must be freed.
+        sleep_ns(BACK_OFF_NS)
     elif error < 0 and error != -ETIME and error != -EINTR:
         return error
-    seen = io_uring_peek_batch_cqe(&self.ring, cqes, room if room < REAP_BATCH else REAP_BATCH)
+    seen = io_uring_peek_batch_cqe(&self.ring, cqes, min(room, <int>BATCH))
     for i in range(seen):
         if cqes[i].user_data == CANCEL_COOKIE:
             continue
@@ -224,15 +214,9 @@ cdef void close_uring(void *engine) noexcept nogil:
     free(self)
 
 
-cdef EngineOps OPS
-OPS.name = b"uring"
-OPS.open = open_uring
-OPS.submit = submit_uring
-OPS.reap = reap_uring
-OPS.cancel = cancel_uring
-OPS.close = close_uring
+cdef EngineOps OPS = EngineOps(open_uring, submit_uring, reap_uring, cancel_uring, close_uring)
 
 
 def engine():
-    """The engine's functions, as a capsule for the pump."""
-    return PyCapsule_New(&OPS, b"gdsload.engine", NULL)
+    """The engine, as a capsule for the pump."""
+    return engine_capsule(&OPS, NULL)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
-from gdsload._native.stage import Stage
+from gdsload._native.stage import AddressMap, Stage
 from gdsload.backends.base import (
     VRAM,
     Failure,
@@ -72,7 +72,7 @@ class StagingPipeline:
         self._requests = 0  # that have not ended
         self._sound = True
         self.stage = Stage(ring.native, gpu.device(ring.ordinal), engine, int(register), files)
-        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
+        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count))
         ring.users.add(self)
 
     def require_own_process(self) -> None:
@@ -145,12 +145,12 @@ class StagedRequest(PumpedRequest):
                 if nbytes:
                     shares.append((end + start, nbytes, address))
             end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
-        self._landing = pipeline.stage.land(shares)
+        self._addresses = AddressMap(pipeline.stage, shares)
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
         # cuFile needs slots for its own handles.
         by_slot = pipeline.kind is None or pipeline.files is not None
-        targets = [(self._landing.base + start, None, -1) for start in starts]
+        targets = [(self._addresses.base + start, None, -1) for start in starts]
         super().__init__(pipeline.name, pipeline.pump, transfers, files, targets, by_slot=by_slot)
 
     def failure(self, number: int) -> Failure:
@@ -180,7 +180,7 @@ class StagedRequest(PumpedRequest):
         complete = native.settled == native.count and not native.failed
         native.cancel()
         native.quiet(DRAIN_SECONDS)
-        landed = self._landing.end(DRAIN_SECONDS)
+        landed = self._addresses.end(DRAIN_SECONDS)
         self.pipeline.ended(complete and landed)
         _kept[:] = [each for each in _kept if not each.landed]
         if not landed:
@@ -191,7 +191,7 @@ class StagedRequest(PumpedRequest):
     @property
     def landed(self) -> bool:
         """Whether no copy into its memory is under way."""
-        return self._landing.end(0.0)
+        return self._addresses.end(0.0)
 
 
 def _vram(what: OpenFile | Memory) -> Memory:

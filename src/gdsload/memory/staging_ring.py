@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Region
-from gdsload._native.slots import Ring
+from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
 from gdsload.memory.available import available_bytes
 from gdsload.system import gpu, lifecycle, quiesce

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from gdsload._native import cufilethreads
+from gdsload._native import threads
 from gdsload.backends.base import Option
 from gdsload.backends.cufile.base import CuFileBackend
 from gdsload.planning.read_plan import Limits
@@ -51,4 +51,4 @@ class GdsMtBackend(CuFileBackend):
         return 3 * int(self.settings["threads"])
 
     def _new_engine(self) -> object:
-        return cufilethreads.engine()
+        return threads.cufile_engine()

@@ -155,7 +155,7 @@ class PosixBackend(PumpBackend):
             engine = engines.engine_module(self.engine).engine()
             bounce = bounce_buffers.BounceBuffers(engine, self.settings)
             try:
-                pump = Pump(bounce.engine, self.settings["depth"], bounce.buffers + self._buffers)
+                pump = Pump(bounce.engine, self.settings["depth"], self._buffers)
             except OSError as error:
                 refusal = unopened(self.engine, error)
             else:

@@ -44,7 +44,6 @@ class BounceBuffers:
         wanted = settings["bounce"] != "never" and self._slot_bytes <= MOST_SLOT_BYTES
         self._bounce = Bounce(engine) if wanted else None
         self.engine = engine if self._bounce is None else self._bounce.capsule()
-        self.buffers = [] if self._bounce is None else self._bounce.buffers()
 
     def arm(self, transfers: Sequence[Transfer], files: Registrations) -> None:
         """Takes the memory, if these transfers and those before them are large enough."""
