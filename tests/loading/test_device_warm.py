@@ -64,7 +64,7 @@ def test_warm_bytes_without_io_uring_are_copied_by_threads(
     def without(engine: str) -> Support:
         return Support(False, ("not here",)) if engine == "uring" else tried(engine)
 
-    monkeypatch.setattr("gdsload.backends.posix.backend.try_engine", without)
+    monkeypatch.setattr("gdsload.backends.posix.engines.try_engine", without)
     got = gdsload.load_file(warm, "cuda:0", backend="posix")
     assert gdsload.last_report().paths["posix/threads/buffered"] > 0
     assert same(got, warm)

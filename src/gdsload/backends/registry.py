@@ -1,7 +1,7 @@
-"""Which backends there are, and which one a load takes.
+"""The backends that this process knows, and the choice of one for a load.
 
-Backends come from the entry point group ``gdsload.backends`` or from `register_backend`. One that
-does not fit or raises is reported by name and left out; it never takes a load down with it.
+Backends come from the entry point group ``gdsload.backends`` or from `register_backend`. A plugin
+that does not fit or raises is reported by name and left out; it never makes a load fail.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("gdsload")
 
 GROUP = "gdsload.backends"
-# What comes with the library, in the order in which `auto` tries it. Plugins come after: they have
-# to be asked for by name, or be the only road that works.
+# The library's own backends, in the order in which `auto` tries them. A plugin is used only if it
+# is selected by name, or if none of these works.
 BUILT_IN = {
     "posix": "gdsload.backends.posix:PosixBackend",
     "gds_mt": "gdsload.backends.cufile.gds_mt:GdsMtBackend",
     "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
-# Those that only reach VRAM, and the order there: cuFile's native way, our own ring, batches.
+# Backends for VRAM only, and the order for VRAM: cuFile's threads, our own ring, cuFile's batches.
 _VRAM_ONLY = frozenset({"gds_mt", "gds"})
 _FOR_VRAM = ("gds_mt", "posix", "gds")
 _registered: dict[str, type[Backend]] = {}
@@ -42,9 +42,17 @@ class Choice(NamedTuple):
 
 
 def register_backend(backend: type[Backend]) -> None:
-    """Makes a backend known to this process. It replaces one of the same name.
+    """Registers a backend in this process. It replaces one of the same name.
 
-    Raises BackendUnavailable, with the reason, where it does not fit this library.
+    Args:
+        backend: A subclass of `Backend`.
+
+    Raises:
+        BackendUnavailable: It does not fit this library; it has the reason.
+
+    Example:
+        >>> register_backend(MyBackend)
+        >>> gdsload.load_file("model", backend="my_backend")
     """
     complaint = misfit(backend)
     if complaint:
@@ -54,7 +62,7 @@ def register_backend(backend: type[Backend]) -> None:
 
 
 def misfit(backend: Any) -> str:
-    """Why this is no backend for this library; empty where it is one."""
+    """Why this is no backend for this library, or ""."""
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         return "it is not a subclass of gdsload.backends.Backend"
     if not isinstance(getattr(backend, "name", None), str) or not backend.name:
@@ -73,7 +81,7 @@ def misfit(backend: Any) -> str:
 
 
 def built_in(name: str) -> type[Backend]:
-    """A backend that comes with the library, or what was registered in its place."""
+    """One of the library's own backends, or the one that was registered in its place."""
     if name in _registered:
         return _registered[name]
     module, _, attribute = BUILT_IN[name].partition(":")
@@ -82,8 +90,8 @@ def built_in(name: str) -> type[Backend]:
 
 
 def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
-    """All backends by name, and those that were left out with the reason."""
-    # Imported here: it costs 20 ms, which a load that takes a built-in road need not wait for.
+    """All backends by name, and the reasons for those that were left out."""
+    # Imported here: it takes 20 ms, which a load by a built-in backend does not need.
     from importlib.metadata import entry_points
 
     found: dict[str, type[Backend]] = {}
@@ -114,17 +122,17 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
 
 
 def names() -> list[str]:
-    """The backends that can be asked for, in the order in which `auto` tries them."""
+    """The names of all backends, in the order in which `auto` tries them."""
     return ordered(discover()[0])
 
 
 def ordered(found: dict[str, type[Backend]]) -> list[str]:
-    rank = {name: place for place, name in enumerate(BUILT_IN)}
+    rank = {name: number for number, name in enumerate(BUILT_IN)}
     return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
 
 
 def find(name: str) -> type[Backend]:
-    """The backend of that name. Raises BackendUnavailable naming those there are."""
+    """The backend of that name. Raises BackendUnavailable, which names the others."""
     found, refusals = discover()
     if name in found:
         return found[name]
@@ -133,9 +141,10 @@ def find(name: str) -> type[Backend]:
 
 
 def reaches(name: str, kind: str) -> bool:
-    """Whether a backend brings bytes to that kind of memory; one of those of ``auto`` does.
+    """Whether a backend reads into that kind of memory; ``auto`` reads into all.
 
-    Raises BackendUnavailable for a name that there is not.
+    Raises:
+        BackendUnavailable: There is no backend of that name.
     """
     if name == "auto":
         return True
@@ -144,7 +153,7 @@ def reaches(name: str, kind: str) -> bool:
 
 
 def probe_all(device: str = "cpu") -> dict[str, Support]:
-    """What each backend says of this machine, plugins that were left out included."""
+    """The answer of every backend's probe, with the plugins that were left out."""
     found, refusals = discover()
     answers = {name: _probe(found[name], device) for name in ordered(found)}
     answers.update({name: Support(False, (reason,)) for name, reason in refusals.items()})
@@ -154,11 +163,15 @@ def probe_all(device: str = "cpu") -> dict[str, Support]:
 def choose(
     device: str = "cpu", wanted: str = "auto", options: Mapping[str, Any] | None = None
 ) -> Choice:
-    """The backend for a load to `device`: the wanted one, or in ``auto`` the first that works.
+    """Chooses the backend for a load.
 
-    `options` are those that the wanted one will be made with: some decide whether it can work.
+    Args:
+        device: The device to load into, such as "cpu" or "cuda:0".
+        wanted: The name of a backend, or "auto" for the first that works.
+        options: The options for the wanted backend: some decide whether it works.
 
-    Raises BackendUnavailable with all reasons where there is none.
+    Raises:
+        BackendUnavailable: No backend works; it has all the reasons.
     """
     if wanted != "auto":
         backend = built_in(wanted) if wanted in BUILT_IN else find(wanted)
