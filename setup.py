@@ -162,12 +162,18 @@ def packed_benchmarks() -> list[Path]:
     return [path for path in found if not path.name.startswith("test_")]
 
 
+# They finalize build_ext for its file names, and compile nothing.
+_METADATA_COMMANDS = frozenset({"sdist", "egg_info", "dist_info"})
+
+
 class BuildNative(build_ext):
     """Looks for liburing and turns Cython into C when something is built, and not before."""
 
     def finalize_options(self) -> None:
         waiting = self.distribution.ext_modules
-        if any(source.endswith(".pyx") for module in waiting for source in module.sources):
+        if not _METADATA_COMMANDS.issuperset(self.distribution.commands) and any(
+            source.endswith(".pyx") for module in waiting for source in module.sources
+        ):
             self.distribution.ext_modules = self.translate()
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
