@@ -1,7 +1,7 @@
 """Builds the native modules: each ``src/gdsload/_native/*.pyx`` becomes one extension.
 
-What is static stands in pyproject.toml. Here is only what must look at the machine: whether
-liburing can be linked in, and whether this Python has a stable ABI to build against.
+Static metadata is in pyproject.toml. This file contains what depends on the machine: whether
+liburing can be linked, and whether this Python has a stable ABI to build against.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from setuptools.command.build_py import build_py
 NATIVE = Path("src/gdsload/_native")
 # A free-threaded Python has no stable ABI (before 3.15): it gets modules of its own.
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
-# An -O in CFLAGS is the caller's wish, and would lose to one that comes after it.
+# An -O in CFLAGS is the caller's choice; a later -O would override it.
 OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]
 COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread"]
 # -lrt and -ldl are empty since glibc 2.34 and needed before it.
 LINK = ["-pthread", "-lrt", "-ldl"]
 
-# What uring.pyx leans on. A liburing too old for it counts as none at all.
+# The functions that uring.pyx needs. An older liburing counts as missing.
 LIBURING_PROBE = """
 #include <liburing.h>
 int probe(int fd, void *memory) {
@@ -45,14 +45,14 @@ int probe(int fd, void *memory) {
 
 
 class Linking(NamedTuple):
-    """How an archive is compiled against and linked in."""
+    """Compiler and linker arguments for an archive."""
 
     include_dirs: list[str]
     link_args: list[str]
 
 
 def pkg_config(*args: str) -> str:
-    """What pkg-config says of liburing; empty where either is missing."""
+    """Output of pkg-config for liburing; empty if either is missing."""
     tool = shutil.which(os.environ.get("PKG_CONFIG", "pkg-config"))
     if tool is None:
         return ""
@@ -66,13 +66,13 @@ def liburing_candidates() -> list[Linking]:
     if libdir and (archive := Path(libdir, "liburing.a")).is_file():
         includes = [includedir] if includedir not in ("", "/usr/include") else []
         found.append(Linking(includes, [str(archive)]))
-    # The compiler's own paths, with whatever CFLAGS, CPATH, LDFLAGS and LIBRARY_PATH add to them.
+    # The compiler's default paths, with those of CFLAGS, CPATH, LDFLAGS and LIBRARY_PATH.
     found.append(Linking([], ["-l:liburing.a"]))
     return found
 
 
 def find_liburing(command: build_ext) -> Linking | None:
-    """The first liburing that compiles and links into a shared object; None where none does."""
+    """The first liburing that compiles and links into a shared object, or None."""
     from setuptools._distutils.ccompiler import new_compiler
     from setuptools._distutils.sysconfig import customize_compiler
 
@@ -97,7 +97,7 @@ def find_liburing(command: build_ext) -> Linking | None:
                     compiler.link_shared_object(
                         objects, str(Path(scratch, "probe.so")), extra_postargs=candidate.link_args
                     )
-                except Exception:  # each compiler class raises its own; all of them mean no
+                except Exception:  # each compiler class raises its own error type
                     continue
             print(f"gdsload: io_uring engine, with {' '.join(candidate.link_args)}")
             return candidate
@@ -110,7 +110,7 @@ def find_liburing(command: build_ext) -> Linking | None:
 
 @contextlib.contextmanager
 def quiet(sink: int):
-    """Sends what the compiler writes on file descriptor 2 to ``sink``."""
+    """Redirects file descriptor 2, to which the compiler writes, to ``sink``."""
     saved = os.dup(2)
     try:
         os.dup2(sink, 2)
@@ -124,7 +124,7 @@ def extension(pyx: Path, liburing: Linking | None) -> Extension:
     include_dirs, link_args = [str(NATIVE)], list(LINK)
     if pyx.stem == "uring" and liburing is not None:
         include_dirs += liburing.include_dirs
-        # Another copy of liburing in the process must neither use ours nor replace it.
+        # Hides the symbols: another liburing in the process must not be mixed with this one.
         link_args = [*liburing.link_args, "-Wl,--exclude-libs,ALL", *link_args]
     return Extension(
         f"gdsload._native.{pyx.stem}",
@@ -140,9 +140,9 @@ def extension(pyx: Path, liburing: Linking | None) -> Extension:
 
 
 class BuildPackage(build_py):
-    """Packs the benchmarks of the tree's top level as ``gdsload.benchmarks``.
+    """Packages the top-level benchmarks as ``gdsload.benchmarks``.
 
-    In a checkout, editable or not, the command line finds them where they are.
+    In a checkout, the command line finds them in place.
     """
 
     def run(self) -> None:
@@ -167,7 +167,7 @@ _METADATA_COMMANDS = frozenset({"sdist", "egg_info", "dist_info"})
 
 
 class BuildNative(build_ext):
-    """Looks for liburing and turns Cython into C when something is built, and not before."""
+    """Looks for liburing and runs Cython, but only if something is built."""
 
     def finalize_options(self) -> None:
         waiting = self.distribution.ext_modules
@@ -179,7 +179,7 @@ class BuildNative(build_ext):
         self.parallel = self.parallel or os.cpu_count()
 
     def run(self) -> None:
-        # What an earlier build left here would be packed although this one leaves it out.
+        # A module left by an earlier build, but not part of this one, would be packaged.
         wanted = {module.name.rpartition(".")[2] for module in self.extensions}
         for built in Path(self.build_lib, "gdsload", "_native").glob("*.so"):
             if built.name.partition(".")[0] not in wanted:
@@ -200,7 +200,7 @@ class BuildNative(build_ext):
             build_dir="build/cython",
             include_path=["src"],
             # Python code around the modules, and a few lines in them, rely on the GIL: a
-            # free-threaded Python turns it on, with a warning, when it imports them.
+            # free-threaded Python enables it, with a warning, when it imports them.
             compiler_directives={"language_level": 3, "freethreading_compatible": False},
         )
 

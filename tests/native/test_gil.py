@@ -78,7 +78,7 @@ def marks_in(memory: BinaryIO, places: list[int]) -> int:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_load_needs_no_interpreter(sparse: Path, engine: str) -> None:
+def test_load_while_the_gil_is_held_completes(sparse: Path, engine: str) -> None:
     support = try_engine(engine)
     if not support.usable:
         pytest.skip(str(support))

@@ -99,7 +99,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("whole pages", 128, 128, 0),
     ],
 )
-def test_tensor_that_dies_keeps_the_bytes_of_its_neighbours(
+def test_freed_tensor_keeps_the_bytes_of_its_neighbours(
     seen: dict[str, Any], tensor: str, start: int, length: int, kept: int
 ) -> None:
     before, inside, behind = seen[tensor]
@@ -108,7 +108,7 @@ def test_tensor_that_dies_keeps_the_bytes_of_its_neighbours(
     assert inside == kept << 10, "pages that are its own go back, and no others"
 
 
-def test_populator_asks_for_whole_pages(seen: dict[str, Any]) -> None:
+def test_populator_populates_whole_pages(seen: dict[str, Any]) -> None:
     assert seen["populated"] == [0, 1], "one unit of small pages, and no EINVAL"
 
 

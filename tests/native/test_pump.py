@@ -1,4 +1,4 @@
-"""The pump, without a loader around it: requests, their results and their ends."""
+"""The pump without a loader: requests, their results, cancellation and closing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def pump(faults: Faults) -> Pump:
     return Pump(faulty.capsule(), 4)
 
 
-def test_each_read_has_its_own_result(fd: int, faults: Faults, pump: Pump, path: Path) -> None:
+def test_reads_of_a_request_have_their_own_results(
+    fd: int, faults: Faults, pump: Pump, path: Path
+) -> None:
     faults.script(rule(ERRNO, errno.EIO, times=FOR_EVER, first=8192, last=8193))
     region = Region.anonymous(10 * 4096)
     request = Request(pump, *whole(region, fd, 10))
@@ -68,7 +70,7 @@ def test_each_read_has_its_own_result(fd: int, faults: Faults, pump: Pump, path:
     pump.close(1.0)
 
 
-def test_posting_again(fd: int, faults: Faults, pump: Pump) -> None:
+def test_finished_request_posted_again_reads_again(fd: int, faults: Faults, pump: Pump) -> None:
     region = Region.anonymous(4 * 4096)
     request = Request(pump, *whole(region, fd, 4))
     for _ in range(5):
@@ -79,7 +81,7 @@ def test_posting_again(fd: int, faults: Faults, pump: Pump) -> None:
     pump.close(1.0)
 
 
-def test_posting_while_under_way(fd: int, faults: Faults, pump: Pump) -> None:
+def test_post_while_under_way_raises(fd: int, faults: Faults, pump: Pump) -> None:
     faults.script(rule(HANG))
     region = Region.anonymous(4096)
     request = Request(pump, *whole(region, fd, 1))
@@ -94,7 +96,7 @@ def test_posting_while_under_way(fd: int, faults: Faults, pump: Pump) -> None:
     pump.close(1.0)
 
 
-def test_posting_to_a_closed_pump(fd: int, pump: Pump) -> None:
+def test_post_to_a_closed_pump_raises(fd: int, pump: Pump) -> None:
     region = Region.anonymous(4096)
     request = Request(pump, *whole(region, fd, 1))
     assert pump.close(1.0) and pump.close(1.0)
@@ -102,7 +104,7 @@ def test_posting_to_a_closed_pump(fd: int, pump: Pump) -> None:
         request.post()
 
 
-def test_a_cancelled_request_keeps_what_came(fd: int, faults: Faults, pump: Pump) -> None:
+def test_cancelled_request_keeps_completed_reads(fd: int, faults: Faults, pump: Pump) -> None:
     faults.script(rule(HANG, first=4096, last=4097))
     region = Region.anonymous(20 * 4096)
     request = Request(pump, *whole(region, fd, 20))
@@ -113,11 +115,11 @@ def test_a_cancelled_request_keeps_what_came(fd: int, faults: Faults, pump: Pump
     assert not request.quiet(0.0)
     faults.let_go()
     assert request.quiet(10.0)
-    assert request.result(1)[:2] == (True, 4096), "it came, though late"
+    assert request.result(1)[:2] == (True, 4096), "the read in flight completed"
     pump.close(1.0)
 
 
-def test_cancelling_what_no_engine_takes(fd: int, faults: Faults, pump: Pump) -> None:
+def test_cancel_while_the_engine_takes_nothing_drains(fd: int, faults: Faults, pump: Pump) -> None:
     faults.script(refuse_errno=errno.EAGAIN, refuse_times=FOR_EVER)
     region = Region.anonymous(20 * 4096)
     request = Request(pump, *whole(region, fd, 20))
@@ -127,25 +129,27 @@ def test_cancelling_what_no_engine_takes(fd: int, faults: Faults, pump: Pump) ->
     assert pump.close(10.0)
 
 
-def test_a_read_in_flight_keeps_its_memory(fd: int, faults: Faults, pump: Pump) -> None:
+def test_memory_of_a_read_in_flight_outlives_the_request(
+    fd: int, faults: Faults, pump: Pump
+) -> None:
     faults.script(rule(HANG))
     region = Region.anonymous(4096)
     request = Request(pump, *whole(region, fd, 1))
     request.post()
     faults.wait_hung()
     assert region.references == 2
-    # As it is with a traceback that refers to its own exception: only the collector finds it.
+    # Like a traceback that refers to its own exception: only the garbage collector frees it.
     cycle: list[object] = [request]
     cycle.append(cycle)
     del request, cycle
     gc.collect()
-    assert region.references == 2, "the pump holds on to it"
+    assert region.references == 2, "the pump still holds it"
     faults.let_go()
     assert pump.close(10.0)
     assert region.references == 1
 
 
-def test_closing_with_a_read_that_hangs(fd: int, faults: Faults, pump: Pump) -> None:
+def test_close_with_a_hanging_read_returns_false(fd: int, faults: Faults, pump: Pump) -> None:
     faults.script(rule(HANG))
     region = Region.anonymous(4096)
     request = Request(pump, *whole(region, fd, 1))
@@ -158,7 +162,7 @@ def test_closing_with_a_read_that_hangs(fd: int, faults: Faults, pump: Pump) -> 
     faults.wait_closed()
 
 
-def test_a_request_beside_one_that_hangs(fd: int, faults: Faults, pump: Pump) -> None:
+def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: Pump) -> None:
     faults.script(rule(HANG))
     region, other = Region.anonymous(4096), Region.anonymous(16 * 4096)
     stuck = Request(pump, *whole(region, fd, 1))
@@ -174,8 +178,8 @@ def test_a_request_beside_one_that_hangs(fd: int, faults: Faults, pump: Pump) ->
     pump.close(1.0)
 
 
-def test_it_sleeps_through_a_quarter_of_its_depth(fd: int, faults: Faults) -> None:
-    """As many as may come before the engine needs more to do, and nobody waits for."""
+def test_pump_without_waiters_waits_for_a_quarter_of_its_depth(fd: int, faults: Faults) -> None:
+    """More completions than that leave the engine without enough work."""
     pump = Pump(faulty.capsule(), 16)
     faults.script(rule(HANG, times=FOR_EVER))
     region = Region.anonymous(20 * 4096)
@@ -189,7 +193,7 @@ def test_it_sleeps_through_a_quarter_of_its_depth(fd: int, faults: Faults) -> No
 
 
 @pytest.mark.parametrize(("first", "last", "wanted"), [(7, 7, 1), (2, 4, 3), (0, 11, 12)])
-def test_it_wakes_when_somebody_has_all_that_he_waits_for(
+def test_pump_wakes_when_a_waiter_has_all_its_reads(
     fd: int, faults: Faults, first: int, last: int, wanted: int
 ) -> None:
     pump = Pump(faulty.capsule(), 16)
@@ -207,8 +211,8 @@ def test_it_wakes_when_somebody_has_all_that_he_waits_for(
     pump.close(1.0)
 
 
-def test_many_who_wait(fd: int, faults: Faults, pump: Pump) -> None:
-    """Each is told, also of a request that is posted again and again."""
+def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
+    """Also for a request that is posted many times."""
     region = Region.anonymous(20 * 4096)
     request = Request(pump, *whole(region, fd, 20))
     with ThreadPoolExecutor(5) as others:
@@ -228,15 +232,13 @@ def test_many_who_wait(fd: int, faults: Faults, pump: Pump) -> None:
     "op",
     [
         (1, 0, 4096, 4096, 0, -1),  # no such file
-        (0, 0, 4096, 4097, 0, -1),  # wants more than it asks for
-        (0, 0, 4096, 4096, 4096, -1),  # leaves its region
+        (0, 0, 4096, 4097, 0, -1),  # wants more bytes than it reads
+        (0, 0, 4096, 4096, 4096, -1),  # exceeds its region
         (0, 0, 1 << 63, 1, 0, -1),
         (0, 0, 4096, 4096, -4096, -1),
     ],
 )
-def test_a_read_that_would_write_elsewhere_is_refused(
-    fd: int, pump: Pump, op: tuple[int, ...]
-) -> None:
+def test_read_outside_its_region_raises(fd: int, pump: Pump, op: tuple[int, ...]) -> None:
     region = Region.anonymous(1 << 21)
     file, offset, length, wanted, shift, buffer = op
     if shift == 4096:

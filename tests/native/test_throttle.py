@@ -1,4 +1,4 @@
-"""One scheduler over all pumps: reads ahead yield to loads, and both keep to their rates."""
+"""The throttle of all pumps: prefetches yield to loads, and both respect their limits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 
 @pytest.fixture(autouse=True)
-def open_lanes() -> Iterator[None]:
+def no_limits() -> Iterator[None]:
     assert traffic() == (0, 0, 0)
     yield
     limit_traffic(0, 0)
@@ -64,12 +64,12 @@ def reads(pump: Pump, fd: int, *, ahead: bool, first: int = 0, count: int = COUN
 
 
 def overlaps(request: Request) -> int:
-    """Reads that were asked for before the one before them had come back."""
+    """Number of reads submitted before the previous one completed."""
     spans = sorted((posted, done) for posted, done, _ in request.trace())
     return sum(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 
-def test_reads_ahead_go_one_by_one_while_a_load_is_under_way(fd: int, faults: Faults) -> None:
+def test_prefetch_during_a_load_has_one_read_in_flight(fd: int, faults: Faults) -> None:
     load_pump, ahead_pump = Pump(faulty.capsule(), 4), Pump(threads.engine(), 4)
     faults.script(rule(HANG, last=1, times=FOR_EVER))
     load = reads(load_pump, fd, ahead=False, count=1)
@@ -78,22 +78,20 @@ def test_reads_ahead_go_one_by_one_while_a_load_is_under_way(fd: int, faults: Fa
     assert traffic()[2] == 1
     ahead = reads(ahead_pump, fd, ahead=True)
     ahead.post()
-    assert ahead.wait(PATIENCE_SECONDS), "it must come to an end all the same"
+    assert ahead.wait(PATIENCE_SECONDS), "a prefetch must still end"
     assert overlaps(ahead) == 0
     faults.let_go()
     assert load.wait(PATIENCE_SECONDS) and load.quiet(PATIENCE_SECONDS)
     again = reads(ahead_pump, fd, ahead=True)
     again.post()
     assert again.wait(PATIENCE_SECONDS)
-    assert overlaps(again) > 0, "alone it uses all of the depth"
+    assert overlaps(again) > 0, "without a load it uses the whole depth"
     load_pump.close(1.0)
     ahead_pump.close(1.0)
 
 
 @pytest.mark.parametrize("end", ["cancel", "dies", "pump"])
-def test_load_cancelled_while_the_kernel_has_it_holds_nobody_up(
-    fd: int, faults: Faults, end: str
-) -> None:
+def test_cancelled_load_in_the_kernel_does_not_count(fd: int, faults: Faults, end: str) -> None:
     pump = Pump(faulty.capsule(), 4)
     faults.script(rule(HANG, last=1, times=FOR_EVER))
     request = reads(pump, fd, ahead=False, count=1)
@@ -113,7 +111,7 @@ def test_load_cancelled_while_the_kernel_has_it_holds_nobody_up(
     faults.wait_closed()
 
 
-def test_a_read_ahead_that_somebody_waits_for_is_a_load(fd: int, faults: Faults) -> None:
+def test_prefetch_with_a_waiter_counts_as_a_load(fd: int, faults: Faults) -> None:
     pump = Pump(faulty.capsule(), 4)
     faults.script(rule(HANG, last=1, times=FOR_EVER))
     request = reads(pump, fd, ahead=True)
@@ -131,7 +129,7 @@ def test_a_read_ahead_that_somebody_waits_for_is_a_load(fd: int, faults: Faults)
 
 
 @pytest.mark.parametrize("of", ["ahead", "all"])
-def test_a_rate_holds_reads_back_until_it_is_lifted(fd: int, of: str) -> None:
+def test_limit_delays_reads_until_it_is_removed(fd: int, of: str) -> None:
     pump, other = Pump(threads.engine(), 4), Pump(threads.engine(), 4)
     warmup.limit_bandwidth(1, of=of)  # the second read may go in an hour
     request = reads(pump, fd, ahead=True)
@@ -140,7 +138,7 @@ def test_a_rate_holds_reads_back_until_it_is_lifted(fd: int, of: str) -> None:
     load = reads(other, fd, ahead=False)
     if of == "ahead":
         load.post()
-        assert load.wait(PATIENCE_SECONDS), "loads have a lane of their own"
+        assert load.wait(PATIENCE_SECONDS), "the limit of prefetches does not apply to loads"
     assert request.settled == 1 and request.idle_seconds < PATIENCE_SECONDS
     warmup.limit_bandwidth(None, of=of)
     assert request.wait(PATIENCE_SECONDS)
@@ -148,7 +146,9 @@ def test_a_rate_holds_reads_back_until_it_is_lifted(fd: int, of: str) -> None:
     other.close(1.0)
 
 
-def test_the_limits_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_all_reads_and_of_prefetches_are_separate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     warmup.limit_bandwidth(1 << 30)
     warmup.limit_bandwidth(2 << 30, of="all")
     assert traffic()[:2] == (2 << 30, 1 << 30)
@@ -159,7 +159,7 @@ def test_the_limits_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             warmup.limit_bandwidth(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_child_starts_with_open_lanes(fd: int, faults: Faults) -> None:
+def test_forked_child_has_no_loads_under_way(fd: int, faults: Faults) -> None:
     pump = Pump(faulty.capsule(), 4)
     faults.script(rule(HANG, last=1, times=FOR_EVER))
     request = reads(pump, fd, ahead=False, count=1)
@@ -175,9 +175,7 @@ def test_a_child_starts_with_open_lanes(fd: int, faults: Faults) -> None:
     pump.close(1.0)
 
 
-def test_a_prefetch_yields_and_a_load_that_adopts_from_it_does_not(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_prefetch_yields_until_a_load_claims_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     limit_traffic(0, 1)
     with gdsload.prefetch(checkpoint, cache="buffered", options={"engine": "threads"}) as ahead:
@@ -187,7 +185,7 @@ def test_a_prefetch_yields_and_a_load_that_adopts_from_it_does_not(
     assert prefetches() == []
 
 
-def test_a_backend_of_no_classes_is_left_alone(tiny_checkpoint: Path) -> None:
+def test_backend_without_priorities_still_prefetches(tiny_checkpoint: Path) -> None:
     with gated() as gate:
         assert isinstance(gate, Gate)
         with gdsload.prefetch(tiny_checkpoint, backend="gated", cache="buffered") as ahead:
@@ -195,7 +193,7 @@ def test_a_backend_of_no_classes_is_left_alone(tiny_checkpoint: Path) -> None:
             assert ahead.wait(PATIENCE_SECONDS)
 
 
-def test_memory_is_made_ready_gently_until_somebody_waits(tmp_path: Path) -> None:
+def test_memory_of_a_prefetch_is_populated_gently_until_a_load_waits(tmp_path: Path) -> None:
     length = 4 * REQUEST_BYTES
     (tmp_path / "data").touch()
     os.truncate(tmp_path / "data", length)

@@ -1,5 +1,5 @@
-"""What needs no interpreter."""
+"""Native modules: threads and memory that work without the GIL."""
 
-# Each module here begins by importing this (Cython does), and takes the process down where Ctrl-C
-# comes meanwhile. Once it is there, nothing can come in between.
+# Cython imports this at the start of each native module, and a Ctrl-C during that import crashes the
+# process. Importing it here first leaves no gap.
 import inspect  # noqa: F401

@@ -1,5 +1,5 @@
-# Words shared between threads that do not take a lock. GCC's builtins, because Cython has no C11
-# atomics and these are the same instructions.
+# Words that threads share without a lock. GCC's builtins, because Cython has no C11 atomics; the
+# instructions are the same.
 
 from libc.stdint cimport int64_t, uint8_t
 
@@ -21,8 +21,8 @@ cdef extern from * nogil:
     static inline void gds_store_flag(uint8_t *flag, uint8_t value) {
         __atomic_store_n(flag, value, __ATOMIC_RELEASE);
     }
-    /* Writes to a byte and leaves it as it is, whoever else writes to it. Volatile, or a compiler
-       may find that a load is enough. */
+    /* Writes to a byte without changing it, also if other threads write to it. Volatile, or the
+       compiler may use a load only. */
     static inline void gds_touch(volatile char *byte) {
         __atomic_fetch_or(byte, 0, __ATOMIC_RELAXED);
     }

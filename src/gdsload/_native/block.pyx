@@ -1,8 +1,8 @@
-"""Blocks: memory of a device that tensors live in.
+"""Blocks: device memory that tensors view.
 
-A `Block` is one allocation of the CUDA driver. `Block.view` hands out a DLPack capsule: the tensor
-made from it shares the block's ownership, and the memory goes back to the device with the last of
-them, on whichever thread that ends and without the GIL.
+A `Block` is one allocation of the CUDA driver. `Block.view` returns a DLPack capsule: the tensor made
+from it shares the ownership of the block. The last owner frees the memory, on any thread and without
+the GIL.
 """
 
 cimport cython
@@ -24,7 +24,7 @@ from gdsload._native.cuda import CudaFailure
 
 cdef struct CBlock:
     CudaApi *cuda
-    void *context       # a share of the primary one: the memory must not go down with it
+    void *context       # a reference to the primary context: outlives the memory
     int device
     int ordinal
     int pid
@@ -36,22 +36,22 @@ cdef struct View:
     DLManagedTensor managed
     CBlock *block
 
-# Set when the process ends. The driver goes down with it, in an order that nobody promises, and
-# takes all memory back by itself: a call into it then would be one too many.
-cdef int64_t over = 0
+# Set when the process ends. The driver then shuts down in an undefined order and frees all memory
+# itself; a call into it could crash.
+cdef int64_t exiting = 0
 
 
 def end():
-    """From now on no memory is given back: the process ends."""
-    gds_store(&over, 1)
+    """Stops freeing memory, because the process ends."""
+    gds_store(&exiting, 1)
 
 
 cdef void release_block(CBlock *block) noexcept nogil:
     cdef int mode
     if gds_add(&block.references, -1) > 0:
         return
-    # What a fork has copied is the parent's, and so is its driver.
-    if block.pid == getpid() and not gds_load(&over):
+    # After a fork the driver and its memory belong to the parent.
+    if block.pid == getpid() and not gds_load(&exiting):
         if enter_context(block.cuda, block.context, &mode) == CUDA_SUCCESS:
             # The device may still work on the last tensor. cuMemFree waits for that work; torch's
             # allocator relies on it, too. Waiting for the whole device instead would break a CUDA
@@ -70,14 +70,14 @@ cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
 
 @cython.final
 cdef class Block:
-    """One allocation. It lives until the last tensor in it is gone, and this object."""
+    """One allocation. It lives until this object and its last tensor are gone."""
 
     cdef CBlock *block
 
     def __cinit__(self, device, uint64_t length):
         """``length`` bytes on a `gdsload._native.cuda.Device`, aligned to 256 bytes at least.
 
-        Raises CudaFailure where the device has no such room, RuntimeError after a fork.
+        Raises CudaFailure if the device is out of memory, RuntimeError after a fork.
         """
         cdef int code, mode
         cdef CBlock *made
@@ -88,7 +88,7 @@ cdef class Block:
         functions, _ = device.handles()
         made = <CBlock *>calloc(1, sizeof(CBlock))
         if made == NULL:
-            raise MemoryError("no memory to keep count of a block")
+            raise MemoryError("no memory to track a block")
         made.cuda = <CudaApi *>PyCapsule_GetPointer(functions, b"gdsload.cuda")
         made.ordinal = device.ordinal
         made.pid = getpid()
@@ -116,28 +116,28 @@ cdef class Block:
     def __dealloc__(self):
         cdef CBlock *block = self.block
         if block != NULL:
-            # Freeing waits for the device: nobody needs to wait with it.
+            # Freeing waits for the device: without the GIL.
             with nogil:
                 release_block(block)
 
     @property
     def address(self):
-        """Where it starts, on the device."""
+        """First address, on the device."""
         return self.block.address
 
     @property
     def length(self):
-        """Bytes of it."""
+        """Size in bytes."""
         return self.block.length
 
     @property
     def ordinal(self):
-        """The device that it is on."""
+        """Number of its device."""
         return self.block.ordinal
 
     @property
     def references(self):
-        """How many owners it has: this object and its tensors."""
+        """Number of owners: this object and its tensors."""
         return gds_load(&self.block.references)
 
     def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):

@@ -1,5 +1,5 @@
-# The part of the CUDA driver that gdsload uses, as a table of functions found at run time: nothing is
-# linked. `Cuda` fills the table; the stage and the cuFile engines call through it on threads of
+# The part of the CUDA driver that gdsload uses, as a table of functions found at run time: nothing
+# is linked. `Cuda` fills the table; the stage and the cuFile engines call through it on threads of
 # their own. A CUresult is an int, 0 for success; handles are plain pointers.
 
 from libc.stdint cimport uint64_t

@@ -61,8 +61,8 @@ cdef class Cuda:
     def __cinit__(self, str path):
         """Opens the library at ``path`` (or by that soname) and starts CUDA.
 
-        Raises OSError where it cannot be opened or lacks a function, CudaFailure where it does
-        not start (no device, no kernel module).
+        Raises OSError if it cannot be opened or lacks a function, CudaFailure if it does not start
+        (no device, no kernel module).
         """
         cdef void *library
         cdef int code
@@ -107,7 +107,7 @@ cdef class Cuda:
 
     @property
     def device_count(self):
-        """Devices that this process may see."""
+        """Number of visible devices."""
         cdef int count = 0
         self.require("cuDeviceGetCount", self.api.device_count(&count))
         return count
@@ -123,7 +123,7 @@ cdef class Device:
     cdef void *context
 
     def __cinit__(self, Cuda cuda, int ordinal):
-        """Raises CudaFailure where there is no such device or it cannot be used."""
+        """Raises CudaFailure if the device does not exist or cannot be used."""
         cdef int code
         self.cuda = cuda
         self.ordinal = ordinal

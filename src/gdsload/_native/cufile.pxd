@@ -1,5 +1,5 @@
-# cuFile's own types, as its header declares them in every release from 1.11 to 1.20 (a test compares
-# them with the headers of the nvidia-cufile packages), and its functions as a table that is filled
+# cuFile's own types, as its header declares them in every release from 1.11 to 1.20 (a test
+# compares them with the headers of the nvidia-cufile packages), and its functions as a table that is filled
 # at run time. A function that this libcufile lacks is NULL.
 
 from libc.stdint cimport int64_t

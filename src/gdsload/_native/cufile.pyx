@@ -104,7 +104,7 @@ cdef void *run_call(void *arg) noexcept nogil:
 
 
 class CuFileFailure(RuntimeError):
-    """cuFile said no: `call` is the function, `code` its CUfileOpError, `cuda_code` CUDA's."""
+    """A call of cuFile failed: `call` is the function, `code` its CUfileOpError, `cuda_code` CUDA's."""
 
     def __init__(self, call, code, cuda_code=0):
         super().__init__(f"{call} answered {code}" + (f" (CUDA {cuda_code})" if cuda_code else ""))
@@ -117,16 +117,16 @@ class CuFileFailure(RuntimeError):
 cdef class CuFile:
     """One libcufile. It stays loaded until the process ends; its driver is opened at most once."""
 
-    # Not part of the object: threads that were left behind may use it when that has gone.
+    # Never freed: abandoned threads may use it after the object is gone.
     cdef CuFileApi *api
     cdef readonly str path
     cdef readonly int pid
     cdef readonly frozenset functions
 
     def __cinit__(self, str path):
-        """Opens the library at ``path``, or by that soname; nothing in it runs yet.
+        """Opens the library at ``path``, or by that soname, without starting its driver.
 
-        Raises OSError where it cannot be opened, or is too old to read a file.
+        Raises OSError if it cannot be opened, or is too old to read a file.
         """
         cdef void *library
         if len(_REQUIRED) + len(_OPTIONAL) != sizeof(CuFileApi) // sizeof(void *):
@@ -197,14 +197,14 @@ cdef class CuFile:
     def open_driver(self, object device, double seconds):
         """Opens cuFile's driver, in the context of ``device``.
 
-        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on in a thread
-        that cannot be ended, and nothing else of this library may be called.
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then continues in a thread
+        that cannot be ended, and no other function of this library may be called.
         """
         self.call_within("cuFileDriverOpen", self.new_call(OPEN_DRIVER, device), seconds)
 
     def close_driver(self, double seconds):
-        """Stops the statistics and closes the driver; False where it had not come back after
-        ``seconds``. Raises CuFileFailure."""
+        """Stops the statistics and closes the driver. False if that takes longer than ``seconds``.
+        Raises CuFileFailure."""
         self.own()
         if self.api.driver_close == NULL:
             return False
@@ -220,7 +220,7 @@ cdef class CuFile:
 
     @property
     def version(self):
-        """1150 for 1.15; 0 where it does not say."""
+        """1150 for 1.15; 0 if unknown."""
         cdef int version = 0
         self.own()
         if self.api.get_version == NULL or self.api.get_version(&version).err != 0:
@@ -249,7 +249,7 @@ cdef class CuFile:
         }
 
     def get_size(self, int parameter):
-        """A CUFileSizeTConfigParameter_t, or None where this libcufile does not tell."""
+        """A CUFileSizeTConfigParameter_t, or None if this libcufile does not report it."""
         cdef size_t value = 0
         self.own()
         if self.api.get_size == NULL or self.api.get_size(parameter, &value).err != 0:
@@ -274,7 +274,7 @@ cdef class CuFile:
     def register_file(self, int fd, double seconds):
         """The CUfileHandle_t of an open file. The descriptor must outlive it.
 
-        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then continues, and the
         descriptor must stay open.
         """
         cdef TimedCall *call = self.new_call(REGISTER_FILE, None)
@@ -282,16 +282,16 @@ cdef class CuFile:
         return <uintptr_t>self.call_within("cuFileHandleRegister", call, seconds)
 
     def deregister_file(self, uint64_t handle):
-        """Gives a file's handle back. No read of it may be under way."""
+        """Releases a file's handle. No read of it may be in flight."""
         self.own()
         with nogil:
             self.api.handle_deregister(<void *><uintptr_t>handle)
 
     def register_buffer(self, uint64_t address, size_t nbytes, object device, double seconds):
-        """Makes memory of a device known, so that reads go into it without a detour.
+        """Registers device memory, so that reads go into it directly.
 
-        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then goes on, and the
-        memory must stay.
+        Raises CuFileFailure, and TimeoutError after ``seconds``: the call then continues, and the
+        memory must not be freed.
         """
         cdef TimedCall *call = self.new_call(REGISTER_BUFFER, device)
         call.base, call.length = <void *><uintptr_t>address, nbytes
@@ -299,8 +299,8 @@ cdef class CuFile:
 
     def deregister_buffer(self, uint64_t address, object device):
         """Undoes `register_buffer`."""
-        # cuFile asks the context of the calling thread about the memory, which has none, or that
-        # of another device.
+        # cuFile looks the memory up in the context of the calling thread, which has none, or that of
+        # another device.
         cdef CUfileError answer
         cdef CudaApi *cuda
         cdef void *context
@@ -319,14 +319,14 @@ cdef class CuFile:
         self.require("cuFileBufDeregister", answer)
 
     def start_statistics(self):
-        """Counts from now on (1.15 and later). True where it does."""
+        """Starts counting (1.15 and later). True if it does."""
         self.own()
         if self.api.stats_level == NULL or self.api.stats_start == NULL:
             return False
         return self.api.stats_level(3).err == 0 and self.api.stats_start().err == 0
 
     def statistics(self):
-        """What each GPU has read so far, and by which road; None where this libcufile cannot say.
+        """Reads of each GPU so far, by I/O path; None if this libcufile has no statistics.
 
         Keys: read_bytes, reads, p2p, nvfs, posix, unaligned, errors (all but the first count
         reads).
@@ -360,13 +360,13 @@ cdef class CuFile:
             free(raw)
 
     def files(self, object device, double patience_seconds):
-        """A table of file handles for an engine that reads into memory of ``device``, and that
-        takes a read for lost when it has not been heard of for so long."""
+        """A table of file handles for an engine that reads into memory of ``device``. A read counts
+        as lost after ``patience_seconds`` without an event."""
         return Files(self, device, patience_seconds)
 
 
 class NotSupported(RuntimeError):
-    """This libcufile is too old for what was asked."""
+    """This libcufile is too old."""
 
 
 # Bytes from the start of a GPU's statistics (CUfilePerGpuStats).
@@ -400,7 +400,7 @@ cdef class Files:
         made.context = PyCapsule_GetPointer(context, b"gdsload.context")
 
     def put(self, int slot, uint64_t handle):
-        """From now on ``slot`` stands for this handle; 0: for none."""
+        """Sets the handle of ``slot``; 0: none."""
         cdef void **grown
         cdef int room
         if slot < 0:
@@ -422,7 +422,7 @@ cdef class Files:
 
     @property
     def address(self):
-        """Where the table is: an engine over cuFile is handed this."""
+        """Address of the table: the context of an engine over cuFile."""
         return <uintptr_t>self.table
 
     def __dealloc__(self):

@@ -1,5 +1,5 @@
-"""What the cuFile modules were compiled for: sizes and places of the structs that are shared with
-libcufile, for tests to hold against its headers. Nothing is opened here.
+"""Sizes and offsets of the structs shared with libcufile, as compiled, for tests that compare them
+with its headers.
 """
 
 from gdsload._native.cufile cimport (
@@ -19,7 +19,7 @@ from gdsload._native.cufile import GPU_FIELDS
 
 
 def layout():
-    """Sizes of the structs that are shared with libcufile, and the places of their fields."""
+    """Sizes of the structs shared with libcufile, and offsets of their fields."""
     cdef CUfileDescr descr
     cdef CUfileDrvProps props
     cdef CUfileIOParams params
@@ -56,7 +56,7 @@ def layout():
 
 
 def statistics_layout(int version):
-    """Where this module looks in CUfileStatsLevel3_t, and what it takes its parts' sizes to be."""
+    """Offsets and sizes assumed in CUfileStatsLevel3_t."""
     level_1 = LEVEL_1_BYTES_1190 if version >= 1190 else LEVEL_1_BYTES
     return {
         "CUfileStatsLevel1_t": level_1,

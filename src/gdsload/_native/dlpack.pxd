@@ -1,6 +1,5 @@
-# DLPack 0.8, the layout that every torch since 1.10 reads: how memory of ours becomes a tensor that
-# owns its share of it. Whose memory it is, and what its end means, is the business of whoever makes
-# the capsule (memory.pyx, block.pyx).
+# DLPack 0.8, which every torch since 1.10 reads: how memory becomes a tensor that shares its
+# ownership. Not responsible for the memory itself and its release: memory.pyx, block.pyx.
 
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
@@ -29,8 +28,8 @@ cdef struct DLManagedTensor:
 cdef inline int describe(
     DLManagedTensor *managed, void *data, int64_t *dims, tuple shape, int code, int bits
 ) except -1:
-    """Says what a tensor looks like; ``dims`` is room for its shape. It is the CPU's, until somebody
-    says otherwise."""
+    """Describes a CPU tensor; ``dims`` is room for its shape. The caller of a device tensor changes
+    `device_type` and `device_id`."""
     cdef DLTensor *tensor = &managed.dl_tensor
     cdef int i
     cdef int ndim = <int>len(shape)
@@ -49,7 +48,7 @@ cdef inline int describe(
     return 0
 
 cdef inline void drop_capsule(object capsule) noexcept:
-    """Runs when a capsule dies; a consumer has renamed it if it took the tensor."""
+    """Runs when a capsule is freed; a consumer that took the tensor has renamed it."""
     cdef DLManagedTensor *managed
     if PyCapsule_IsValid(capsule, b"dltensor"):
         managed = <DLManagedTensor *>PyCapsule_GetPointer(capsule, b"dltensor")

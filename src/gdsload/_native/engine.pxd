@@ -1,6 +1,6 @@
 # Interface between the pump and its engines: C structs and five functions. An engine knows nothing
-# of requests, and the pump knows nothing of io_uring. An engine is passed on as a capsule that holds
-# an `EngineOps`; every call is made on the pump's own thread, without the GIL.
+# of requests, and the pump knows nothing of io_uring. An engine is passed on as a capsule that
+# holds an `EngineOps`; every call is made on the pump's own thread, without the GIL.
 
 from cpython.pycapsule cimport PyCapsule_New, PyCapsule_SetContext
 from libc.stdint cimport int64_t, uint64_t
@@ -39,8 +39,8 @@ cdef struct Buffer:
 
 cdef struct EngineOps:
     # Opens an engine for `depth` reads in flight and registers `buffers` where it can. `context` is
-    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno; *fixed: whether
-    # the buffers were registered.
+    # the context of the engine's capsule, NULL for most engines. Returns 0 or -errno; *fixed:
+    # whether the buffers were registered.
     int (*open)(
         void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
     ) noexcept nogil

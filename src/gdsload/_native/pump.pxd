@@ -1,5 +1,5 @@
-# Structs that the pump's thread, its requests and populators share. Fields are used with the lock of
-# their struct held, and those of a request with the lock of its pump.
+# Structs that the pump's thread, its requests and populators share. Fields are used with the lock
+# of their struct held, and those of a request with the lock of its pump.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free
@@ -137,7 +137,7 @@ cdef struct CPopulator:
     int64_t ahead              # bytes populated for which no read was submitted yet
     int64_t most_ahead
     int stopping
-    int gentle                 # threads that work, without blocking other mappings; 0: all, at full speed
+    int gentle                 # threads that work gently; 0: all work, at full speed
     int started                # threads that have a number
     int huge_pages             # whether huge pages may be tried at all
     int64_t huge_ns            # cost of a unit as a huge page, and as small ones; 0: unknown
@@ -151,8 +151,8 @@ cdef struct CPopulator:
     pthread_t thread[8]
 
 cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:
-    """Updates the number of loads under way. A cancelled request does not count: a read that is stuck
-    in the kernel may keep it posted for any time."""
+    """Updates the number of loads under way. A cancelled request does not count: a read that is
+    stuck in the kernel may keep it posted for any time."""
     cdef int is_load = request.posted and not request.ahead and not request.cancelled
     if is_load != request.counted:
         pthread_mutex_lock(&self.throttle.lock)
