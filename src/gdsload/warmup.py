@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from gdsload.memory import host_pool
 from gdsload.memory.host_pool import HostPool
-from gdsload.readahead.prefetch import TIERS, Prefetch, prefetch, started
-from gdsload.readahead.progress import CANCELLED, CLOSED
+from gdsload.readahead.prefetch import CANCELLED, CLOSED, TIERS, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
 
 __all__ = [
