@@ -16,8 +16,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.memory import host_pool
 from gdsload.memory.host_pool import HostPool
-from gdsload.readahead.prefetch import TIERS, Prefetch, prefetch, started
-from gdsload.readahead.progress import CANCELLED, CLOSED
+from gdsload.readahead.prefetch import CANCELLED, CLOSED, TIERS, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:

@@ -137,7 +137,7 @@ def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
     assert not page_cache.wholly_resident(foreign, 0, PAGE)
     assert not page_cache.partly_resident(foreign)
     assert not page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
-    assert page_cache.seen_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
+    assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 
 
 def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int) -> None:
@@ -148,7 +148,7 @@ def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int
         pytest.skip(f"this filesystem does not read without waiting: {error.strerror}")
     assert page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
     assert page_cache.mostly_resident(foreign, 10 * PAGE + 17, 1)
-    assert page_cache.seen_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
+    assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
 
 
 AS_ANOTHER = """

@@ -80,7 +80,7 @@ def test_nobody_waits_for_it_but_who_asks(
     monkeypatch.setattr(gpu, "device", slow)
     ahead = gdsload.prefetch(tiny_checkpoint, "cuda:0", tier="pagecache", options=SMALL)
     assert asked.wait(PATIENCE_SECONDS)
-    while ahead.progress().landed_bytes < ahead.progress().wanted_bytes or not ahead._ahead:
+    while ahead.progress().landed_bytes < ahead.progress().wanted_bytes or not ahead._batch:
         assert not ahead.wait(0.01)
     with pytest.raises(GdsloadError, match="being prefetched"):
         gdsload.quiesce(0.0)
@@ -120,5 +120,5 @@ def test_a_driver_that_hangs(
     monkeypatch.setattr(gpu, "device", hangs)
     with gdsload.prefetch(tiny_checkpoint, "cuda:0", cache="buffered") as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
-        assert "has not been opened" in ahead.report.refusals["cuda:0"]
+        assert "was not opened" in ahead.report.refusals["cuda:0"]
     go.set()

@@ -158,7 +158,7 @@ def test_what_is_on_its_way_is_waited_for(
         loader = threading.Thread(target=lambda: loaded.append(by_load_file(source)))
         loader.start()
         assert claimed.wait(PATIENCE_SECONDS)
-        flight = ahead._ahead
+        flight = ahead._batch
         assert flight is not None
         request = flight._request
         under_way = [part.request for part in getattr(request, "parts", [])] or [request]
@@ -174,8 +174,8 @@ def test_it_yields_to_loads_before_somebody_wants_it(doubles: Doubles, source: P
     doubles.hold_copies(True)
     with ahead_of(source, "auto") as ahead:
         assert ahead._posted.wait(PATIENCE_SECONDS)
-        assert ahead._ahead is not None
-        parts = ahead._ahead._request.parts
+        assert ahead._batch is not None
+        parts = ahead._batch._request.parts
         assert parts and all(part.request.native.ahead for part in parts)
         doubles.hold_copies(False)
 

@@ -362,7 +362,7 @@ def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
 def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
         gate.request(0)
-        with ahead._lock, ahead._ahead._lock:  # type: ignore[union-attr]
+        with ahead._lock, ahead._batch._lock:  # type: ignore[union-attr]
             child = os.fork()
         if child == 0:
             try:

@@ -19,7 +19,7 @@ from gated import Gate, gated
 from gdsload import warmup
 from gdsload.errors import CheckpointNotFound
 from gdsload.memory import page_cache
-from gdsload.readahead import prefetch, running
+from gdsload.readahead import prefetch
 
 PATIENCE_SECONDS = 120.0
 
@@ -60,9 +60,9 @@ def test_status_tells_of_what_ended_and_of_what_failed(checkpoint: Path, tmp_pat
 
 
 def test_status_forgets_in_the_end(checkpoint: Path) -> None:
-    for _ in range(running.REMEMBERED + 1):
+    for _ in range(prefetch.REMEMBERED + 1):
         gdsload.prefetch(checkpoint, names=[]).close()
-    assert len(warmup.status()) == running.REMEMBERED
+    assert len(warmup.status()) == prefetch.REMEMBERED
 
 
 def test_a_hook_is_a_plain_function(checkpoint: Path) -> None:

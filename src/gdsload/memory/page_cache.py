@@ -1,8 +1,8 @@
-"""What the page cache holds of a file, so that each byte can be read by its cheapest road.
+"""Residency: which bytes of a file the page cache holds, to choose the cheapest I/O mode.
 
-`cachestat` answers in microseconds where the kernel has it; `mincore` is asked elsewhere. Neither
-reads from the disk, and neither says anything of what other hosts have cached. Both tell only who
-owns a file or may write to it; to others `cachestat` says so, and `mincore` that all is there.
+Uses `cachestat`, which takes microseconds, or `mincore` on older kernels. Neither reads from the
+disk or knows the caches of other hosts. Both require owning the file or write access: otherwise
+`cachestat` fails with EPERM, and `mincore` reports every page as resident.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
         if not _is_told(file, root=error.errno == errno.ENOSYS and os.geteuid() == 0):
             raise PermissionError(
                 errno.EPERM,
-                "the kernel tells what the page cache holds of a file only to its owner and to who"
-                " may write to it",
+                "the kernel reports the page cache of a file only to its owner and to users with"
+                " write access",
             ) from error
         pages = system.mincore_pages(file, offset, length)
     return min(pages * PAGESIZE, length)
@@ -60,7 +60,7 @@ def _is_told(fd: int, *, root: bool) -> bool:
     return os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
-def seen_bytes(fd: int, offset: int, length: int) -> int:
+def estimated_bytes(fd: int, offset: int, length: int) -> int:
     """The same as `resident_bytes` of a range; of somebody else's file an estimate, by pages of it
     that can be read without waiting. Where one cannot, the kernel may begin to read ahead there."""
     try:

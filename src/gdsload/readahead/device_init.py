@@ -1,11 +1,8 @@
-"""A GPU made ready ahead of its first load: its context is opened, for what a prefetch brings
-there, and the ring that a load will pass through is pinned, by a thread of its own while the
-process still imports.
+"""Initialises a GPU before its first load, in a thread, while the process still imports.
 
-    prefetch ──► DeviceInit: context ─► ring, pinned ─► road, which waits at the ring for the load
+    prefetch ──► DeviceInit: context ─► pinned ring ─► pipeline, parked at the ring for the load
 
-Nobody has asked for the device yet. What goes wrong here is noted, goes wrong in the load again,
-and is raised there.
+Errors are only recorded here: the load meets them again and raises them.
 """
 
 from __future__ import annotations
@@ -14,16 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends import DRAM, VRAM, Memory, Registration, reaches
-from gdsload.loading.device_batch import reached
+from gdsload.loading import device_batch
 from gdsload.system import gpu
 from gdsload.system.threads import start_thread
 
-# Contexts of machines with many GPUs take seconds; a driver that hangs is left to the load.
+# Contexts take seconds on machines with many GPUs. A driver that hangs is reported by the load.
 OPEN_SECONDS = 30.0
 
 
 class DeviceInit:
-    """One device on its way to being ready."""
+    """The initialisation of one device."""
 
     def __init__(self, device: str, options: Mapping[str, Any], *, ring: bool) -> None:
         """Begins at once. `options` are the load's. Without `ring` only the context is opened."""
@@ -38,31 +35,30 @@ class DeviceInit:
         try:
             gpu.device(gpu.ordinal_of(self._device))
             if self._ring:
-                self._open_road()
+                self._open_pipeline()
         except Exception as error:  # the load meets it again, whatever it is
             self.refusal = str(error)
 
-    def _open_road(self) -> None:
+    def _open_pipeline(self) -> None:
         from gdsload.backends.auto.candidates import LAST, Candidates
 
-        # Warm bytes take this road, whatever cold ones will.
+        # Warm bytes pass through this pipeline, whichever backend reads the cold ones.
         with Candidates(self._device, self._options)[LAST].backend as backend:
             nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
             backend.release(backend.prepare([], [], [nothing]))
 
-    def landing(self, backend: str) -> str:
-        """Where this backend's reads go, once it is ready: to the device itself, or to the host's
-        memory where it cannot be used. One that leads to devices alone says itself what is in its
-        way."""
+    def reached(self, backend: str) -> str:
+        """The device that reads of this backend go to, once it is initialised: "cpu" if the GPU
+        cannot be used. A backend that only reads to GPUs reports the reason itself."""
         self.wait()
         if self.refusal and reaches(backend, DRAM):
             return "cpu"
-        return reached(f"cuda:{gpu.ordinal_of(self._device)}", backend)
+        return device_batch.reached(f"cuda:{gpu.ordinal_of(self._device)}", backend)
 
     def wait(self) -> None:
-        """Returns when it is ready, or cannot be: also when it was said before that it is not."""
+        """Waits until the device is initialised, or has failed."""
         if self.refusal or self._thread is None:
             return
         self._thread.join(OPEN_SECONDS)
         if self._thread.is_alive():
-            self.refusal = f"it has not been opened in {OPEN_SECONDS:.0f} s"
+            self.refusal = f"it was not opened in {OPEN_SECONDS:.0f} s"

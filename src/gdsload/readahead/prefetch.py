@@ -1,10 +1,10 @@
-"""Reading before anybody asks: weights on their way while the process still imports.
+"""Prefetch: reads weights before a load asks for them, for example while the process imports.
 
     prefetch() ──► thread: open, plan, post ──► native threads read ──► a load claims it, or close()
 
-`prefetch` returns at once and imports no torch. A load of the same files in this process takes
-what has landed and waits for what is on its way; it finds it by the files' identity, so nothing
-has to be passed along.
+`prefetch` returns at once and does not import torch. A load of the same files in this process finds
+the bytes by the identity of the files, takes those that were read, and waits for the others. Not
+responsible for finding out which model will be loaded.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -26,22 +27,10 @@ from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.memory import host_pool, page_cache
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
-from gdsload.readahead import running
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
-from gdsload.readahead.progress import (
-    CANCELLED,
-    CLOSED,
-    FAILED,
-    LANDED,
-    OPENING,
-    READING,
-    PrefetchCancelled,
-    PrefetchProgress,
-)
 from gdsload.report import LoadReport
-from gdsload.system import quiesce
+from gdsload.system import lifecycle, quiesce
 from gdsload.system.gc_control import ease_imports, imports_done
-from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -50,50 +39,90 @@ if TYPE_CHECKING:
     from gdsload.readahead.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
-# Given to the thread before `prefetch` returns: most checkpoints are open by then, while a thread
-# that must share the interpreter with `import torch` takes ten times as long.
+# The states of a prefetch, in their order. The last four are final.
+OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
+    "opening", "reading", "landed", "cancelled", "failed", "closed",
+)  # fmt: skip
+REMEMBERED = 32  # ended prefetches that `warmup.status` can report
+# `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
+# `import torch`, the thread would take ten times as long to get there.
 HEAD_START_SECONDS = 0.025
-# On two cores, where one thread makes memory ready and one reads, this leaves a whole one to
-# whoever imports meanwhile. More would starve the reads where others keep the machine busy, and a
-# load that waits for them cannot take it back.
+# Added to the niceness of the threads that read. On two cores, where one thread populates memory
+# and one reads, this leaves one core to the imports. A higher value would starve the reads on a
+# busy machine, and a load that waits for them cannot lower it again.
 NICENESS = 5
-_LOOK_SECONDS = 0.1
-_GLANCE_SECONDS = 0.01  # `close` is held up by that where another prefetch is waited for
-# `close` waits so long for the thread that reads. It ends at once, unless a signal handler closes
-# while its own thread holds a lock.
+_POLL_SECONDS = 0.1
+_OTHER_POLL_SECONDS = 0.01  # while another prefetch is waited for; delays `close`
+# `close` waits this long for the thread. It takes longer only if a signal handler that has
+# interrupted the holder of a lock calls `close`.
 _CLOSE_SECONDS = 2.0
 
 
-class Prefetch:
-    """One checkpoint being read ahead. Close it, leave its `with`, or let a load take it all."""
+class PrefetchCancelled(GdsloadError, RuntimeError):
+    """The prefetch was cancelled or closed before all bytes were read."""
+
+
+class PrefetchProgress(NamedTuple):
+    """Progress of a prefetch, in bytes and seconds.
+
+    Attributes:
+        state: "opening", "reading", "landed", "cancelled", "failed" or "closed".
+        wanted_bytes: bytes to read; 0 while opening.
+        landed_bytes: bytes that were read.
+        claimed_bytes: bytes that loads have taken.
+        resident_bytes: bytes in the page cache at the end of a prefetch with tier "pagecache".
+        seconds: time since the start, or until the end.
+    """
+
+    state: str
+    wanted_bytes: int
+    landed_bytes: int
+    claimed_bytes: int
+    resident_bytes: int
+    seconds: float
+
+
+class Prefetch(quiesce.Holder):
+    """A checkpoint that is read ahead of its load. Ends with `close`, with its `with` block, or
+    when a load has taken all of it."""
 
     def __init__(
-        self, source: str, device: str, tier: str, session: Mapping[str, Any],
-        names: Iterable[str] | None, limit_bytes: int | None, keep: bool, where: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        source: str,
+        device: str,
+        tier: str,
+        session: dict[str, Any],
+        names: Iterable[str] | None,
+        limit_bytes: int | None,
+        keep: bool,
+        where: dict[str, Any],
+    ) -> None:
         self.source = source
         self.tier = tier
         self.report = LoadReport(source, device=device)
-        self._arguments = dict(session), None if names is None else tuple(names), dict(where)
+        self._session, self._where = session, where
+        self._names = None if names is None else tuple(names)
         self._limit_bytes = limit_bytes
-        self._landing = claims.Offer(source, keep=keep)
-        self._ahead: PrefetchBatch | None = None
+        self._offer = claims.Offer(source, keep=keep)
+        self._batch: PrefetchBatch | None = None
         self._error: GdsloadError | None = None
         self._state = OPENING
         self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
-        self._warm_bytes = 0
+        self._warm_bytes = 0  # in the page cache before the prefetch
         self._start = time.monotonic()
         self._seconds = 0.0
-        self._lock = fork_safe_lock(self)  # reentrant: signal handlers may ask, too
+        self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
         self._posted = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
         try:
-            claims.offer(self._landing)
+            claims.offer(self._offer)
             quiesce.register(self)
-            running.begin(self)
+            with _lock:
+                _current.append(self)
+                _started.append(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
                 self._fail(
@@ -104,7 +133,7 @@ class Prefetch:
                 )
                 self._end(FAILED)
             self._posted.wait(HEAD_START_SECONDS)
-        except BaseException:  # Ctrl-C, or no thread: nobody will have it to close it
+        except BaseException:  # Ctrl-C: the caller gets no object to close
             self._stop(CLOSED)
             if self._thread is None:
                 self._ended.set()
@@ -112,120 +141,126 @@ class Prefetch:
             raise
 
     def _run(self) -> None:
-        session, names, where = self._arguments
-        opening: DeviceInit | None = None
+        device_init: DeviceInit | None = None
         try:
-            opening = self._open_device(session)
-            with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
-                pieces = byte_ranges_of(checkpoint, names)
+            device_init = self._open_device()
+            with (
+                self.report.phase("open"),
+                Checkpoint.open(self.source, **self._where) as checkpoint,
+            ):
+                ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
-                    pieces = fitting(pieces, self._limit_bytes)
+                    ranges = fitting(ranges, self._limit_bytes)
                 if self.tier == "pool":
-                    host_pool.require(pieces)
-                place, maps, size = "cpu", self.tier != "pool", sum(p.nbytes for p in pieces)
-                if opening is not None and self.tier == "memory":
-                    place = opening.landing(session["backend"])
+                    host_pool.require(ranges)
+                device = "cpu"
+                if device_init is not None and self.tier == "memory":
+                    device = device_init.reached(self._session["backend"])
                 with Session(
-                    checkpoint, self.report, device=place, adopt=False, maps=maps,
-                    expected_bytes=size, **session,
-                ) as opened:  # fmt: skip
-                    self._read(opened, pieces)
+                    checkpoint,
+                    self.report,
+                    device=device,
+                    adopt=False,
+                    maps=self.tier != "pool",
+                    expected_bytes=sum(one.nbytes for one in ranges),
+                    **self._session,
+                ) as session:
+                    self._read(session, ranges)
                     checkpoint.verify_unchanged()
-                    self._measure(checkpoint, pieces)
+                    if self.tier == "pagecache":
+                        self._resident_bytes = sum(
+                            page_cache.estimated_bytes(
+                                checkpoint.shards[one.shard].fd, one.offset, one.nbytes
+                            )
+                            for one in ranges
+                            if one.nbytes
+                        )
         except GdsloadError as error:
             self._fail(error)
         except BaseException as error:
             self._fail(GdsloadError(f"{self.source}: the prefetch failed: {error!r}"))
             raise
         finally:
-            if opening is not None:
-                opening.wait()
-                if opening.refusal:
-                    self.report.refusals[self.report.device] = opening.refusal
+            if device_init is not None:
+                device_init.wait()
+                if device_init.refusal:
+                    self.report.refusals[self.report.device] = device_init.refusal
             self._end(LANDED)
 
-    def _open_device(self, session: Mapping[str, Any]) -> DeviceInit | None:
-        """Makes a GPU ready meanwhile: its context, and the ring that only its load will need."""
+    def _open_device(self) -> DeviceInit | None:
+        """Starts to open the GPU, and to pin the ring that only the load will need."""
         if self.report.device.partition(":")[0] != "cuda":
             return None
-        from gdsload.readahead.device_init import DeviceInit  # not before a device is asked for
+        from gdsload.readahead.device_init import DeviceInit  # only needed for a GPU
 
-        ring = self.tier == "pagecache" and session["backend"] in ("auto", "posix")
-        return DeviceInit(self.report.device, session["options"] or {}, ring=ring)
+        ring = self.tier == "pagecache" and self._session["backend"] in ("auto", "posix")
+        return DeviceInit(self.report.device, self._session["options"] or {}, ring=ring)
 
-    def _read(self, session: Session, pieces: Sequence[ByteRange]) -> None:
-        """Puts the pieces on their way, offers them, and waits for them without the GIL."""
-        # The threads that read and make memory ready are started by this one, and inherit it.
-        # Those of a GPU's ring have little to do, and serve the loads that come later, too.
+    def _read(self, session: Session, ranges: Sequence[ByteRange]) -> None:
+        """Posts the reads, offers the byte ranges, and waits without the GIL."""
         if session.device == "cpu":
+            # The threads that this one starts to read and populate memory inherit its niceness.
+            # Threads of a staging ring have little to do, and serve later loads too.
             with suppress(OSError):
                 own = threading.get_native_id()
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
-        pieces, others = self._shared(session, pieces)
-        ahead = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, pieces)
+        ranges, others = self._without_others(session, ranges)
+        batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
-            stretches = ahead.stretches(pieces)
-            ahead.views.clear()  # the landing holds the memory now, for as long as it is wanted
+            offered = batch.offered_ranges(ranges)
+            batch.views.clear()  # from now on only the offer refers to the memory
             with self._lock:
-                self._ahead = ahead
-                self._wanted_bytes = sum(piece.nbytes for piece in pieces)
-                self._warm_bytes = max(self._wanted_bytes - ahead.plan.read_bytes, 0)
+                self._batch = batch
+                self._wanted_bytes = sum(one.nbytes for one in ranges)
+                self._warm_bytes = max(self._wanted_bytes - batch.plan.read_bytes, 0)
                 if self._state == OPENING:
                     self._state = READING
-                    self._landing.fill(ahead, stretches, session.device)
-            del stretches
+                    self._offer.fill(batch, offered, session.device)
+            del offered
             self._posted.set()
-            self.report.tensors = len(pieces)
+            self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
-            while self._state == READING and not ahead.look():
-                if ahead.idle_seconds() > session.stall_seconds:
+            while self._state == READING and not batch.look():
+                if batch.idle_seconds() > session.stall_seconds:
                     raise StallError(
-                        f"{self.source}: no byte has come for {ahead.idle_seconds():.0f} s",
+                        f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
                         path=self.source,
                         hint="stall_seconds sets the limit",
                     )
-                ahead.pause(0, -1, _LOOK_SECONDS)
-            if ahead.error is not None:
-                raise ahead.error
+                batch.pause(0, -1, _POLL_SECONDS)
+            if batch.error is not None:
+                raise batch.error
         finally:
-            ahead.release()
+            batch.release()
         for other in others:
-            while self._state == READING and not other._ended.wait(_GLANCE_SECONDS):
+            while self._state == READING and not other._ended.wait(_OTHER_POLL_SECONDS):
                 pass
             if other._state in (CANCELLED, FAILED):
                 raise PrefetchCancelled(
                     f"{self.source}: another prefetch was reading the same, and was {other._state}"
                 )
 
-    def _shared(
-        self, session: Session, pieces: Sequence[ByteRange]
+    def _without_others(
+        self, session: Session, ranges: Sequence[ByteRange]
     ) -> tuple[list[ByteRange], list[Prefetch]]:
-        """The pieces without those that other prefetches read already, into the same tier and
-        device; and these prefetches."""
+        """The byte ranges that no other prefetch reads into the same tier and device, and the
+        prefetches that read the rest."""
         shards = session.checkpoint.shards
-        mine, others = list(pieces), []
+        mine, others = list(ranges), []
         for other in prefetches():
-            if other is self or (other.tier, other._landing.device) != (self.tier, session.device):
+            if other is self or (other.tier, other._offer.device) != (self.tier, session.device):
                 continue
-            left = [p for p in mine if not other._landing.has(shards[p.shard].identity, p)]
+            left = [p for p in mine if not other._offer.has(shards[p.shard].identity, p)]
             if len(left) < len(mine):
                 mine = left
                 others.append(other)
         return mine, others
 
-    def _measure(self, checkpoint: Checkpoint, pieces: Sequence[ByteRange]) -> None:
-        if self.tier == "pagecache":
-            self._resident_bytes = sum(
-                page_cache.seen_bytes(checkpoint.shards[p.shard].fd, p.offset, p.nbytes)
-                for p in pieces
-                if p.nbytes
-            )
-
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
             if self._state in (OPENING, READING):
-                # Without its traceback, whose frames hold the files and the memory of the reads.
+                # A copy has no traceback, whose frames refer to the files and memory of the reads.
                 self._error = copy(error)
                 self._state = FAILED
                 self.report.failure = f"{type(error).__name__}: {error}"
@@ -234,99 +269,110 @@ class Prefetch:
         with self._lock:
             if self._state in (OPENING, READING):
                 self._state = state
-            if self._ahead is not None:
-                self._landed_bytes = self._warm_bytes + self._ahead.landed_bytes
-                self._ahead = None  # loads that still take from it have it in their claims
+            if self._batch is not None:
+                self._landed_bytes = self._warm_bytes + self._batch.landed_bytes
+                self._batch = None  # loads that still take from it have it in their claims
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
-            # What the page cache or a pool has is found there, by whoever looks, from now on.
-            over = self._state != LANDED or self.tier != "memory"
-        if over:
+            # Loads find the bytes of the page cache and of a pool without an offer.
+            withdraws = self._state != LANDED or self.tier != "memory"
+        if withdraws:
             self._withdraw()
         self._posted.set()
         self._ended.set()
 
     def _withdraw(self) -> None:
-        claims.withdraw(self._landing)
-        running.end(self)
+        claims.withdraw(self._offer)
+        with _lock:
+            if self in _current:
+                _current.remove(self)
 
     def progress(self) -> PrefetchProgress:
-        """How far it is, at once."""
-        ahead = self._ahead
-        if ahead is not None and not self._ended.is_set():
-            ahead.look()
-            landed = min(self._warm_bytes + ahead.landed_bytes, self._wanted_bytes)
-        else:
-            landed = min(self._landed_bytes, self._wanted_bytes)
-        ended = self._ended.is_set()
+        """The progress so far. Does not wait."""
+        batch, ended = self._batch, self._ended.is_set()
+        landed = self._landed_bytes
+        if batch is not None and not ended:
+            batch.look()
+            landed = self._warm_bytes + batch.landed_bytes
         return PrefetchProgress(
-            self._state, self._wanted_bytes, landed, self._landing.claimed_bytes,
-            self._resident_bytes, self._seconds if ended else time.monotonic() - self._start,
-        )  # fmt: skip
+            self._state,
+            self._wanted_bytes,
+            min(landed, self._wanted_bytes),
+            self._offer.claimed_bytes,
+            self._resident_bytes,
+            self._seconds if ended else time.monotonic() - self._start,
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until all has landed: True; or False after `timeout` seconds. While the main thread
-        waits here it imports nothing, and the reads need not leave it a processor.
+        """Waits until all bytes are read.
 
-        Raises what ended it: CheckpointError and its kinds, ReadError, PlacementError,
-        BackendUnavailable; PrefetchCancelled where somebody cancelled or closed it before.
+        In the main thread the reads get their full share of the processor: nothing is imported
+        meanwhile.
+
+        Args:
+            timeout: seconds to wait; None waits without a limit.
+
+        Returns:
+            True when all bytes are read, False after `timeout` seconds.
+
+        Raises:
+            GdsloadError: the error that ended the prefetch (CheckpointError, ReadError,
+                PlacementError, BackendUnavailable), or PrefetchCancelled after `cancel` or
+                `close`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
-            left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            if threading.current_thread() is threading.main_thread() and (ahead := self._ahead):
-                ahead.hurry()
-            self._ended.wait(min(left, _LOOK_SECONDS))
+            if threading.current_thread() is threading.main_thread() and (batch := self._batch):
+                batch.hurry()
+            self._ended.wait(min(left, _POLL_SECONDS))
         if self._error is not None:
-            raise copy(self._error)  # which would gather the frames of everybody who waits
+            raise copy(self._error)  # the original would collect the frames of every caller
         if self._state != LANDED and self._landed_bytes < self._wanted_bytes:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
 
     def cancel(self) -> None:
-        """Ends the reads. Loads that claimed some of it keep what has landed, and read the rest
-        themselves; what nobody claimed is let go. May be called again, and at any time."""
+        """Ends the reads and frees the bytes that no load has claimed. A load that has claimed some
+        reads the missing ones itself. May be called again, and at any time."""
         self._stop(CANCELLED)
 
     def close(self) -> None:
-        """Ends the reads and lets go of what nobody has claimed. May be called again."""
+        """Ends the reads and frees the bytes that no load has claimed. May be called again."""
         self._stop(CLOSED)
         if self._thread not in (None, threading.current_thread()):
-            self._thread.join(_LOOK_SECONDS if self._state == OPENING else _CLOSE_SECONDS)
+            self._thread.join(_POLL_SECONDS if self._state == OPENING else _CLOSE_SECONDS)
 
     def _stop(self, state: str) -> None:
         with self._lock:
             if self._state in (OPENING, READING) or (state == CLOSED and self._state == LANDED):
                 self._state = state
-            ahead = self._ahead
-        if ahead is not None:
-            ahead.release()
+            batch = self._batch
+        if batch is not None:
+            batch.release()
         self._withdraw()
         imports_done()
 
     def busy(self) -> str:
-        """For `quiesce`: reads under way; what has landed is memory, and stays."""
+        """Reads in progress. Bytes that were read are memory, which a snapshot carries."""
         return "" if self._ended.is_set() else f"{self.source} is being prefetched"
 
     def quiesce(self) -> None:
-        """Its files were closed with the last byte; its thread ends here."""
+        """Ends the thread. The files are closed already."""
         if self._thread is not None:
             self._thread.join()
 
-    def resume(self) -> None:
-        """Nothing to take back."""
-
     @property
-    def over(self) -> bool:
-        """Whether it reads no more and holds nothing that a load could take."""
-        return self._ended.is_set() and self._landing.empty
+    def _over(self) -> bool:
+        """True if it reads no more and has nothing to claim."""
+        return self._ended.is_set() and self._offer.empty
 
-    def orphan(self) -> None:
-        """In a child: what was read, or still is, stayed in the parent."""
+    def _orphan(self) -> None:
+        """In a child of fork(): the reads and the memory belong to the parent."""
         self._ended = threading.Event()
-        self._landing, self._ahead = claims.Offer(self.source), None
+        self._offer, self._batch = claims.Offer(self.source), None
         if self._state in (OPENING, READING):
             self._state = CANCELLED
         self._ended.set()
@@ -343,6 +389,41 @@ class Prefetch:
             f"<Prefetch {self.source} ({self.tier}): {progress.state},"
             f" {progress.landed_bytes} of {progress.wanted_bytes} bytes>"
         )
+
+
+_lock = lifecycle.fork_safe_lock(sys.modules[__name__])  # reentrant, for signal handlers
+_current: list[Prefetch] = []
+_started: deque[Prefetch] = deque(maxlen=REMEMBERED)
+
+
+def prefetches() -> list[Prefetch]:
+    """The prefetches of this process that read, or hold bytes to claim; oldest first."""
+    with _lock:
+        _current[:] = [one for one in _current if not one._over]
+        return list(_current)
+
+
+def started() -> list[Prefetch]:
+    """The last prefetches of this process, oldest first, ended or not."""
+    with _lock:
+        return list(_started)
+
+
+def _close_all() -> None:
+    for one in prefetches():
+        one.close()
+
+
+def _forget() -> None:
+    for one in {*_current, *_started}:
+        one._orphan()
+    _current.clear()
+    _started.clear()
+
+
+lifecycle.in_child(_forget)
+# The interpreter stops daemon threads that wake up while it ends: they must have ended before.
+lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)
 
 
 def prefetch(
@@ -428,16 +509,6 @@ def prefetch(
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
     if "torch" not in sys.modules:
-        ease_imports()  # before the thread begins, which holds the collector back now and then
+        ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()
     return made
-
-
-def prefetches() -> list[Prefetch]:
-    """Those of this process that still read, or hold what nobody has taken; oldest first."""
-    return [one for one in running.current() if isinstance(one, Prefetch)]
-
-
-def started() -> list[Prefetch]:
-    """The last ones of this process, oldest first, ended or not."""
-    return [one for one in running.started() if isinstance(one, Prefetch)]

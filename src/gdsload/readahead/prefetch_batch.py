@@ -1,7 +1,7 @@
-"""Reads that nobody waits for yet: a batch whose transfers can be asked about from any thread.
+"""Batches of reads that no load waits for yet; any thread may ask for their progress.
 
-PrefetchBatch      into memory of its own, of the host or of a device, for a load to adopt
-PageCacheWarmup    through a small scratch buffer, for what it leaves in the page cache
+PrefetchBatch      reads into host or device buffers, which a load claims
+PageCacheWarmup    reads into a small scratch buffer, to fill the page cache
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.system.lifecycle import fork_safe_lock
 
-# One read of a warm-up, and the memory that all of them share: what lands there is of no interest.
+# Size of one read into the page cache, and of the scratch memory that all of them share.
 WARM_REQUEST_BYTES = 4 << 20
 SCRATCH_BYTES = 64 << 20
 
@@ -44,7 +44,7 @@ class PrefetchBatch(Batch):
         memory: list[Memory] | None = None,
     ) -> None:  # fmt: skip
         self.error: ReadError | None = None
-        # A signal handler may ask while its own thread does: hence one that can be taken again.
+        # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
         self._failed: set[int] = set()
         self._idle_seconds = 0.0
@@ -52,8 +52,8 @@ class PrefetchBatch(Batch):
 
     @classmethod
     def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PrefetchBatch:
-        """Puts them on their way and returns at once. Raises PlacementError, before anything is
-        read, where there is no room for them."""
+        """Posts the reads and returns at once. Raises PlacementError, before anything is read, if
+        there is too little memory."""
         if session.device == "cpu":
             return cls(session, *session.arrange(pieces))
         from gdsload.loading.device_batch import in_blocks  # imported only for a device
@@ -64,8 +64,8 @@ class PrefetchBatch(Batch):
         blocks, memory = in_blocks(session, plan, pieces)
         return cls(session, plan, blocks, memory)
 
-    def stretches(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
-        """What there is to claim, file by file."""
+    def offered_ranges(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
+        """The byte ranges that loads can claim, by file."""
         rows: dict[Identity, list[OfferedRange]] = {}
         shards = self.session.checkpoint.shards
         for name, shard, offset, nbytes in pieces:
@@ -78,10 +78,10 @@ class PrefetchBatch(Batch):
         return rows
 
     def look(self) -> bool:
-        """Notes what has landed since it was last asked; True when nothing more will.
+        """Collects finished transfers. True once the request has ended.
 
-        Returns at once where another thread looks: a signal handler may have stopped that one here,
-        and wait for this one to end.
+        Returns False at once if another thread is here: a signal handler may have interrupted that
+        thread, and wait for this one to end.
         """
         lock = self._lock
         if not lock.acquire(blocking=False):
@@ -113,30 +113,30 @@ class PrefetchBatch(Batch):
             return COMING
 
     def pause(self, first: int, last: int, seconds: float) -> None:
-        """Returns when these transfers have settled, or after so many seconds."""
+        """Waits until these transfers have ended, at most `seconds`."""
         # Another thread may release it at any time: then this returns at once.
         request, backend = self._request, self._backend
         if request is not None and backend is not None:
             backend.wait(request, seconds, first, last)
 
     def idle_seconds(self) -> float:
-        """How long no byte has come, as of the last look."""
+        """Seconds without a byte read, as of the last `look`."""
         return self._idle_seconds
 
     def hurry(self) -> None:
-        """Somebody waits for it now: it yields no more."""
+        """A load waits for it now: it no longer yields to loads."""
         with self._lock:
             if self._request is not None and self._backend is not None:
                 self._backend.yield_to_loads(self._request, False)
 
     @property
     def landed_bytes(self) -> int:
-        """Bytes that have come: whole transfers only."""
+        """Bytes of finished transfers."""
         transfers, arrived = self.plan.transfers, bytes(self._arrived)
         return sum(t.wanted for t, here in zip(transfers, arrived, strict=True) if here)
 
     def release(self) -> None:
-        """Ends the request, finished or not; what has landed stays."""
+        """Ends the request, finished or not. Bytes that were read stay."""
         with self._lock:
             try:
                 self._look()
@@ -145,7 +145,7 @@ class PrefetchBatch(Batch):
 
 
 class _Scratch(HostBuffers):
-    """One small region for all transfers. Several may land in the same place at once."""
+    """One small region for all transfers, which may overwrite each other."""
 
     def __init__(self, plan: ReadPlan) -> None:
         self.regions = [Region.anonymous(target.length) for target in plan.targets]
@@ -155,14 +155,14 @@ class _Scratch(HostBuffers):
 
 
 class PageCacheWarmup(PrefetchBatch):
-    """Pieces on their way into the page cache."""
+    """Byte ranges that are read into the page cache."""
 
     memory_of = _Scratch
 
     @classmethod
     def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PageCacheWarmup:
-        """Reads what is not there yet. The kernel's own read-ahead calls do at most some 100 KiB
-        each on many disks, and hold the interpreter up between two of them."""
+        """Reads the bytes that are not cached. The kernel's read-ahead calls are no substitute: on
+        many disks one does about 100 KiB, and each blocks the interpreter."""
         with session.report.phase("plan"):
             plan = _warming_plan(session, pieces)
             for shard in sorted({transfer.shard for transfer in plan.transfers}):
@@ -171,7 +171,7 @@ class PageCacheWarmup(PrefetchBatch):
 
 
 def _warming_plan(session: Session, pieces: Sequence[ByteRange]) -> ReadPlan:
-    """Buffered reads of all that is not in the page cache, in file order."""
+    """Buffered reads of the bytes that are not in the page cache, in file order."""
     transfers: list[Transfer] = []
     ends: list[tuple[int, int]] = []
     merged_ranges = merged_ranges_of(pieces, 0)
@@ -200,16 +200,15 @@ def _warming_plan(session: Session, pieces: Sequence[ByteRange]) -> ReadPlan:
 
 
 def fitting(pieces: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
-    """The first pieces, in file order, that fit the limit or the memory; the last one is cut."""
+    """The first byte ranges that fit the limit, or the available memory; the last is shortened."""
     left = limit_bytes if limit_bytes is not None else available_bytes()
-    kept: list[ByteRange] = []
+    if left is None:
+        return list(pieces)
+    fit: list[ByteRange] = []
     for piece in pieces:
-        size = piece.nbytes if left is None else min(piece.nbytes, left)
-        if size < piece.nbytes:
-            piece = piece._replace(nbytes=size)
-        if left is not None:
-            left -= size
-        kept.append(piece)
+        size = min(piece.nbytes, left)
+        fit.append(piece._replace(nbytes=size))
+        left -= size
         if left == 0:
             break
-    return kept
+    return fit
