@@ -99,9 +99,9 @@ def test_the_last_news_is_not_lost() -> None:
             return told
 
     request = object.__new__(PosixRequest)
-    request.native = Native()  # type: ignore[assignment]
-    assert not request.progress().finished
-    assert request.progress().finished
+    request.backend, request.native = "posix", Native()  # type: ignore[assignment]
+    assert not request.check().finished
+    assert request.check().finished
     Native.pump.close(1.0)
 
 

@@ -13,7 +13,6 @@ import gpudoubles
 from command import run
 from gdsload import doctor
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto import benchmark
 from gdsload.backends.tuning_cache import TunedChoice
 from gdsload.doctor import cufile, gpu
 from gdsload.doctor.finding import Finding
@@ -62,10 +61,10 @@ def test_paths_without_a_device_have_reasons(
 
 
 def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
-    versions = benchmark.versions()
+    versions = tuning_cache.versions("Double 0 0000:01:00.0")
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
-        tuning_cache.keep(
+        tuning_cache.store(
             TunedChoice(mount, "Double 0 0000:01:00.0", "gds_mt", rates, versions, at)
         )
     findings = found()
@@ -78,4 +77,4 @@ def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
     assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
         good.detail
     ]
-    assert {fact.name for fact in cufile.facts()} >= {"native path", "opening cuFile"}
+    assert {fact.name for fact in cufile.findings()} >= {"native path", "opening cuFile"}

@@ -1,16 +1,18 @@
-"""The roads from storage to memory, behind one plugin interface."""
+"""Backends, which read files into memory, and the plugin interface that they share."""
 
 from gdsload.backends.base import (
     API_VERSION,
     DRAM,
     VRAM,
     Backend,
+    BackendStatus,
     Failure,
     Memory,
     OpenFile,
     Option,
     Progress,
     Registration,
+    RequestFacts,
     Support,
 )
 from gdsload.backends.registry import choose, find, names, probe_all, reaches, register_backend
@@ -21,6 +23,7 @@ __all__ = [
     "DRAM",
     "VRAM",
     "Backend",
+    "BackendStatus",
     "Failure",
     "Limits",
     "Memory",
@@ -28,6 +31,7 @@ __all__ = [
     "Option",
     "Progress",
     "Registration",
+    "RequestFacts",
     "Support",
     "Transfer",
     "choose",

@@ -1,31 +1,35 @@
-"""The seam between a plan and the road its bytes take: what every backend is, and nothing else.
+"""The interface of a backend: what the loader calls, and the small types that both sides exchange.
 
-A backend is asked before it is used (`probe`, `options`, `limits`), then given files and memory
-(`register`) and lists of transfers (`prepare`, `post`, `check`, `release`). It never falls back to
-another road by itself: it says what failed, operation by operation, and the loader decides. The
+The loader asks a backend what it can do (`probe`, `options`, `limits`), registers files and memory
+(`register`) and runs lists of transfers (`prepare`, `post`, `check`, `release`). A backend never
+falls back to another one by itself: it reports each failed transfer, and the loader decides. The
 verbs are those of NIXL's South Bound API.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
-# (major, minor). A plugin fits if its major is the same and its minor not newer.
+# (major, minor). A plugin fits if its major number is the same and its minor number is not newer.
 API_VERSION = (1, 0)
 
 DRAM, VRAM = "dram", "vram"
 _POLL_SECONDS = 0.0005
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Option(NamedTuple):
-    """Something a user may set on a backend."""
+    """An option of a backend: a user sets it with ``options={name: value}``."""
 
     name: str
     default: Any
@@ -34,9 +38,12 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What a backend said when it was asked whether it can work here.
+    """The answer of a probe.
 
-    `reasons` says why not, or what it will have to do without; `hint` what would help.
+    Attributes:
+        usable: Whether the backend works here.
+        reasons: Why it does not, or the limitations that it has here.
+        hint: A change that would help, or "".
     """
 
     usable: bool
@@ -49,8 +56,15 @@ class Support:
 
 
 class OpenFile(NamedTuple):
-    """A file to register: its descriptor stays the caller's. `direct_fd` is its O_DIRECT twin, or
-    -1; direct reads start and end on multiples of `block` bytes."""
+    """A file to register. The caller keeps its descriptors open, and closes them.
+
+    Attributes:
+        path: The path, for messages.
+        fd: A descriptor for reads through the page cache.
+        size: The size in bytes.
+        direct_fd: A descriptor opened with O_DIRECT, or -1.
+        block: Direct reads start and end on multiples of this many bytes.
+    """
 
     path: str
     fd: int
@@ -60,11 +74,18 @@ class OpenFile(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory to register. `region` keeps it alive while reads are in flight, where it is the
-    library's own; `reused` says that many requests will read into it.
+    """Memory to register.
 
-    VRAM is on `device`, and may be in pieces: `shares` are (place, bytes, address), and what lies
-    between them is read and dropped; `region` is then whatever keeps all of them alive."""
+    Attributes:
+        kind: `DRAM` or `VRAM`.
+        address: Where it starts.
+        length: Its size in bytes.
+        region: The object that keeps the memory alive while reads are in flight, or None.
+        reused: Whether many requests will read into it.
+        device: The device of VRAM, such as "cuda:0".
+        shares: VRAM may consist of several allocations: (offset in this memory, bytes, address).
+            Bytes between them are read and dropped.
+    """
 
     kind: str
     address: int
@@ -77,19 +98,27 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A backend's handle on a file or on memory: to be given back to it exactly once."""
+    """A backend's handle on a file or on memory. It is given to `deregister` exactly once."""
 
     what: OpenFile | Memory
     handle: Any = None
 
 
-# Stands in a request for a file that none of its transfers read.
+# In a request it takes the place of a file that none of the transfers read.
 NO_FILE = Registration(OpenFile("", -1, 0), (-1, -1))
 
 
 class Failure(NamedTuple):
-    """Why one transfer failed: bytes that came, the errno (0: the file ended early), and more.
-    `code` is cuFile's own, where it is one; `final` says that no other road could do better."""
+    """Why one transfer failed.
+
+    Attributes:
+        transfer: The position of the transfer in the request.
+        got: Bytes that were read before the failure.
+        errno: The error number; 0 if the file ended early, or if `text` explains the failure.
+        text: The reason in words, where the errno does not tell it.
+        code: The error code of cuFile, or 0.
+        final: True if no other backend could do better.
+    """
 
     transfer: int
     got: int
@@ -99,14 +128,20 @@ class Failure(NamedTuple):
     final: bool = False
 
     @property
-    def hopeless(self) -> bool:
-        """Whether another road would meet the same: the file ended, or the device broke down."""
+    def permanent(self) -> bool:
+        """Whether another backend would fail too: the file ended, or the device broke down."""
         return self.final or (self.errno == 0 and not self.text)
 
 
 class Progress(NamedTuple):
-    """What `check` has to tell: positions in the request that settled since it was last asked,
-    those among them that failed, whether all have settled, and how long no byte has come."""
+    """The answer of `check`.
+
+    Attributes:
+        settled: Positions of the transfers that were completed or failed since the last `check`.
+        failures: Those among them that failed.
+        finished: Whether all transfers of the request have settled.
+        idle_seconds: Time since the last byte was read.
+    """
 
     settled: Sequence[int]
     failures: Sequence[Failure]
@@ -114,7 +149,66 @@ class Progress(NamedTuple):
     idle_seconds: float = 0.0
 
 
-def _whole(name: str, value: Any) -> int:
+class BackendStatus(NamedTuple):
+    """The facts about a backend that the report shows.
+
+    Attributes:
+        backend: The name of the backend that reads. A backend that stands for several names the
+            one that it has chosen.
+        engine: The engine that it reads with, or "".
+        choice: How it was chosen, if that was not the loader's decision, or "".
+        refusals: Backends, engines and features that are not used, each with the reason.
+        rates: Bytes per second that were measured, by backend.
+        failovers: Bytes that were read again after a failure, by "from -> to".
+    """
+
+    backend: str
+    engine: str = ""
+    choice: str = ""
+    refusals: Mapping[str, str] = _NOTHING
+    rates: Mapping[str, float] = _NOTHING
+    failovers: Mapping[str, int] = _NOTHING
+
+
+class RequestFacts(NamedTuple):
+    """The facts about a list of transfers that the report shows, after the request has ended.
+
+    Attributes:
+        transfers: The reads that were made.
+        direct_bytes: Bytes that were read directly, -1 if unknown.
+        short_reads: Reads that returned less than was asked for, and were continued.
+        retries: Reads that were repeated after a temporary error.
+        direct_refusals: Why direct reads were refused, by the position of the file.
+        times: For each transfer when it was posted and when it was completed, in nanoseconds of
+            the monotonic clock; the second is 0 if it was not completed. Empty if unknown.
+        huge_pages: Huge pages of host memory that were populated for the reads.
+        small_pages: Small pages that were populated.
+    """
+
+    transfers: Sequence[Transfer]
+    direct_bytes: int = -1
+    short_reads: int = 0
+    retries: int = 0
+    direct_refusals: Mapping[int, str] = MappingProxyType({})
+    times: Sequence[tuple[int, int]] = ()
+    huge_pages: int = 0
+    small_pages: int = 0
+
+
+Registrations = Sequence[Registration]
+
+
+def require_own_process(pid: int, backend: str) -> None:
+    """Raises BackendUnavailable if `pid`, the process that opened the backend, is not this one."""
+    if pid != os.getpid():
+        raise BackendUnavailable(
+            "this backend was opened before a fork: its threads and its device handles stayed in"
+            " the parent process",
+            {backend: "used after fork; start processes that load with 'spawn'"},
+        )
+
+
+def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -122,15 +216,26 @@ def _whole(name: str, value: Any) -> int:
 
 
 class Backend(ABC):
-    """One road from files to memory."""
+    """A way to read files into memory.
+
+    Attributes:
+        name: The name that users select it by.
+        api_version: The version of this interface that it was written for.
+        memory_kinds: The kinds of memory that it can read into: `DRAM`, `VRAM` or both.
+        settings: The options, with the defaults filled in.
+    """
 
     name: ClassVar[str]
     api_version: ClassVar[tuple[int, int]] = API_VERSION
     memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM})
 
     def __init__(self, **options: Any) -> None:
-        """Raises TypeError for an option that this backend does not have, and for one that is no
-        whole number where it counts something."""
+        """Checks the options.
+
+        Raises:
+            TypeError: The backend has no such option, or an option whose default is an int was
+                given something else than a whole number.
+        """
         known = {option.name: option.default for option in self.options()}
         for name in options:
             if name not in known:
@@ -141,81 +246,111 @@ class Backend(ABC):
         self.settings: dict[str, Any] = {**known, **options}
         for name, default in known.items():
             if type(default) is int:
-                self.settings[name] = _whole(name, self.settings[name])
+                self.settings[name] = _integer(name, self.settings[name])
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """What a user may set."""
+        """The options that a user may set."""
         return ()
 
     @classmethod
     @abstractmethod
     def probe(cls, device: str = "cpu") -> Support:
-        """Whether it can bring bytes to this device on this machine: tried, not guessed."""
+        """Whether it can read into the memory of `device` on this machine: tried, not guessed."""
 
     @classmethod
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
-        """The same for a backend that was asked for by name with these options."""
+        """Like `probe`, for a backend that was selected by name and will get these options."""
         return cls.probe(device)
 
     @abstractmethod
     def limits(self, device: str = "cpu") -> Limits:
-        """What one request may look like."""
+        """The largest read and the number of reads in flight."""
 
     @abstractmethod
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Makes a file or memory known, once for many transfers."""
+        """Registers a file or memory, once for many transfers."""
 
     @abstractmethod
     def deregister(self, registration: Registration) -> None:
-        """Gives a registration back. No request that uses it may be in flight."""
+        """Ends a registration. No request that uses it may be in flight."""
 
     @abstractmethod
     def prepare(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> Any:
-        """A request for these transfers; their `shard` and `target` count in the two lists."""
+        """Makes a request; nothing is read yet.
+
+        Args:
+            transfers: The reads. Their `shard` and `target` are positions in the next two lists.
+            files: Registered files.
+            memory: Registered memory.
+
+        Returns:
+            A request: an object of the backend's own type.
+        """
 
     @abstractmethod
     def post(self, request: Any) -> None:
-        """Starts it and returns at once. A request that has finished can be posted again."""
+        """Starts the reads and returns at once. A finished request can be posted again."""
 
     @abstractmethod
     def check(self, request: Any) -> Progress:
-        """What has become of it; returns at once."""
+        """The progress since the last `check`; returns at once."""
 
     @abstractmethod
     def release(self, request: Any) -> None:
-        """Ends it, also in flight: when this returns nobody writes to memory that can be freed."""
+        """Ends a request, also one in flight. After it, nothing is written to memory that can be
+        freed: reads are cancelled, awaited, or the memory is kept alive."""
 
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
-        """Returns when the transfers `first` to `last` (-1: the last one) have settled, or sooner;
-        after `seconds` at the latest."""
+        """Waits for transfers; may return earlier.
+
+        Args:
+            request: A posted request.
+            seconds: The longest time to wait.
+            first: The position of the first transfer to wait for.
+            last: The position of the last one; -1 is the last of the request.
+        """
         time.sleep(min(seconds, _POLL_SECONDS))
 
-    def yield_to_loads(self, request: Any, ahead: bool) -> None:  # noqa: B027 - it need not
-        """Says whether a request is read ahead of its asking, and shall yield to loads that
-        somebody waits for; before it is posted or after. What knows no classes may ignore it."""
+    def yield_to_loads(self, request: Any, ahead: bool) -> None:  # noqa: B027 - optional
+        """Sets whether a request is a prefetch that gives way to loads which somebody waits for.
+
+        It is called before or after `post`. A backend without priorities ignores it.
+        """
 
     def follow(self, device: str, stream: int) -> bool:
-        """Has the device copy whatever is prepared from now on only when it has done what it was
-        given on `stream` (a CUstream) so far; returns at once. False where a backend cannot tell it
-        so, and its caller has to wait for the stream."""
+        """Orders copies after other work on a device; returns at once.
+
+        Args:
+            device: The device, such as "cuda:0".
+            stream: A CUstream. Copies of requests that are prepared from now on start after the
+                work that is on this stream now.
+
+        Returns:
+            False if the backend cannot do so. The caller then waits for the stream itself.
+        """
         return False
 
-    def serving(self) -> Backend:
-        """The road that bytes take now: itself, unless it stands for several."""
-        return self
+    def status(self) -> BackendStatus:
+        """The engine, refusals, choice, rates and failovers so far, for the report."""
+        return BackendStatus(self.name)
 
     def paths(self, request: Any) -> dict[str, int]:
-        """Bytes by the road they took, for the report; empty where the backend does not tell."""
+        """Bytes by I/O path, such as "posix/uring/direct". Empty if the backend does not know."""
         return {}
 
+    def facts(self, request: Any) -> Sequence[RequestFacts]:
+        """Counts and times of a request that has ended, for the report.
+
+        A backend that stands for several returns one entry for each list of transfers that it gave
+        to one of them. Empty if the backend does not know: then the report counts the transfers.
+        """
+        return ()
+
     def close(self) -> None:  # noqa: B027 - a backend may hold nothing
-        """Gives back what the backend itself holds. May be called again."""
+        """Releases everything that the backend holds. May be called again."""
 
     def __enter__(self) -> Backend:
         return self

@@ -1,25 +1,86 @@
-"""What every request of a pump has in common: it belongs to the process that made it, is posted,
-and tells what has settled. Which memory it reads to, and what ends with it, is what they differ in.
+"""Backends whose reads run in a native pump: the posix and the cuFile backends.
+
+A `PumpedRequest` is a list of transfers in a pump. A `PumpBackend` passes the calls of the loader
+to it. Not responsible for engines, and not for memory of devices: see `staging`.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from gdsload._native.pump import Pump
 from gdsload._native.request import Request
-from gdsload.backends.base import Failure, OpenFile, Progress, Registration
+from gdsload.backends.base import (
+    Backend,
+    BackendStatus,
+    Failure,
+    OpenFile,
+    Progress,
+    Registrations,
+    RequestFacts,
+    require_own_process,
+)
 from gdsload.errors import BackendUnavailable
+from gdsload.planning.read_plan import Transfer
+
+if TYPE_CHECKING:
+    from gdsload.backends.staging import StagingPipeline
 
 
-class PumpedRequest:
-    """Transfers bound to a pump; `native` is what the pump has of them."""
+class PumpedRequest(ABC):
+    """A list of transfers in a pump. `native` is the pump's request."""
 
-    def __init__(self, backend: str, native: Request) -> None:
-        self.backend, self.native = backend, native
+    populator: Any = None
 
-    def start(self) -> None:
-        """Posts it. Raises BackendUnavailable after a fork, or where the pump has ended."""
+    def __init__(
+        self,
+        backend: str,
+        pump: Pump,
+        transfers: Sequence[Transfer],
+        files: Registrations,
+        targets: Sequence[tuple[int, object | None, int]],
+        *,
+        by_slot: bool = True,
+    ) -> None:
+        """Makes the native request.
+
+        Args:
+            backend: The name of the backend, for errors.
+            pump: The pump that reads.
+            transfers: The reads.
+            files: The files of the transfers, registered.
+            targets: For each memory its address, the handle that keeps it alive or None, and the
+                number of the registered buffer or -1.
+            by_slot: Whether the engine knows files by the slots of their registration, rather than
+                by their descriptors.
+        """
+        self.backend, self.transfers = backend, transfers
+        # Each file twice: with its direct descriptor (2 * shard), and without (2 * shard + 1).
+        table: list[tuple[int, int, int, int, int]] = []
+        for number, registration in enumerate(files):
+            file = registration.what
+            if not isinstance(file, OpenFile):
+                raise TypeError(f"file {number} of the request is {file!r}")
+            slots = registration.handle if by_slot else (-1, -1)
+            table += [(file.fd, fd, file.block, *slots) for fd in (file.direct_fd, -1)]
+        ops: list[tuple[int, int, int, int, int, object | None, int]] = []
+        for transfer in transfers:
+            file_number = 2 * transfer.shard + (transfer.io_mode != "direct")
+            address, region, buffer = targets[transfer.target]
+            address += transfer.target_offset
+            offset, length, wanted = transfer.offset, transfer.length, transfer.wanted
+            ops.append((file_number, offset, length, wanted, address, region, buffer))
+        self.native = Request(pump, table, ops, self.populator)
+
+    def require_own_process(self) -> None:
+        """Raises BackendUnavailable after a fork."""
+        require_own_process(self.native.pump.pid, self.backend)
+
+    def post(self) -> None:
+        """Starts it. Raises BackendUnavailable after a fork, or if the pump has ended."""
         self.require_own_process()
         try:
             self.native.post()
@@ -29,66 +90,101 @@ class PumpedRequest:
                 {self.backend: str(error)},
             ) from error
 
-    def require_own_process(self) -> None:
-        """Raises BackendUnavailable after a fork."""
-        if self.native.pump.pid != os.getpid():
-            raise BackendUnavailable(
-                "this request was made before a fork: its reads stayed in the parent",
-                {self.backend: "used after fork; open a new one in the child"},
-            )
-
-    def progress(self) -> Progress:
-        """What has settled since it was last asked."""
+    def check(self) -> Progress:
+        """The progress since the last check."""
         self.require_own_process()
         native = self.native
-        # Asked before the news: what settles in between is then told the next time, not lost.
+        # Read before the news: a transfer that settles in between is reported by the next check.
         finished = native.settled == native.count or not native.posted
         settled = native.news()
         failures = []
         if native.failed:
-            failures = [self.failure(place) for place in settled if native.result(place)[2]]
+            failures = [self.failure(number) for number in settled if native.result(number)[2]]
         return Progress(settled, failures, finished, native.idle_seconds)
 
-    def yield_to_loads(self, ahead: bool) -> None:
-        """Whether nobody waits for it yet."""
-        self.native.ahead = ahead
-
-    def failure(self, place: int) -> Failure:
-        """What the pump noted of a failed transfer."""
-        _, got, code = self.native.result(place)
-        return Failure(place, got, max(code, 0))
-
-    def refused_direct(self) -> dict[int, str]:
-        """By the place of the file, in words: direct reads that were refused when made."""
-        found: dict[int, str] = {}
-        for place, code, whole in self.native.refused_direct():
-            found[place // 2] = (  # of file_table
-                f"the kernel refused direct reads of it ({os.strerror(code)}):"
-                f" {'the rest' if whole else 'these bytes'} came through the page cache"
-            )
-        return found
+    def failure(self, number: int) -> Failure:
+        """Why a transfer failed."""
+        _, got, code = self.native.result(number)
+        return Failure(number, got, max(code, 0))
 
     def wait(self, seconds: float, first: int, last: int) -> None:
         """Returns when these transfers have settled, after `seconds` at the latest."""
         self.require_own_process()
         self.native.wait(seconds, first, last)
 
+    def yield_to_loads(self, ahead: bool) -> None:
+        """Sets whether it is a prefetch, which gives way to loads."""
+        self.native.ahead = ahead
 
-def file_table(
-    files: Sequence[Registration], *, by_slot: bool = True
-) -> tuple[list[tuple[int, int, int, int, int]], dict[int, int], dict[int, int]]:
-    """The pump's table of files: each once with its direct descriptor, and once without. Without
-    `by_slot` they are known by their descriptors alone, and an engine keeps none of them."""
-    table: list[tuple[int, int, int, int, int]] = []
-    direct: dict[int, int] = {}
-    buffered: dict[int, int] = {}
-    for place, registration in enumerate(files):
-        file = registration.what
-        if not isinstance(file, OpenFile):
-            raise TypeError(f"file {place} of the request is {file!r}")
-        direct_slot, buffered_slot = registration.handle if by_slot else (-1, -1)
-        direct[place] = len(table)
-        table.append((file.fd, file.direct_fd, file.block, direct_slot, buffered_slot))
-        buffered[place] = len(table)
-        table.append((file.fd, -1, file.block, direct_slot, buffered_slot))
-    return table, direct, buffered
+    def facts(self) -> RequestFacts:
+        """Counts and times, for the report."""
+        direct, _, short_reads, retries = self.native.counts()
+        huge, small, _ = self.populator.counts() if self.populator is not None else (0, 0, 0)
+        refusals = {
+            number // 2: f"the kernel refused direct reads of it ({os.strerror(code)}):"
+            f" {'the rest' if whole else 'these bytes'} came through the page cache"
+            for number, code, whole in self.native.refused_direct()
+        }
+        times = [(posted, done) for posted, done, _ in self.native.trace()]
+        return RequestFacts(
+            self.transfers, direct, short_reads, retries, refusals, times, huge, small
+        )
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends it: nothing is written to memory that can be freed any more."""
+
+
+class PumpBackend(Backend):
+    """A backend whose requests are `PumpedRequest`s, with one staging pipeline for each device."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.engine = ""
+        self.refusals: dict[str, str] = {}
+        self._pipelines: dict[str, StagingPipeline] = {}
+        self._slots = 0  # an engine knows descriptors by these numbers; none is used twice
+
+    def _new_slots(self) -> tuple[int, int]:
+        """Slots for the direct and the other descriptor of a file."""
+        self._slots += 2
+        return self._slots - 2, self._slots - 1
+
+    @abstractmethod
+    def _open_pipeline(self, device: str) -> StagingPipeline:
+        """A pipeline to a device."""
+
+    def _pipeline(self, device: str) -> StagingPipeline:
+        if device not in self._pipelines:
+            self._pipelines[device] = self._open_pipeline(device)
+        return self._pipelines[device]
+
+    def post(self, request: PumpedRequest) -> None:
+        request.post()
+
+    def check(self, request: PumpedRequest) -> Progress:
+        return request.check()
+
+    def wait(self, request: PumpedRequest, seconds: float, first: int = 0, last: int = -1) -> None:
+        request.wait(seconds, first, last)
+
+    def release(self, request: PumpedRequest) -> None:
+        request.end()
+
+    def yield_to_loads(self, request: PumpedRequest, ahead: bool) -> None:
+        request.yield_to_loads(ahead)
+
+    def follow(self, device: str, stream: int) -> bool:
+        return self._pipeline(device).follow(stream)
+
+    def status(self) -> BackendStatus:
+        return BackendStatus(self.name, self.engine, refusals=self.refusals)
+
+    def facts(self, request: PumpedRequest) -> Sequence[RequestFacts]:
+        return [request.facts()]
+
+    def _close_pipelines(self) -> bool:
+        """Leaves them to the next load; False if a read of one of them hangs."""
+        ended = [pipeline.leave() for pipeline in self._pipelines.values()]
+        self._pipelines.clear()
+        return all(ended)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,40 +169,31 @@ def choose(
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    for name in _house_order(device):
-        choice = _try(built_in(name), device, refusals)
-        if choice is not None:
-            return choice
+    for name in _built_in_order(device):
+        if is_usable(built_in(name), device, refusals):
+            return Choice(built_in(name), refusals)
     found, left_out = discover()
     refusals.update(left_out)
     for name in ordered(found):
-        choice = _try(found[name], device, refusals) if name not in BUILT_IN else None
-        if choice is not None:
-            return choice
+        if name not in BUILT_IN and is_usable(found[name], device, refusals):
+            return Choice(found[name], refusals)
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
 
 
-def usable(names: Sequence[str], device: str) -> tuple[list[type[Backend]], dict[str, str]]:
-    """Those among these of the library's own that can work, and why the others cannot."""
-    refusals: dict[str, str] = {}
-    tried = [_try(built_in(name), device, refusals) for name in names]
-    return [choice.backend for choice in tried if choice is not None], refusals
+def is_usable(backend: type[Backend], device: str, refusals: dict[str, str]) -> bool:
+    """Whether a backend works here; if not, `refusals` gets the reason."""
+    support = _probe(backend, device)
+    if not support.usable:
+        refusals[backend.name] = str(support)
+    return support.usable
 
 
-def _house_order(device: str) -> list[str]:
-    """What comes with the library and may reach a device, best first."""
+def _built_in_order(device: str) -> list[str]:
+    """The library's own backends that may reach a device, the preferred one first."""
     if device.partition(":")[0] == "cpu":
         return [name for name in BUILT_IN if name not in _VRAM_ONLY]
-    rank = {name: place for place, name in enumerate(_FOR_VRAM)}
+    rank = {name: number for number, name in enumerate(_FOR_VRAM)}
     return sorted(BUILT_IN, key=lambda name: rank.get(name, -1))
-
-
-def _try(backend: type[Backend], device: str, refusals: dict[str, str]) -> Choice | None:
-    support = _probe(backend, device)
-    if support.usable:
-        return Choice(backend, refusals)
-    refusals[backend.name] = str(support)
-    return None
 
 
 def _probe(

@@ -1,10 +1,10 @@
-"""The staged road, which every backend that reaches VRAM takes: a pump over a stage over an engine.
+"""Staging pipelines: files to the memory of a device, by way of a staging ring.
 
-A `StagingPipeline` belongs to one device and to one backend at a time: it is opened and registered
-once,
-and used again by the next load. The ring that it passes through belongs to the process. A
-`StagedRequest` turns memory of a device into landings, so that the pump, which knows
-nothing of devices, reads to addresses as it always does.
+    file ─ engine ─► slot of the ring ─ copy by the device ─► memory
+
+A `StagingPipeline` belongs to one device, and to one backend at a time. It is opened and registered
+once, and a later load uses it again. Not responsible for the ring, which belongs to the process. A
+`StagedRequest` maps memory of a device to addresses that the pump, which knows no devices, can use.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from collections.abc import Callable, Sequence
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
-from gdsload._native.request import Request
-from gdsload._native.stage import Landing, Stage
+from gdsload._native.stage import Stage
 from gdsload.backends.base import (
     VRAM,
     Failure,
     Memory,
     OpenFile,
-    Registration,
+    Registrations,
+    require_own_process,
 )
-from gdsload.backends.pump_request import PumpedRequest, file_table
-from gdsload.errors import BackendUnavailable
+from gdsload.backends.pump_request import PumpedRequest
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
+from gdsload.system import gpu
 
-# How long a release waits for what is under way. Reads need not be waited for, they go no further
-# than their slots; copies that were started end by themselves, in microseconds.
+# How long a release waits for reads and copies under way. It need not wait for reads, which write
+# to their slots only; copies that were started end in microseconds.
 DRAIN_SECONDS = 0.15
-
-Explain = Callable[[int], str]
 
 
 class StagingPipeline:
-    """One device's way from files through a ring into memory. Close it when its requests are."""
+    """The way from files through a ring into the memory of one device.
+
+    Close it after its requests.
+    """
 
     def __init__(
         self,
@@ -48,168 +49,156 @@ class StagingPipeline:
         *,
         register: bool = False,
         files: Files | None = None,
-        explain: Explain | None = None,
+        explain: Callable[[int], str] | None = None,
         kind: object = None,
     ) -> None:
-        """`engine` is the capsule of what reads into the slots; `register` hands it the
-        ring; `explain` says in words what its codes mean. Pipelines of the same `kind` stand for
-        each other; one of None is not used again. Raises OSError where it does not open."""
-        from gdsload.system import gpu
+        """Opens the engine and starts the pump.
 
+        Args:
+            name: The name of the backend, for errors.
+            ring: The ring to read into.
+            engine: The capsule of the engine that reads.
+            depth: Reads in flight.
+            register: Whether to register the ring with the engine.
+            files: The handles of cuFile, for its engines.
+            explain: Returns the meaning of an error code of the engine, or "".
+            kind: A later load may use a pipeline of an equal kind again; None: never.
+
+        Raises:
+            OSError: The engine does not open.
+        """
         self.name, self.ring, self.explain = name, ring, explain
         self.files, self.kind = files, kind
-        self._under_way = 0
+        self._requests = 0  # that have not ended
         self._sound = True
-        device = gpu.device(ring.ordinal)
-        self.stage = Stage(ring.native, device, engine, int(register), files)
+        self.stage = Stage(ring.native, gpu.device(ring.ordinal), engine, int(register), files)
         self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count), self.stage.buffers())
         ring.users.add(self)
 
     def require_own_process(self) -> None:
         """Raises BackendUnavailable after a fork."""
-        if self.pump.pid != os.getpid():
-            raise BackendUnavailable(
-                "this backend was opened before a fork: its threads and its device stayed in the"
-                " parent",
-                {self.name: "used after fork; start processes that load with 'spawn'"},
-            )
+        require_own_process(self.pump.pid, self.name)
 
     def prepare(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
-        """A request for these transfers."""
+        """Makes a request for these transfers."""
         self.require_own_process()
         request = StagedRequest(self, transfers, files, memory)
-        self._under_way += 1
+        self._requests += 1
         return request
 
     def ended(self, sound: bool) -> None:
-        """A request has ended; `sound` says that all of it had come."""
-        self._under_way -= 1
+        """Notes the end of a request; `sound`: all of its bytes have arrived."""
+        self._requests -= 1
         self._sound = self._sound and sound
 
     def follow(self, stream: int) -> bool:
-        """Copies that are started from now on come after what `stream` has to do; False where the
-        device does not take that, and it has to be waited for."""
+        """Starts copies from now on after the present work of `stream`. False if the device cannot
+        order them, and the caller must wait for the stream."""
         self.require_own_process()
         return self.stage.follow(stream)
 
     def leave(self) -> bool:
-        """To the next load that needs such a road, where nothing is under way and nothing went
-        wrong; else it is closed, and the answer is that of `close`."""
-        if self.kind is None or self._under_way or not self._sound:
+        """Leaves it to the next load, or closes it if a request has not ended or has failed.
+
+        Returns:
+            The result of `close`, or True.
+        """
+        if self.kind is None or self._requests or not self._sound:
             return self.close()
         self.ring.park(self.kind, self)
         return True
 
     def close(self) -> bool:
-        """Ends the thread; False where reads are stuck, and it goes when they come back."""
+        """Ends the thread. False if a read hangs: then the thread ends after that read."""
         self.ring.users.discard(self)
         return self.pump.close(DRAIN_SECONDS)
 
 
 class StagedRequest(PumpedRequest):
-    """Transfers bound to a road, and the landings of the memory that they are for."""
+    """A list of transfers in a staging pipeline."""
 
     def __init__(
         self,
-        road: StagingPipeline,
+        pipeline: StagingPipeline,
         transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
+        files: Registrations,
+        memory: Registrations,
     ) -> None:
-        self.io_mode = road
-        self.populator = None
-        self._transfers, self._files = transfers, files
-        # Kept as long as something may be copied into it.
-        self._memory: list[Registration] = list(memory)
+        self.pipeline = pipeline
+        self._files = files
+        self._memory = list(memory)  # alive as long as something may be copied into it
+        lengths = [_vram(entry.what).length for entry in memory]
+        for transfer in transfers:
+            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
+                raise ValueError(f"transfer {transfer.tag} leaves its memory")
+        # One address space for all memory of the request, in which the pump reads.
         shares: list[tuple[int, int, int]] = []
-        places: list[int] = []
-        place = 0
+        starts, end = [], 0
         for entry in memory:
-            what = entry.what
-            if not isinstance(what, Memory) or what.kind != VRAM:
-                raise TypeError(f"{what!r} is no memory of a device")
-            places.append(place)
+            what = _vram(entry.what)
+            starts.append(end)
             for start, nbytes, address in what.shares or ((0, what.length, what.address),):
                 if start < 0 or nbytes < 0 or start + nbytes > what.length:
                     raise ValueError(f"a share of {nbytes} bytes at {start} leaves its memory")
                 if nbytes:
-                    shares.append((place + start, nbytes, address))
-            place += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
-        self._landing: Landing = road.stage.land(shares)
+                    shares.append((end + start, nbytes, address))
+            end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
+        self._landing = pipeline.stage.land(shares)
         self._ended = False
-        base = self._landing.base
-        # A ring's table of files would keep those of loads that have ended; cuFile needs its own.
-        by_slot = road.kind is None or road.files is not None
-        table, direct, buffered = file_table(files, by_slot=by_slot)
-        ops: list[tuple[int, int, int, int, int, object | None, int]] = []
-        for transfer in transfers:
-            what = memory[transfer.target].what
-            if transfer.target_offset + transfer.wanted > getattr(what, "length", 0):
-                raise ValueError(f"transfer {transfer.tag} leaves its memory")
-            lane = direct if transfer.io_mode == "direct" else buffered
-            ops.append(
-                (
-                    lane[transfer.shard],
-                    transfer.offset,
-                    transfer.length,
-                    transfer.wanted,
-                    base + places[transfer.target] + transfer.target_offset,
-                    None,
-                    -1,
-                )
-            )
-        super().__init__(road.name, Request(road.pump, table, ops))
+        # A pipeline that is used again must not keep the files of loads that have ended; but
+        # cuFile needs slots for its own handles.
+        by_slot = pipeline.kind is None or pipeline.files is not None
+        targets = [(self._landing.base + start, None, -1) for start in starts]
+        super().__init__(pipeline.name, pipeline.pump, transfers, files, targets, by_slot=by_slot)
 
-    def failure(self, place: int) -> Failure:
-        _, got, code = self.native.result(place)
-        if code < 0 and self.io_mode.files is not None and self._goes_on(place):
-            return Failure(place, got, errno.EIO, "cuFile brought nothing, though the file goes on")
-        if self.io_mode.explain is not None and code > 0:
-            text = self.io_mode.explain(code)
-            if text:
-                return Failure(place, got, 0, text, code)
-        cuda_error = self.io_mode.stage.cuda_error
-        if cuda_error and code > 0:
+    def failure(self, number: int) -> Failure:
+        _, got, code = self.native.result(number)
+        pipeline = self.pipeline
+        if code < 0 and pipeline.files is not None and self._is_in_file(self.transfers[number]):
+            text = "cuFile read nothing, though the file goes on"
+            return Failure(number, got, errno.EIO, text)
+        if code > 0 and pipeline.explain is not None and (text := pipeline.explain(code)):
+            return Failure(number, got, 0, text, code)
+        if code > 0 and (cuda_error := pipeline.stage.cuda_error):
             text = f"the device refused a copy: CUDA error {cuda_error}"
-            return Failure(place, got, code, text, final=True)
-        return super().failure(place)
+            return Failure(number, got, code, text, final=True)
+        return super().failure(number)
 
-    def _goes_on(self, place: int) -> bool:
-        """Whether its bytes are in the file: an end that cuFile tells of may be none."""
-        transfer = self._transfers[place]
+    def _is_in_file(self, transfer: Transfer) -> bool:
+        """Whether the file has the bytes of a transfer: cuFile may report an end that is none."""
         file = self._files[transfer.shard].what
-        return (
-            isinstance(file, OpenFile)
-            and os.fstat(file.fd).st_size >= transfer.offset + transfer.wanted
-        )
+        end = transfer.offset + transfer.wanted
+        return isinstance(file, OpenFile) and os.fstat(file.fd).st_size >= end
 
     def end(self) -> None:
-        """After this nothing is copied into its memory any more."""
-        if self.io_mode.pump.pid != os.getpid() or self._ended:
+        if self.pipeline.pump.pid != os.getpid() or self._ended:
             return
         self._ended = True
         native = self.native
-        whole = native.settled == native.count and not native.failed
+        complete = native.settled == native.count and not native.failed
         native.cancel()
         native.quiet(DRAIN_SECONDS)
         landed = self._landing.end(DRAIN_SECONDS)
-        self.io_mode.ended(whole and landed)
+        self.pipeline.ended(complete and landed)
         _kept[:] = [each for each in _kept if not each.landed]
         if not landed:
-            # A device that is busy with other work: until it has ended the copies, their memory
-            # must not be used for anything else.
+            # The device is busy with other work. Until it has ended the copies, their memory must
+            # not be used for anything else.
             _kept.append(self)
 
     @property
     def landed(self) -> bool:
-        """Whether no copy into its memory is on its way."""
+        """Whether no copy into its memory is under way."""
         return self._landing.end(0.0)
 
 
-# Requests that have ended before their copies had.
+def _vram(what: OpenFile | Memory) -> Memory:
+    if not isinstance(what, Memory) or what.kind != VRAM:
+        raise TypeError(f"{what!r} is no memory of a device")
+    return what
+
+
+# Requests that have ended before their copies did.
 _kept: list[StagedRequest] = []

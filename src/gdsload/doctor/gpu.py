@@ -11,8 +11,6 @@ import re
 import time
 
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto import benchmark
-from gdsload.backends.posix import bounce_buffers
 from gdsload.doctor import cufile
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.errors import BackendUnavailable
@@ -44,22 +42,21 @@ def paths() -> list[Finding]:
         count = 0
     found: dict[str, Finding] = {}
     for ordinal in range(max(count, 1)):  # without a device, the finding of cuda:0 has the reason
-        for fact in cufile.facts(f"cuda:{ordinal}"):
-            found.setdefault(fact.name, Finding(fact.name, fact.verdict, fact.detail, fact.hint))
+        for each in cufile.findings(f"cuda:{ordinal}"):
+            found.setdefault(each.name, each)
     return list(found.values())
 
 
 def measured() -> list[Finding]:
     """What earlier loads measured and chose, newest first."""
-    to_gpus, to_host, now = benchmark.versions(), bounce_buffers.versions(), time.time()
     found = []
-    for each in tuning_cache.kept():
+    for each in tuning_cache.entries():
         rates = ", ".join(
             f"{backend} {rate / 1e9:.2f} GB/s" if rate else f"{backend} failed"
             for backend, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
         )
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
-        stale = each.stale(to_host if each.device == bounce_buffers.DEVICE else to_gpus, now)
+        stale = each.stale(tuning_cache.versions(each.device), time.time())
         detail = f"{each.choice} is used: {rates}, on {day}{stale and f'; {stale}'}"
         name = f"measured from {each.mount} to {each.device}"
         hint = "the next large load there measures again"

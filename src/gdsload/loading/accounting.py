@@ -1,92 +1,76 @@
-"""What became of reads: entries in the report, or one error with the file, offset and tensor.
-
-Backends tell in numbers, transfer by transfer; here they meet the plan, which knows whose bytes
-they were.
+"""What became of the reads of a load: entries in the report, or one error that names the file, the
+offset and the tensor. Backends report by transfer; the read plan knows whose bytes those are.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends import Backend, choose
-from gdsload.backends.base import Failure
+from gdsload.backends.base import Failure, RequestFacts
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
-_HINT = "stall_seconds sets the limit"
-
 
 def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> ReadError:
     """The error for a transfer that failed."""
     transfer = plan.transfers[failure.transfer]
-    path = checkpoint.shards[transfer.shard].path
-    tensor = tensor_at(plan, transfer)
-    facts: dict[str, Any] = {
-        "path": path,
-        "offset": transfer.offset,
-        "wanted": transfer.wanted,
-        "got": failure.got,
-    }
+    path, offset, wanted = checkpoint.shards[transfer.shard].path, transfer.offset, transfer.wanted
+    tensor, got = tensor_at(plan, transfer), failure.got
+    facts: dict[str, Any] = {"path": path, "offset": offset, "wanted": wanted, "got": got}
     if failure.errno == 0 and not failure.text:
         return ShortRead(
-            f"{path}: the file ended at byte {transfer.offset + failure.got}, while bytes up to"
-            f" {transfer.offset + transfer.wanted} were read for tensor {tensor!r}",
+            f"{path}: the file ended at byte {offset + got}, while bytes up to {offset + wanted}"
+            f" were read for tensor {tensor!r}",
             hint="it was truncated after it was opened",
             **facts,
         )
-    if failure.code:
-        return CuFileError(
-            f"{path}: reading {transfer.wanted} bytes at {transfer.offset} failed after"
-            f" {failure.got}: {failure.text} (tensor {tensor!r})",
-            code=failure.code,
-            **facts,
-        )
     why = failure.text or os.strerror(failure.errno)
-    return ReadError(
-        f"{path}: reading {transfer.wanted} bytes at {transfer.offset} failed after"
-        f" {failure.got}: {why} (tensor {tensor!r})",
-        errno=failure.errno or None,
-        **facts,
-    )
+    text = f"{path}: reading {wanted} bytes at {offset} failed after {got}: {why}"
+    text += f" (tensor {tensor!r})"
+    if failure.code:
+        return CuFileError(text, code=failure.code, **facts)
+    return ReadError(text, errno=failure.errno or None, **facts)
 
 
 def stall_error(
     checkpoint: Checkpoint, plan: ReadPlan, transfer: Transfer, idle_seconds: float
 ) -> StallError:
-    """The error for a transfer for which no byte has come in so long."""
-    path = checkpoint.shards[transfer.shard].path
-    return StallError(
-        f"{path}: no byte has come for {idle_seconds:.0f} s while {transfer.wanted} bytes at"
-        f" {transfer.offset} were read for tensor {tensor_at(plan, transfer)!r}",
-        path=path,
-        offset=transfer.offset,
-        wanted=transfer.wanted,
-        errno=errno.ETIMEDOUT,
-        hint=_HINT,
-    )
+    """The error for a transfer whose backend has read nothing for too long."""
+    reader = f"{transfer.wanted} bytes at {transfer.offset} were read for tensor"
+    where = transfer.shard, transfer.offset, transfer.wanted
+    return _stall(checkpoint, where, idle_seconds, f"while {reader} {tensor_at(plan, transfer)!r}")
 
 
-def silence_error(checkpoint: Checkpoint, piece: ByteRange, idle_seconds: float) -> StallError:
-    """The error for a piece that a prefetch reads, but does not bring."""
-    path = checkpoint.shards[piece.shard].path
+def silence_error(checkpoint: Checkpoint, wanted: ByteRange, idle_seconds: float) -> StallError:
+    """The error for a range that a prefetch should read, but has read nothing of for too long."""
+    where = wanted.shard, wanted.offset, wanted.nbytes
+    reader = f"to the prefetch that reads tensor {wanted.name!r}"
+    return _stall(checkpoint, where, idle_seconds, reader)
+
+
+def _stall(
+    checkpoint: Checkpoint, where: tuple[int, int, int], idle_seconds: float, reader: str
+) -> StallError:
+    shard, offset, wanted = where
+    path = checkpoint.shards[shard].path
     return StallError(
-        f"{path}: no byte has come for {idle_seconds:.0f} s to the prefetch that reads tensor"
-        f" {piece.name!r}",
+        f"{path}: no byte has come for {idle_seconds:.0f} s {reader}",
         path=path,
-        offset=piece.offset,
-        wanted=piece.nbytes,
+        offset=offset,
+        wanted=wanted,
         errno=errno.ETIMEDOUT,
-        hint=_HINT,
+        hint="stall_seconds sets the limit",
     )
 
 
 def tensor_at(plan: ReadPlan, transfer: Transfer) -> str:
-    """A tensor that the transfer brings bytes of."""
+    """The name of a tensor that the transfer reads bytes of."""
     for name, location in plan.locations.items():
         if location.first <= transfer.tag <= location.last:
             return name
@@ -100,13 +84,21 @@ def open_backend(
     report: LoadReport,
     expected_bytes: int = 0,
 ) -> Backend:
-    """The backend of a load: the one that was named, or for "auto" what measures and falls back on
-    the way into a device, and the first that works into DRAM.
+    """Opens the backend of a load.
 
-    Raises BackendUnavailable with all reasons where there is none.
+    Args:
+        device: The device to load into, such as "cpu" or "cuda:0".
+        wanted: The name of a backend. "auto" is, into a CUDA device, the backend that measures and
+            fails over; into DRAM, the first backend that works.
+        options: The options of the backend.
+        report: Gets the choice and the refusals.
+        expected_bytes: The size of the load, 0 if unknown.
+
+    Raises:
+        BackendUnavailable: No backend works; it has all the reasons.
     """
     if device.partition(":")[0] == "cuda":
-        from gdsload.backends.auto.backend import AutoBackend  # not before a device is asked for
+        from gdsload.backends.auto.backend import AutoBackend  # imports CUDA
 
         if wanted == "auto" and AutoBackend.probe(device).usable:
             return AutoBackend(device, expected_bytes, **options)
@@ -118,52 +110,34 @@ def open_backend(
 
 
 def describe(report: LoadReport, backend: Backend) -> None:
-    """Writes down which backend serves, how it was chosen and why others were not, as of now."""
-    serving = backend.serving()
-    report.backend = serving.name
-    report.engine = getattr(serving, "engine", "")
-    report.refusals.update(getattr(backend, "refusals", {}))
-    report.choice = getattr(backend, "choice", report.choice)
-    report.rates.update(getattr(backend, "rates", {}))
-    report.failovers.update(getattr(backend, "failovers", {}))
+    """Updates the report: the backend in use, how it was chosen, and why others were not."""
+    status = backend.status()
+    report.backend, report.engine = status.backend, status.engine
+    report.choice = status.choice or report.choice
+    report.refusals.update(status.refusals)
+    report.rates.update(status.rates)
+    report.failovers.update(status.failovers)
 
 
 def note(
     report: LoadReport, backend: Backend, checkpoint: Checkpoint, plan: ReadPlan, request: Any
 ) -> None:
-    """Adds to the report what a request did, after its end: bytes by road, requests, pages."""
+    """Adds a request that has ended to the report: bytes by I/O path, reads and pages."""
     describe(report, backend)
-    for road, size in backend.paths(request).items():
-        report.paths[road] = report.paths.get(road, 0) + size
+    for path, nbytes in backend.paths(request).items():
+        report.paths[path] = report.paths.get(path, 0) + nbytes
     report.read_bytes += plan.read_bytes
-    parts = getattr(request, "parts", None)
-    if parts is None:
-        _note_part(report, checkpoint, plan.transfers, request)
-    else:
-        for part in parts:
-            _note_part(report, checkpoint, part.transfers, part.request)
-
-
-def _note_part(
-    report: LoadReport, checkpoint: Checkpoint, transfers: Sequence[Transfer], request: Any
-) -> None:
-    report.requests += len(transfers)
-    native = getattr(request, "native", None)
-    if native is not None:
-        _, _, short_reads, retries = native.counts()
-        report.short_reads += short_reads
-        report.retries += retries
-        for shard, why in request.refused_direct().items():
+    for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
+        report.requests += len(facts.transfers)
+        report.short_reads += facts.short_reads
+        report.retries += facts.retries
+        for shard, why in facts.direct_refusals.items():
             report.refusals[f"direct I/O on {checkpoint.shards[shard].name}"] = why
-        report.spans += [
-            Span(f"read {transfer.length >> 10} KiB at {transfer.offset}",
-                 f"requests of {checkpoint.shards[transfer.shard].name}",
-                 posted * 1e-9, done * 1e-9)
-            for transfer, (posted, done, _) in zip(transfers, native.trace(), strict=True)
-            if done
-        ]  # fmt: skip
-    populator = getattr(request, "populator", None)
-    if populator is not None:
-        huge, small, _ = populator.counts()
-        report.pages["huge"] = report.pages.get("huge", 0) + huge
-        report.pages["small"] = report.pages.get("small", 0) + small
+        for transfer, (posted, done) in zip(facts.transfers, facts.times, strict=False):
+            if done:
+                name = f"read {transfer.length >> 10} KiB at {transfer.offset}"
+                row = f"requests of {checkpoint.shards[transfer.shard].name}"
+                report.spans.append(Span(name, row, posted * 1e-9, done * 1e-9))
+        if facts.huge_pages or facts.small_pages:
+            report.pages["huge"] = report.pages.get("huge", 0) + facts.huge_pages
+            report.pages["small"] = report.pages.get("small", 0) + facts.small_pages

@@ -50,15 +50,15 @@ def test_the_fastest_is_measured_taken_and_kept(
     assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
     assert by_backend.pop(fastest) > 2 * MIB
     assert set(by_backend.values()) == {benchmark.SAMPLE_BYTES}
-    (kept,) = tuning_cache.kept()
+    (kept,) = tuning_cache.entries()
     assert (kept.choice, kept.rates) == (fastest, report.rates)
     assert kept.device == "Double 0 0000:01:00.0"
 
     again = load(checkpoint)
     assert again.backend == fastest
-    assert "kept in" in again.choice
+    assert "cached in" in again.choice
     assert {road.partition("/")[0] for road, size in again.paths.items() if size} == {fastest}
-    assert len(tuning_cache.kept()) == 1
+    assert len(tuning_cache.entries()) == 1
 
 
 def test_close_rates_keep_the_order_of_the_house(
@@ -71,7 +71,7 @@ def test_close_rates_keep_the_order_of_the_house(
 def test_what_is_in_the_page_cache_is_not_measured(doubles: Doubles, checkpoint: Path) -> None:
     report = load(checkpoint, cache="buffered")
     assert {road.partition("/")[0] for road in report.paths} == {"posix"}
-    assert report.rates == {} and tuning_cache.kept() == []
+    assert report.rates == {} and tuning_cache.entries() == []
     assert doubles.cufile_log["opens"] == 0
 
 
@@ -81,7 +81,7 @@ def test_versions_that_changed_are_measured_again(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     load(checkpoint)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
-    monkeypatch.setattr(benchmark, "__version__", "another")
+    monkeypatch.setattr(tuning_cache, "__version__", "another")
     report = load(checkpoint)
     assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
 
@@ -93,7 +93,7 @@ def test_sample_that_came_through_the_page_cache_is_no_measurement(
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.3)
     monkeypatch.setattr(Part, "is_direct", property(lambda part: part.candidate.name != "posix"))
     assert "posix" not in load(checkpoint).rates
-    assert tuning_cache.kept() == []
+    assert tuning_cache.entries() == []
 
 
 def test_a_road_that_was_not_there_before_is_measured(
@@ -103,13 +103,13 @@ def test_a_road_that_was_not_there_before_is_measured(
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.05)
     doubles.fault("cuFileBatchIOSetUp", CODE, 5030, times=-1)
     assert load(checkpoint).choice == "gds_mt: measured in this load"
-    (kept,) = tuning_cache.kept()
+    (kept,) = tuning_cache.entries()
     assert kept.rates["gds"] == 0.0
     gdsload.quiesce(1.0)
     doubles.set()
     again = load(checkpoint)
-    assert "kept in" in again.choice and "gds" not in again.rates
-    tuning_cache.keep(dataclasses.replace(kept, rates={"gds_mt": 2.0, "posix": 1.0}))
+    assert "cached in" in again.choice and "gds" not in again.rates
+    tuning_cache.store(dataclasses.replace(kept, rates={"gds_mt": 2.0, "posix": 1.0}))
     report = load(checkpoint)
     assert report.choice == "gds: measured in this load"
 
@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_written_is_said(
     doubles: Doubles, checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "root/cache").write_text("")
-    assert ", and not kept: " in load(checkpoint).choice
+    assert ", and not cached: " in load(checkpoint).choice
 
 
 def test_legs_go_on_from_request_to_request(
@@ -291,7 +291,7 @@ def test_a_road_whose_device_takes_no_order_is_left(
 ) -> None:
     doubles.fault("cuStreamWaitEvent", CODE, 1)
     report = load(checkpoint)
-    assert "takes no order between its streams" in report.refusals["gds_mt"]
+    assert "cannot order its streams" in report.refusals["gds_mt"]
     assert "gds_mt" not in {road.partition("/")[0] for road, size in report.paths.items() if size}
 
 

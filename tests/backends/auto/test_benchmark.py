@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto import benchmark
 from gdsload.backends.auto.benchmark import Benchmark, cheapest
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
@@ -29,11 +27,16 @@ def doubles(measuring: Doubles) -> Doubles:
 def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
     mount = mount_of(path)
     assert mount is not None
+    device = "Double 0 0000:01:00.0"
     result = tuning_cache.TunedChoice(
-        mount.key, "Double 0 0000:01:00.0", cheapest(rates), rates, benchmark.versions(),
-        time.time(), fixed,
-    )  # fmt: skip
-    assert tuning_cache.keep(result) == ""
+        mount.key,
+        device,
+        cheapest(rates),
+        rates,
+        tuning_cache.versions(device),
+        fixed_seconds=fixed,
+    )
+    assert tuning_cache.store(result) == ""
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_dropped_choice_leaves_the_next_best_and_no_cached_result(
     keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 2e9}, {})
     found = Benchmark(["gds_mt", "posix", "gds"], str(tmp_path), "cuda:0", GB)
     found.drop("gds_mt")
-    assert (found.choice, tuning_cache.kept()) == ("gds", [])
+    assert (found.choice, tuning_cache.entries()) == ("gds", [])
     found.drop("gds")
     found.drop("gds")
     assert found.choice == "posix"
@@ -96,14 +99,14 @@ def test_cached_choice_is_the_fastest_of_the_cached_rates(
     """And a later load uses it as it is: nothing is measured, no rate changes."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     first = load(checkpoint)
-    (kept,) = tuning_cache.kept()
+    (kept,) = tuning_cache.entries()
     assert kept.choice == cheapest(kept.rates) == "posix"
     assert kept.fixed_seconds.keys() == kept.rates.keys()
     assert all(seconds > 0 for seconds in kept.fixed_seconds.values())
     rates_are(monkeypatch, gds_mt=0.1, posix=5.0, gds=0.1)
     again = load(checkpoint)
     assert (again.backend, again.rates) == ("posix", first.rates)
-    assert tuning_cache.kept() == [kept]
+    assert tuning_cache.entries() == [kept]
 
 
 def test_candidate_that_is_not_worth_opening_is_not_opened(

@@ -110,7 +110,7 @@ def test_a_kept_verdict_that_fails_is_forgotten(
     doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
     report = load(checkpoint)
     assert report.backend == "posix"
-    assert tuning_cache.kept() == []
+    assert tuning_cache.entries() == []
 
 
 def test_a_ring_with_no_slot_left_is_left_at_once(
@@ -165,7 +165,7 @@ def test_what_does_not_open_is_refused_and_the_load_goes_on(
     if why:
         assert report.backend == "posix"
         assert why in report.refusals["gds_mt"]
-        assert tuning_cache.kept() == []
+        assert tuning_cache.entries() == []
     else:
         assert "gds" not in report.rates and "gds_mt" in report.rates
 

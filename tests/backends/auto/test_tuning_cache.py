@@ -36,19 +36,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> TunedChoice | None:
-    return tuning_cache.verdict_on("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
+    return tuning_cache.find("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
 
 
 def test_what_was_kept_is_found_again(cache: Path) -> None:
     assert asked() is None
     for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(choice="posix")):
-        assert tuning_cache.keep(each) == ""
-    assert len(tuning_cache.kept()) == 2
+        assert tuning_cache.store(each) == ""
+    assert len(tuning_cache.entries()) == 2
     found = asked()
     assert found is not None and found.choice == "posix"
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
-    assert tuning_cache.drop(found.mount, found.device) == ""
-    assert asked() is None and len(tuning_cache.kept()) == 1
+    tuning_cache.forget(found.mount, found.device)
+    assert asked() is None and len(tuning_cache.entries()) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_what_was_kept_is_found_again(cache: Path) -> None:
     [
         ({**VERSIONS, "cuFile": "1180"}, 0, "cuFile changed"),
         ({**VERSIONS, "driver": "580"}, 0, "driver changed"),
-        (VERSIONS, tuning_cache.KEPT_SECONDS + 1, "30 days"),
+        (VERSIONS, tuning_cache.VALID_SECONDS + 1, "30 days"),
         (VERSIONS, -3600, "30 days"),  # measured in the future: some clock was wrong
     ],
 )
 def test_what_is_old_or_of_other_versions_says_nothing(
     versions: dict[str, str], later: float, why: str
 ) -> None:
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
     assert asked() is not None
     assert asked(versions, NOW + later) is None
     assert why in verdict().stale(versions, NOW + later)
@@ -72,46 +72,46 @@ def test_what_is_old_or_of_other_versions_says_nothing(
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "null", "[]", "{}", '{"format": 2, "verdicts": []}', "[" * 100_000, "\udcff",
-        '{"format": 1, "verdicts": {}}', '{"format": 1, "verdicts": [1, null, {}, []]}',
-        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "choice": "x", "rates": {},'
+        "", "{", "null", "[]", "{}", '{"format": 2, "choices": []}', "[" * 100_000, "\udcff",
+        '{"format": 1, "choices": {}}', '{"format": 1, "choices": [1, null, {}, []]}',
+        '{"format": 1, "choices": [{"mount": "m", "device": "d", "choice": "x", "rates": {},'
         ' "versions": {}, "at": 1}]}',
-        '{"format": 1, "verdicts": [{"mount": "m", "device": "d", "choice": "x",'
+        '{"format": 1, "choices": [{"mount": "m", "device": "d", "choice": "x",'
         ' "rates": {"x": "fast"}, "versions": {}, "at": 1}]}',
     ],
 )  # fmt: skip
 def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(text.encode(errors="surrogateescape"))
-    assert tuning_cache.kept() == []
-    assert tuning_cache.keep(verdict()) == ""
+    assert tuning_cache.entries() == []
+    assert tuning_cache.store(verdict()) == ""
     assert asked() == verdict()
     json.loads(cache.read_text())
 
 
 def test_fixed_seconds_are_kept_and_optional(cache: Path) -> None:
-    tuning_cache.keep(verdict(fixed_seconds={"gds_mt": 0.25}))
+    tuning_cache.store(verdict(fixed_seconds={"gds_mt": 0.25}))
     assert asked() == verdict(fixed_seconds={"gds_mt": 0.25})
     row = json.loads(cache.read_text())
-    del row["verdicts"][0]["fixed_seconds"]
+    del row["choices"][0]["fixed_seconds"]
     cache.write_text(json.dumps(row))
     assert asked() == verdict()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "long"])
 def test_fixed_seconds_that_cannot_be_are_not_used(seconds: object, cache: Path) -> None:
-    tuning_cache.keep(verdict(fixed_seconds={"gds_mt": seconds}))
-    assert tuning_cache.kept() == []
+    tuning_cache.store(verdict(fixed_seconds={"gds_mt": seconds}))
+    assert tuning_cache.entries() == []
 
 
 @pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
 def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
     text = json.dumps({**json.loads(cache.read_text())})
     for measured in verdict().rates.values():
         text = text.replace(f": {measured}", f": {rate}")
     cache.write_text(text)
-    assert tuning_cache.kept() == []
+    assert tuning_cache.entries() == []
 
 
 @pytest.mark.parametrize(
@@ -127,66 +127,66 @@ def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
     choice: str, rates: dict[str, float], cache: Path
 ) -> None:
     lie = verdict(choice=choice, rates=rates)
-    assert tuning_cache.keep(lie) == "its rates say that another road is faster"
+    assert tuning_cache.store(lie) == "its rates say that another backend is faster"
     assert not cache.exists()
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
     found = json.loads(cache.read_text())
-    found["verdicts"][0].update(choice=choice, rates=rates)  # as earlier versions kept it
+    found["choices"][0].update(choice=choice, rates=rates)  # as earlier versions kept it
     cache.write_text(json.dumps(found))
     assert asked() is None
 
 
 def test_verdict_within_what_is_no_difference_is_kept() -> None:
-    assert tuning_cache.keep(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
+    assert tuning_cache.store(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
 
 
 def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:
     cache.parent.mkdir()
     os.mkfifo(cache)
-    assert tuning_cache.kept() == []
-    assert tuning_cache.keep(verdict()) == ""
+    assert tuning_cache.entries() == []
+    assert tuning_cache.store(verdict()) == ""
     assert asked() == verdict()
 
 
 def test_without_a_home_nothing_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
     monkeypatch.chdir(cache.parent)  # where a file of that name is
     monkeypatch.setattr(tuning_cache, "directory", str)
-    assert tuning_cache.kept() == []
+    assert tuning_cache.entries() == []
 
 
 def test_one_bad_row_spoils_no_other(cache: Path) -> None:
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
     found = json.loads(cache.read_text())
-    found["verdicts"].insert(0, {"mount": 1})
+    found["choices"].insert(0, {"mount": 1})
     cache.write_text(json.dumps(found))
-    assert tuning_cache.kept() == [verdict()]
+    assert tuning_cache.entries() == [verdict()]
 
 
 def test_a_directory_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.write_text("a file in its place")
-    assert "File exists" in tuning_cache.keep(verdict())
-    assert tuning_cache.kept() == []
+    assert "File exists" in tuning_cache.store(verdict())
+    assert tuning_cache.entries() == []
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(cache.parent.parent / "home"))
     assert tuning_cache.directory() == f"{cache.parent.parent}/home/.cache/gdsload"
     monkeypatch.setenv("HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert tuning_cache.directory() == ""
-    assert "no home" in tuning_cache.keep(verdict())
+    assert "no home" in tuning_cache.store(verdict())
 
 
 def test_a_write_that_fails_leaves_what_there_was(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuning_cache.keep(verdict())
+    tuning_cache.store(verdict())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(tuning_cache.os, "replace", full)
-        assert "No space left" in tuning_cache.keep(verdict(choice="posix"))
+        assert "No space left" in tuning_cache.store(verdict(choice="posix"))
     assert asked() == verdict()
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
 

@@ -284,7 +284,7 @@ def test_a_call_that_hangs_holds_nobody(
     ctypes.memset(load.memory.address, 0x5A, SIZE)
     backend.close()
     assert doubles.cufile.double_hung(), "both have come back before the call"
-    pump = load.request.io_mode.pump
+    pump = load.request.pipeline.pump
     doubles.let_go()
     assert pump.close(0.0) is True  # it was detached: there is nothing left to wait for
     while doubles.cufile.double_hung():

@@ -188,7 +188,7 @@ def test_the_doctor_reads_the_settings(
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(own))
     if text is not None:
         own.write_text(text)
-    facts = {each.name: each for each in cufile_module.facts()}
+    facts = {each.name: each for each in cufile_module.findings()}
     found = facts["cuFile's configuration"]
     assert (found.verdict, words in found.detail) == (verdict, True), found
 
@@ -230,14 +230,14 @@ def test_room_is_asked_for_first(doubles: Doubles) -> None:
 
 def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Path) -> None:
     opens = doubles.cufile_log["opens"]
-    facts = {each.name: each for each in cufile_module.facts()}
+    facts = {each.name: each for each in cufile_module.findings()}
     assert {each.verdict for each in facts.values()} == {"yes"}
     assert facts["libcufile"].detail.startswith("1.17 at ")
     assert "Double 0 at 0000:01:00.0" in facts["cuda:0"].detail
     assert doubles.cufile_log["opens"] == opens
     (tmp_path / "root/dev/nvidia-fs0").unlink()
     (tmp_path / "root/run/udev").rmdir()
-    facts = {each.name: each for each in cufile_module.facts("cuda:9")}
+    facts = {each.name: each for each in cufile_module.findings("cuda:9")}
     assert "not in this container" in facts["native path"].detail
     assert "/run/udev" in facts["opening cuFile"].hint
     assert "CUDA sees 2" in facts["cuda:9"].detail
@@ -246,5 +246,5 @@ def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Pa
         load = Load(backend, file)
         load.finish()
         backend.release(load.request)
-        ringed = cufile_module.facts()[-1]
+        ringed = cufile_module.findings()[-1]
     assert (ringed.name, ringed.detail[:13]) == ("ring of cuda:0", "1 MiB of DRAM")

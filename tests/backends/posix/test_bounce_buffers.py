@@ -72,7 +72,7 @@ def verdict(path: Path, road: str) -> tuning_cache.TunedChoice:
     assert mount is not None
     rates = dict.fromkeys(bounce_buffers.WAYS, 1e9)
     return tuning_cache.TunedChoice(
-        mount.key, bounce_buffers.DEVICE, road, rates, bounce_buffers.versions(), time.time()
+        mount.key, tuning_cache.DRAM_DEVICE, road, rates, tuning_cache.versions("cpu"), time.time()
     )
 
 
@@ -104,10 +104,10 @@ def test_both_ways_are_measured_and_the_faster_is_kept(
         went = load(large)
         seconds = time.monotonic() - start
         assert min(went.values()) >= STRETCH_BYTES // 2
-        if tuning_cache.kept():
+        if tuning_cache.entries():
             break
-    (kept,) = tuning_cache.kept()
-    assert (kept.device, set(kept.rates)) == (bounce_buffers.DEVICE, set(bounce_buffers.WAYS))
+    (kept,) = tuning_cache.entries()
+    assert (kept.device, set(kept.rates)) == (tuning_cache.DRAM_DEVICE, set(bounce_buffers.WAYS))
     assert kept.rates[kept.choice] == max(kept.rates.values()) and min(kept.rates.values()) > 0
     # At least half a stretch of each was measured, one after the other and within the load.
     assert sum(STRETCH_BYTES / 2 / rate for rate in kept.rates.values()) <= seconds
@@ -145,7 +145,7 @@ def test_rates_of_a_pump_that_reads_on_are_not_kept(
     monkeypatch.setattr(way, "_mount", "somewhere")
     monkeypatch.setattr(way, "_bounce", Measured())
     way.close(ended)
-    assert [(kept.choice, kept.mount) for kept in tuning_cache.kept()] == (
+    assert [(kept.choice, kept.mount) for kept in tuning_cache.entries()] == (
         [("bounced", "somewhere")] if ended else []
     )
 
@@ -157,7 +157,7 @@ class Measured:
 
 @pytest.mark.parametrize("road", bounce_buffers.WAYS)
 def test_what_was_kept_holds_from_the_first_byte(large: Path, road: str) -> None:
-    assert tuning_cache.keep(verdict(large, road)) == ""
+    assert tuning_cache.store(verdict(large, road)) == ""
     went = load(large)
     assert went["direct" if road == "bounced" else "bounced"] == 0
 
@@ -168,7 +168,7 @@ def test_never_too_large_and_too_little(large: Path, tmp_path: Path) -> None:
     small = tmp_path / "small.safetensors"
     safetensors.torch.save_file({"t": torch.tensor([1])}, small)
     assert load(small)["bounced"] == 0
-    assert tuning_cache.kept() == []
+    assert tuning_cache.entries() == []
 
 
 def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_stream_is_as_large_as_all_its_windows(large: Path) -> None:
 
 
 def test_what_was_kept_holds_for_smaller_loads(large: Path) -> None:
-    assert tuning_cache.keep(verdict(large, "bounced")) == ""
+    assert tuning_cache.store(verdict(large, "bounced")) == ""
     gdsload.load_file(large, cache="direct", names=["t02"])
     roads = gdsload.last_report().paths
     assert next(size for road, size in roads.items() if road.endswith("bounced")) > 60 << 20

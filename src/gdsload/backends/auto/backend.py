@@ -1,11 +1,11 @@
-"""The backend `auto` into VRAM: it chooses between posix, gds_mt and gds, the candidates.
+"""The backend `auto` into VRAM: it chooses between the candidates posix, gds_mt and gds.
 
-    request ─┬─ warm, or too small ─► posix
+    request ─┬─ cached by the kernel, or too small ─► posix
              └─ cold ─► benchmark: a sample each ─► the fastest reads the rest ─► failover
 
-What the page cache holds is copied by posix. Cold transfers are read by the candidate that was the
-fastest from their storage: measured on the first of them (`contest`), or before (tuning cache).
-What fails is read by the next candidate (`retry`). DeviceInit and posting is done in `lanes`.
+Cold transfers are read by the candidate that is the fastest from their storage: measured on the
+first of them (`benchmark`), or by an earlier load (tuning cache). What fails is read by the next
+candidate (`failover`). Not responsible for opening backends and posting reads: see `candidates`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from typing import Any, ClassVar
 
 from gdsload.backends import registry
 from gdsload.backends.auto.benchmark import Benchmark
-from gdsload.backends.auto.candidates import LAST, Candidate, Candidates, Part
+from gdsload.backends.auto.candidates import LAST, Candidates, Part
 from gdsload.backends.auto.failover import AutoRequest, Failover, path_of
 from gdsload.backends.base import (
     DRAM,
     VRAM,
     Backend,
+    BackendStatus,
     Memory,
     OpenFile,
     Progress,
     Registration,
+    Registrations,
+    RequestFacts,
     Support,
+    require_own_process,
 )
 from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable
@@ -40,8 +44,12 @@ from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 
-# DeviceInit cuFile takes 50 to 180 ms; a smaller load has been read by then.
+# Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
+
+
+class _Followed(threading.local):
+    stream: int | None = None  # that this thread's requests come after
 
 
 class AutoBackend(Backend):
@@ -51,10 +59,16 @@ class AutoBackend(Backend):
     memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
 
     def __init__(self, device: str = "cuda:0", wanted_bytes: int = 0, **options: Any) -> None:
-        """`wanted_bytes` is the size of the load, 0 if it is not known; `options` are for those
-        candidates that have them.
+        """Makes the candidates; none is opened yet.
 
-        Raises TypeError for an option that none has, ValueError for ``allow_compat``.
+        Args:
+            device: The device to load into.
+            wanted_bytes: The size of the load, 0 if unknown.
+            **options: Options, for those candidates that have them.
+
+        Raises:
+            TypeError: No candidate has such an option.
+            ValueError: ``allow_compat`` is set.
         """
         super().__init__()
         self._device, self._wanted, self._asked = device, wanted_bytes, 0
@@ -65,7 +79,7 @@ class AutoBackend(Backend):
         self._waiting: deque[tuple[AutoRequest, list[Transfer]]] = deque()  # for the sample
         self._why = ""
         self._registrations = 0
-        self._followed = threading.local()
+        self._followed = _Followed()
         self._lock = fork_safe_lock(self)
         self.pid = os.getpid()
 
@@ -73,39 +87,22 @@ class AutoBackend(Backend):
     def probe(cls, device: str = "cpu") -> Support:
         return registry.built_in(LAST).probe(device)
 
-    # For the report.
-
-    @property
-    def _best(self) -> Candidate:
-        return self._candidates[self._benchmark.best if self._benchmark is not None else LAST]
-
-    def serving(self) -> Backend:
-        return self._best.backend
-
-    @property
-    def choice(self) -> str:
-        """Which candidate reads cold transfers, and how it was chosen."""
-        why = self._benchmark.why if self._benchmark is not None else self._why
-        return f"{self._best.name}: {why}" if why else self._best.name
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Bytes per second, by candidate, that the choice was made by."""
-        found = self._benchmark.rates if self._benchmark is not None else {}
-        return {name: rate for name, rate in found.items() if rate}
-
-    @property
-    def failovers(self) -> dict[str, int]:
-        return dict(self._failover.failovers)
-
-    @property
-    def refusals(self) -> dict[str, str]:
-        return self._candidates.refusals
-
-    # The interface of a backend.
+    def status(self) -> BackendStatus:
+        benchmark = self._benchmark
+        best = self._candidates[benchmark.best if benchmark is not None else LAST]
+        why = benchmark.why if benchmark is not None else self._why
+        rates = benchmark.rates if benchmark is not None else {}
+        return BackendStatus(
+            best.name,
+            best.backend.status().engine,
+            f"{best.name}: {why}" if why else best.name,
+            self._candidates.refusals,
+            {name: rate for name, rate in rates.items() if rate},
+            dict(self._failover.failovers),
+        )
 
     def limits(self, device: str = "cpu") -> Limits:
-        """The largest request of any candidate: for the others requests are cut."""
+        """The largest read of any candidate; for the others it is split."""
         with self._locked():
             if self._is_worth_cufile:
                 self._candidates.probe()
@@ -113,7 +110,7 @@ class AutoBackend(Backend):
             return max(found, key=lambda each: each.max_request)
 
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Candidates register it when they first need it."""
+        """Candidates register it on first use."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
         with self._locked():
@@ -127,25 +124,24 @@ class AutoBackend(Backend):
                     candidate.forget(registration.handle)
 
     def follow(self, device: str, stream: int) -> bool:
-        """Holds for what this thread prepares from now on, whenever parts of it are posted."""
+        """Applies to requests that this thread prepares from now on, whenever they are posted."""
         if device != self._device:
             return False
         self._followed.stream = stream
         return True
 
     def prepare(
-        self, transfers: Sequence[Transfer], files: Sequence[Registration],
-        memory: Sequence[Registration],
-    ) -> AutoRequest:  # fmt: skip
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
+    ) -> AutoRequest:
         with self._locked():
-            return AutoRequest(transfers, files, memory, getattr(self._followed, "stream", None))
+            return AutoRequest(transfers, files, memory, self._followed.stream)
 
     def post(self, request: AutoRequest) -> None:
-        """Posts it; while candidates are measured, cold transfers wait for their turn."""
+        """Posts it. While candidates are measured, cold transfers wait."""
         with self._locked():
             if request in self._failover.requests:
                 if request.undone and request.error is None:
-                    raise RuntimeError("this request is under way already")
+                    raise RuntimeError("this request is in flight already")
                 self.release(request)
             request.reset()
             self._failover.requests.append(request)
@@ -153,14 +149,14 @@ class AutoBackend(Backend):
             warm = [each for each in request.transfers if not _is_cold(each, request.files)]
             self._asked += sum(transfer.wanted for transfer in cold)
             if not cold:
-                self._why = self._why or "what was read was in the page cache, or is to pass by it"
+                self._why = self._why or "all bytes come through the page cache"
             elif not self._is_worth_cufile:
                 self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes do not repay opening cuFile"
                 warm, cold = request.transfers, []
             if warm:
                 self._failover.post(request, warm, self._candidates[LAST])
             if cold:
-                # The storage of the first file stands for all: a checkpoint lies on one.
+                # A checkpoint is on one storage: that of its first file.
                 path = path_of(request.files[cold[0].shard])
                 self._benchmark = self._benchmark or self._new_benchmark(path)
                 self._waiting.append((request, cold))
@@ -180,7 +176,7 @@ class AutoBackend(Backend):
         return Benchmark(names, path, self._device, nbytes, ready)
 
     def _advance(self, benchmark: Benchmark) -> None:
-        """Posts what waited, up to the end of the next sample."""
+        """Posts waiting transfers, up to the end of the next sample."""
         while self._sample is None or self._sample.ended:
             sample, self._sample = self._sample, None
             sound = sample is not None and not sample.failures and not sample.candidate.left
@@ -203,8 +199,8 @@ class AutoBackend(Backend):
             self._sample = part if measures else None
 
     def _close_losers(self, benchmark: Benchmark) -> None:
-        """Closes what the rest of the load does not need, after the rest was posted: it is read
-        meanwhile. The last candidate stays, for warm transfers and failover."""
+        """Closes candidates that the load does not need, after its last transfers were posted. The
+        last candidate stays, for transfers from the page cache and for failover."""
         if self._waiting or not benchmark.choice:
             return
         needed = {LAST, benchmark.choice, *(p.candidate.name for p in self._failover.active)}
@@ -215,7 +211,7 @@ class AutoBackend(Backend):
                     staging_ring.release_rings(VRAM, gpu.ordinal_of(self._device))
 
     def check(self, request: AutoRequest) -> Progress:
-        """Raises what the last candidate raised, where it could not be opened."""
+        """Raises the error of the last candidate, if it could not be opened."""
         with self._locked():
             self._failover.check()
             if self._benchmark is not None:
@@ -231,7 +227,7 @@ class AutoBackend(Backend):
         last = last if last >= 0 else len(request.transfers) - 1
         with self._locked():
             found = [(p, at) for p in request.active if (at := p.unsettled_range(first, last))]
-            if not found and self._sample is not None:  # its turn comes after the sample
+            if not found and self._sample is not None:  # it is posted after the sample
                 found = [(self._sample, (0, len(self._sample.transfers) - 1))]
         if found:
             part, (low, high) = found[0]
@@ -261,6 +257,9 @@ class AutoBackend(Backend):
             found.update(part.paths)
         return dict(found)
 
+    def facts(self, request: AutoRequest) -> Sequence[RequestFacts]:
+        return [facts for part in request.parts for facts in part.facts]
+
     def close(self) -> None:
         if self.pid != os.getpid():
             return
@@ -272,17 +271,12 @@ class AutoBackend(Backend):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if self.pid != os.getpid():
-            raise BackendUnavailable(
-                "this backend was opened before a fork: its threads and its device stayed in the"
-                " parent",
-                {"auto": "used after fork; start processes that load with 'spawn'"},
-            )
+        require_own_process(self.pid, "auto")
         with self._lock:
             yield
 
 
-def _is_cold(transfer: Transfer, files: Sequence[Registration]) -> bool:
-    """Whether it comes from storage: a read through the page cache says nothing about that."""
+def _is_cold(transfer: Transfer, files: Registrations) -> bool:
+    """Whether it is read from storage, not through the page cache."""
     file = files[transfer.shard].what
     return transfer.io_mode == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0

@@ -1,7 +1,7 @@
-"""The backends that `auto` chooses between, and what each of them has under way.
+"""The backends that `auto` chooses between, and the requests that each of them has in flight.
 
 A `Candidate` opens its backend when it is first used. A `Part` is one request of that backend, for
-some transfers of a request of `auto`. Which candidate reads what is not decided here.
+some transfers of a request of `auto`. Not responsible for which candidate reads which transfers.
 """
 
 from __future__ import annotations
@@ -14,35 +14,42 @@ from functools import cached_property
 from typing import Any
 
 from gdsload.backends import registry
-from gdsload.backends.base import NO_FILE, Backend, Progress, Registration
+from gdsload.backends.base import (
+    NO_FILE,
+    Backend,
+    Progress,
+    Registration,
+    Registrations,
+    RequestFacts,
+)
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 
 LAST = "posix"  # it needs nothing but CUDA
-ORDER = ("gds_mt", LAST, "gds")  # of preference, where they are equally fast
-_NEXT = {"gds": "gds_mt", "gds_mt": LAST}  # where a failed transfer is read again
+ORDER = ("gds_mt", LAST, "gds")  # of preference, if they are equally fast
+_NEXT = {"gds": "gds_mt", "gds_mt": LAST}  # the candidate that reads failed transfers again
 
 
 class Part:
-    """Transfers that a candidate has under way. Their `tag` is the place in the request of `auto`
-    of the transfer that they are, or were cut from."""
+    """Transfers that a candidate has in flight. Their `tag` is the position of the whole transfer
+    in the request of `auto`."""
 
     def __init__(
         self, candidate: Candidate, transfers: Sequence[Transfer], request: Any, taken: ExitStack
     ) -> None:
-        """`taken` gives back the request and the registrations that it needs."""
+        """`taken` releases the request and its registrations."""
         self.candidate, self.transfers, self.request = candidate, transfers, request
         self.ended, self.failures, self.idle_seconds = False, 0, 0.0
-        self.paths: dict[str, int] = {}  # when it has ended
+        self.paths: dict[str, int] = {}  # known when it has ended
         self._taken = taken
-        self._places = [transfer.tag for transfer in transfers]
+        self._tags = [transfer.tag for transfer in transfers]
         self._settled = bytearray(len(transfers))
         self._posted_at = self._ended_at = time.monotonic()
 
     def check(self) -> Progress:
         progress = self.candidate.backend.check(self.request)
-        for place in progress.settled:
-            self._settled[place] = 1
+        for number in progress.settled:
+            self._settled[number] = 1
         self.failures += len(progress.failures)
         self.idle_seconds = progress.idle_seconds
         return progress
@@ -51,42 +58,46 @@ class Part:
         return [t for t, done in zip(self.transfers, self._settled, strict=True) if not done]
 
     def unsettled_range(self, first: int, last: int) -> tuple[int, int] | None:
-        """Its own range of transfers for a range of the request's; None if all have settled."""
-        low, high = bisect_left(self._places, first), bisect_right(self._places, last)
+        """The positions of its transfers that belong to a range of the request of `auto`; None if
+        all of them have settled."""
+        low, high = bisect_left(self._tags, first), bisect_right(self._tags, last)
         low = self._settled.find(0, low, high)
         return (low, high - 1) if low >= 0 else None
 
     @property
+    def facts(self) -> Sequence[RequestFacts]:
+        """Counts and times, once it has ended."""
+        return self.candidate.backend.facts(self.request) or [RequestFacts(self.transfers)]
+
+    @property
     def is_direct(self) -> bool:
-        """Whether nearly all of it came by direct reads: the page cache says nothing of storage."""
-        native = getattr(self.request, "native", None)
+        """Whether nearly all bytes were read directly, so that its rate is that of the storage."""
         wanted = sum(transfer.wanted for transfer in self.transfers)
-        return native is None or 10 * native.counts()[0] >= 9 * wanted
+        return all(not 0 <= 10 * each.direct_bytes < 9 * wanted for each in self.facts)
 
     def seconds(self) -> float:
-        """From its first read to its last byte in place."""
-        native = getattr(self.request, "native", None)
-        times = [(posted, done) for posted, done, _ in native.trace() if done] if native else []
+        """From its first read to its last copied byte."""
+        times = [times for each in self.facts for times in each.times if times[1]]
         if not times:
             return self._ended_at - self._posted_at
-        return float(max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
+        return (max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
 
     def end(self) -> None:
-        """Ends it, settled or not: nothing is written to its memory any more."""
+        """Ends it, settled or not: nothing is written to its memory afterwards."""
         self.ended, self._ended_at = True, time.monotonic()
         self._taken.close()
         self.paths = self.candidate.backend.paths(self.request)
 
 
 class Candidate:
-    """A backend that a load may use. `left` says why it is not used any more."""
+    """A backend that a load may use. `left` says why it is no longer used, or is ""."""
 
     def __init__(self, kind: type[Backend], options: Mapping[str, Any]) -> None:
         self.name = kind.name
         self.left = self.first_failure = ""
         self.failures = 0
         self.read_bytes = self.compat_bytes = 0  # of parts that have ended
-        self.fixed_seconds = -1.0  # what opening it took; -1: it was never opened
+        self.fixed_seconds = -1.0  # time to open it; -1: it was never opened
         self._kind, self._options = kind, options
         self._files: dict[int, Registration] = {}
 
@@ -96,34 +107,40 @@ class Candidate:
         return self._kind(**self._options)
 
     def post(
-        self, transfers: Sequence[Transfer], files: Sequence[Registration],
-        memory: Sequence[Registration], device: str, stream: int | None = None,
-    ) -> Part:  # fmt: skip
-        """Posts transfers, cut to the backend's largest request. Their copies come after what the
-        device has to do on `stream`, if there is one.
+        self,
+        transfers: Sequence[Transfer],
+        files: Registrations,
+        memory: Registrations,
+        device: str,
+        stream: int | None = None,
+    ) -> Part:
+        """Posts transfers, split to the largest read of the backend. Their copies come after the
+        present work of `stream`, if one is given.
 
-        Raises BackendUnavailable, CuFileError for a file that the backend does not take,
-        PlacementError without room for its ring.
+        Raises:
+            BackendUnavailable: The backend does not open.
+            CuFileError: The backend refuses a file.
+            PlacementError: There is no room for its ring.
         """
         started, backend = time.monotonic(), self.backend
         needed = {transfer.shard for transfer in transfers}
         known = [self._file(f) if n in needed else NO_FILE for n, f in enumerate(files)]
         limit = backend.limits(device).max_request
-        cuts = [cut for transfer in transfers for cut in cut_to(transfer, limit)]
+        parts = [part for transfer in transfers for part in split(transfer, limit)]
         if stream is not None and not backend.follow(device, stream):
-            why = f"{device} takes no order between its streams"
+            why = f"{device} cannot order its streams"
             raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
         registered: list[Registration] = []
-        with ExitStack() as taken:  # given back in reverse order, here if anything fails
+        with ExitStack() as taken:  # released in reverse order; here only if something fails
             for entry in memory:
                 registered.append(backend.register(entry.what))
                 taken.callback(backend.deregister, registered[-1])
-            request = backend.prepare(cuts, known, registered)
+            request = backend.prepare(parts, known, registered)
             taken.callback(backend.release, request)
             if self.fixed_seconds < 0:
                 self.fixed_seconds = time.monotonic() - started
             backend.post(request)
-            return Part(self, cuts, request, taken.pop_all())
+            return Part(self, parts, request, taken.pop_all())
 
     def _file(self, registration: Registration) -> Registration:
         number = registration.handle
@@ -132,16 +149,17 @@ class Candidate:
         return self._files[number]
 
     def forget(self, number: int) -> None:
-        """A file is about to be closed."""
+        """Deregisters a file before it is closed."""
         if number in self._files:
             self.backend.deregister(self._files.pop(number))
 
     @property
     def is_open(self) -> bool:
+        """Whether its backend has files."""
         return bool(self._files)
 
     def close(self) -> None:
-        """Gives back what the backend holds; the next use opens it again."""
+        """Closes the backend; the next use opens it again."""
         for number in list(self._files):
             self.forget(number)
         if "backend" in self.__dict__:
@@ -152,13 +170,15 @@ class Candidates:
     """The candidates for one device."""
 
     def __init__(self, device: str, options: Mapping[str, Any]) -> None:
-        """`options` are for those candidates that have them.
+        """`options` go to the candidates that have them.
 
-        Raises TypeError for an option that none has, ValueError for ``allow_compat``.
+        Raises:
+            TypeError: No candidate has such an option.
+            ValueError: ``allow_compat`` is set.
         """
         if options.get("allow_compat"):
             raise ValueError(
-                "allow_compat=True: 'auto' never takes cuFile's compatibility mode; ask for"
+                "allow_compat=True: 'auto' never uses cuFile's compatibility mode; ask for"
                 " backend='gds_mt' or 'gds' by name"
             )
         self._device, self._options = device, options
@@ -174,19 +194,19 @@ class Candidates:
         return {key: value for key, value in self._options.items() if key in known}
 
     def probe(self) -> None:
-        """Asks the backends besides the last one whether they work here, once. None is opened."""
+        """Probes the candidates besides the last one, once. None is opened."""
         names, self._unprobed = self._unprobed, []
         for name in names:
             options = self._options_of(name)
             if foreign := self._options.keys() - options.keys():
                 self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
                 continue
-            found, refusals = registry.usable([name], self._device)
-            self._refusals.update(refusals)
-            self._known.update({kind.name: Candidate(kind, options) for kind in found})
+            kind = registry.built_in(name)
+            if registry.is_usable(kind, self._device, self._refusals):
+                self._known[name] = Candidate(kind, options)
 
     def __iter__(self) -> Iterator[Candidate]:
-        """All that were found to work, in the order of preference."""
+        """Those that work here, in the order of preference."""
         return iter([self._known[name] for name in ORDER if name in self._known])
 
     def __getitem__(self, name: str) -> Candidate:
@@ -196,32 +216,34 @@ class Candidates:
         return self._known[name]
 
     def after(self, candidate: Candidate) -> Candidate:
-        """Where transfers that failed on this one are read again."""
+        """The candidate that reads again what failed on this one."""
         return self[_NEXT[candidate.name]]
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Why others are not among them, or were left, and what those that are do without."""
+        """Why a candidate is not used, or not any more, and the limitations of the others."""
         found = dict(self._refusals)
         for each in self:
             if each.failures:
                 found[f"{each.name}/ranges"] = f"{each.failures} failed, first {each.first_failure}"
             if each.left:
                 found[each.name] = each.left
-            found.update(getattr(each.__dict__.get("backend"), "refusals", {}))
+            if "backend" in each.__dict__:  # it was made
+                found.update(each.backend.status().refusals)
         return found
 
 
-def cut_to(whole: Transfer, limit: int) -> list[Transfer]:
-    """A transfer in parts of `limit` bytes at most, each on the blocks that it was aligned to."""
-    if whole.length <= limit:
-        return [whole]
-    _, offset, length, wanted, _, target_offset, _, _ = whole
+def split(whole: Transfer, limit: int) -> list[Transfer]:
+    """Splits a transfer into reads of at most `limit` bytes that start on blocks like the whole."""
     step = max(limit // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES)
+    if whole.length <= limit:
+        step = max(whole.length, 1)
     return [
         whole._replace(
-            offset=offset + at, length=min(step, length - at), wanted=min(step, wanted - at),
-            target_offset=target_offset + at,
+            offset=whole.offset + start,
+            length=min(step, whole.length - start),
+            wanted=min(step, whole.wanted - start),
+            target_offset=whole.target_offset + start,
         )
-        for at in range(0, wanted, step)
-    ]  # fmt: skip
+        for start in range(0, max(whole.wanted, 1), step)
+    ]

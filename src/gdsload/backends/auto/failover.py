@@ -1,7 +1,7 @@
-"""Failover inside `auto`: what fails on one candidate is read once more by the next one in order.
+"""Failover inside `auto`: the next candidate reads again what failed on one.
 
-A candidate that fails too often, is silent, or turns out to use cuFile's compatibility mode is
-left, and what it has under way goes on by the next one. What has been read is not read again.
+A candidate is left if it fails too often, reads nothing for too long, or turns out to use cuFile's
+compatibility mode. The next one then reads what it had in flight. What was read stays.
 """
 
 from __future__ import annotations
@@ -11,42 +11,45 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gdsload.backends.auto.candidates import LAST, Candidate, Candidates, Part
-from gdsload.backends.base import Failure, OpenFile, Progress, Registration
+from gdsload.backends.base import Failure, OpenFile, Progress, Registration, Registrations
 from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.planning.read_plan import Transfer
 
-# A candidate on which this many transfers failed is left.
+# A candidate is left after this many failed transfers.
 MOST_FAILURES = 3
-# So is one from which no byte has come for so long: before the load gives up (60 s), and no sooner
-# than cuFile's own events are given up.
+# It is also left if it reads nothing for this long: before the load fails (60 s), and after
+# cuFile's events have timed out.
 SILENT_SECONDS = 35.0
-# cuFile reads the ragged end of a file, and what is not aligned, by POSIX in native mode too. More
-# than both of these, over all of a load, is compatibility mode.
+# In native mode too, cuFile reads by POSIX what is not aligned, such as the end of a file. More
+# than both of these limits in a load is compatibility mode.
 MOST_COMPAT_BYTES = 64 << 20
 MOST_COMPAT_SHARE = 0.05
-_COMPAT = ("posix", library.COMPAT)  # cuFile's names for what is not native
+_COMPAT = ("posix", library.COMPAT)  # cuFile's names for paths that are not native
 
 
 class AutoRequest:
-    """Transfers on their way by one or more candidates, and what is left of each.
+    """Transfers that one or more candidates read, and the bytes that are left of each.
 
-    `stream` is the CUstream that copies of all its parts come after, whenever they are posted.
-    `error` is final: nobody could take what was left.
+    Copies of all its parts come after the work on `stream`, a CUstream, whenever they are posted.
+    `error` is set if no candidate could be opened, and is final.
     """
 
     def __init__(
-        self, transfers: Sequence[Transfer], files: Sequence[Registration],
-        memory: Sequence[Registration], stream: int | None,
-    ) -> None:  # fmt: skip
-        self.transfers = [each._replace(tag=place) for place, each in enumerate(transfers)]
+        self,
+        transfers: Sequence[Transfer],
+        files: Registrations,
+        memory: Registrations,
+        stream: int | None,
+    ) -> None:
+        self.transfers = [each._replace(tag=number) for number, each in enumerate(transfers)]
         self.files, self.memory, self.stream = files, memory, stream
         self._ahead = False
         self.parts: list[Part] = []
         self.reset()
 
     def reset(self) -> None:
-        """As it is before it is posted."""
+        """Back to the state before it was posted."""
         self.undone = len(self.transfers)
         self.error: Exception | None = None
         self._left_bytes = [transfer.wanted for transfer in self.transfers]
@@ -60,24 +63,24 @@ class AutoRequest:
         return [part for part in self.parts if not part.ended]
 
     def settle(self, transfer: Transfer, failure: Failure | None) -> None:
-        """A transfer, or a cut of one, has arrived or finally failed."""
-        place = transfer.tag
+        """Notes that a transfer, or a part of one, was read or has finally failed."""
+        tag = transfer.tag
         if failure is not None:
-            before = transfer.offset - self.transfers[place].offset
-            found = failure._replace(transfer=place, got=before + failure.got)
-            self._failed.setdefault(place, found)
-        self._left_bytes[place] -= transfer.wanted
-        if self._left_bytes[place] == 0:
+            before = transfer.offset - self.transfers[tag].offset
+            failure = failure._replace(transfer=tag, got=before + failure.got)
+            self._failed.setdefault(tag, failure)
+        self._left_bytes[tag] -= transfer.wanted
+        if self._left_bytes[tag] == 0:
             self.undone -= 1
-            self._settled.append(place)
-            self._failures += [self._failed[place]] if place in self._failed else []
+            self._settled.append(tag)
+            self._failures += [self._failed[tag]] if tag in self._failed else []
 
     def require_no_error(self) -> None:
         if self.error is not None:
             raise self.error
 
     def news(self) -> tuple[list[int], list[Failure]]:
-        """What has settled since it was last asked, and what of that failed."""
+        """The transfers that settled since the last call, and the failures among them."""
         settled, self._settled = self._settled, []
         failures, self._failures = self._failures, []
         return settled, failures
@@ -88,7 +91,7 @@ class AutoRequest:
             part.candidate.backend.yield_to_loads(part.request, True)
 
     def yield_to_loads(self, ahead: bool) -> None:
-        """Whether it yields to loads that somebody waits for; holds for later parts too."""
+        """Sets whether it gives way to loads; this applies to later parts too."""
         self._ahead = ahead
         for part in self.active:
             part.candidate.backend.yield_to_loads(part.request, ahead)
@@ -109,8 +112,12 @@ class Failover:
     def post(
         self, request: AutoRequest, transfers: Sequence[Transfer], candidate: Candidate
     ) -> Part | None:
-        """Posts transfers on a candidate, or on the next one where it cannot be opened. None if
-        the last one cannot either: the error is the request's then."""
+        """Posts transfers on a candidate, or on the next one if it cannot be opened.
+
+        Returns:
+            The part; None if the last candidate cannot be opened either. The request then has the
+            error.
+        """
         while request.error is None:
             try:
                 part = candidate.post(
@@ -120,7 +127,8 @@ class Failover:
                 if candidate.name == LAST:
                     request.error = error
                 else:
-                    self._leave(candidate, _refusal(error))
+                    reasons = error.reasons if isinstance(error, BackendUnavailable) else {}
+                    self._leave(candidate, "; ".join(dict.fromkeys(reasons.values())) or str(error))
                     candidate = self._candidates.after(candidate)
             else:
                 request.add(part)
@@ -128,10 +136,10 @@ class Failover:
         return None
 
     def check(self) -> None:
-        """Notes what has become of everything under way, and reads again what failed."""
+        """Checks everything in flight, and reads again what failed."""
         for request in self.requests:
             for part in request.active:
-                if not part.ended:  # by what another part has led to
+                if not part.ended:  # a failure of another part may have ended it
                     self._check(request, part)
         for candidate in self._candidates:
             if why := self._reason_to_leave(candidate):
@@ -142,19 +150,19 @@ class Failover:
         again = self._settle(request, part, progress)
         if progress.finished:
             part.end()
-            for road, nbytes in part.paths.items():
+            for path, nbytes in part.paths.items():
                 part.candidate.read_bytes += nbytes
-                if road.rpartition("/")[2] in _COMPAT:
+                if path.rpartition("/")[2] in _COMPAT:
                     part.candidate.compat_bytes += nbytes
         self._read_again(request, part.candidate, again)
 
     def _settle(self, request: AutoRequest, part: Part, progress: Progress) -> list[Transfer]:
-        """Notes what has settled; returns what another candidate may still be able to read."""
+        """Notes what has settled; returns the failed transfers that another candidate may read."""
         candidate, again = part.candidate, list[Transfer]()
         failures = {failure.transfer: failure for failure in progress.failures}
-        for place in progress.settled:
-            transfer, failure = part.transfers[place], failures.get(place)
-            if failure is None or failure.hopeless or candidate.name == LAST:
+        for number in progress.settled:
+            transfer, failure = part.transfers[number], failures.get(number)
+            if failure is None or failure.permanent or candidate.name == LAST:
                 request.settle(transfer, failure)
                 continue
             again.append(transfer)
@@ -175,21 +183,21 @@ class Failover:
         self.post(request, sorted(transfers, key=lambda t: (t.tag, t.offset)), to)
 
     def _reason_to_leave(self, candidate: Candidate) -> str:
-        """Why a candidate should not go on; "" if it should."""
+        """Why a candidate must be left, or ""."""
         if candidate.name == LAST or candidate.left:
             return ""
         compat, total = candidate.compat_bytes, candidate.read_bytes
         if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:
-            return f"cuFile took its compatibility mode for {compat:,} of {total:,} bytes"
+            return f"cuFile used its compatibility mode for {compat:,} of {total:,} bytes"
         if candidate.failures >= MOST_FAILURES:
             return f"{candidate.failures} ranges failed, first {candidate.first_failure}"
-        # Its parts wait for each other: progress of any of them proves that it is alive.
+        # Its parts share a queue: progress of any of them proves that it is alive.
         mine = [part.idle_seconds for part in self.active if part.candidate is candidate]
         idle = min(mine, default=0.0)
         return f"no byte has come for {idle:.0f} s" if idle > SILENT_SECONDS else ""
 
     def _leave(self, candidate: Candidate, why: str) -> None:
-        """Uses a candidate no more; what it has under way goes on by the next one."""
+        """Leaves a candidate: the next one reads what it has in flight."""
         candidate.left = why
         for request in self.requests:
             for part in request.active:
@@ -197,13 +205,6 @@ class Failover:
                     failed = self._settle(request, part, part.check())
                     part.end()
                     self._read_again(request, candidate, failed + part.unsettled())
-
-
-def _refusal(error: BaseException) -> str:
-    """Why a candidate cannot be used, from what it raised."""
-    if isinstance(error, BackendUnavailable) and error.reasons:
-        return "; ".join(dict.fromkeys(error.reasons.values()))
-    return str(error)
 
 
 def path_of(registration: Registration) -> str:

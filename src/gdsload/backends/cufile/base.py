@@ -1,6 +1,6 @@
-"""What ``gds`` and ``gds_mt`` have in common: files made known to cuFile, a ring of VRAM that is
-registered with it, and the truth about the road that the bytes took. How reads are handed to cuFile
-is what the two differ in.
+"""The common part of ``gds`` and ``gds_mt``: files registered with cuFile, a ring of VRAM that is
+registered with it, and the I/O path that the bytes really took. Not responsible for handing reads
+to cuFile: the two backends differ in that.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFileFailure, Files
 from gdsload.backends.base import (
     VRAM,
-    Backend,
     Memory,
     OpenFile,
     Option,
-    Progress,
     Registration,
+    Registrations,
     Support,
+    require_own_process,
 )
 from gdsload.backends.cufile import library
+from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError
-from gdsload.memory.staging_ring import RING_BYTES, StagingRing, ring_for
+from gdsload.memory.staging_ring import RING_BYTES, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
 
-# An event that has not come for so long never will.
+# A completion that has not arrived after this time is lost.
 EVENT_SECONDS = 30.0
 
 
-class CuFileBackend(Backend):
-    """Reads files into VRAM by way of cuFile and a registered ring."""
+class CuFileBackend(PumpBackend):
+    """Reads files into VRAM through cuFile and a registered staging ring."""
 
     memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
 
@@ -47,27 +48,23 @@ class CuFileBackend(Backend):
             raise ValueError(
                 f"request_bytes={request!r}: requests are multiples of {DEFAULT_BLOCK_BYTES} bytes"
             )
-        self.refusals: dict[str, str] = {}
-        self.engine = ""
         self._device = "cuda:0"
         self._driver: library.Driver | None = None
-        self._roads: dict[str, StagingPipeline] = {}
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
-        self._known: list[tuple[int, int]] = []  # (handle, our descriptor)
-        self._slots = 0
-        self._counted: dict[str, int] = {}
-        self._under_way: set[int] = set()
+        self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
+        self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
+        self._in_flight: set[int] = set()  # ids of requests
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
         return (
-            Option("allow_compat", False, "use cuFile's compatibility mode where nothing else is"),
+            Option("allow_compat", False, "use cuFile's compatibility mode if nothing else works"),
             Option("ring_bytes", RING_BYTES, "bytes of VRAM that reads pass through"),
         )
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
-        """Whether cuFile has a native way to this device."""
+        """Whether cuFile has a native path to this device."""
         return cls.probe_with(device, {})
 
     @classmethod
@@ -87,15 +84,11 @@ class CuFileBackend(Backend):
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
             self._counted = self._driver.paths() or {}
-        if self._driver.pid != os.getpid():
-            raise BackendUnavailable(
-                "this backend was opened before a fork",
-                {self.name: "used after fork; start processes that load with 'spawn'"},
-            )
+        require_own_process(self._driver.pid, self.name)
         return self._driver
 
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Raises CuFileError where cuFile does not take the file."""
+        """Raises CuFileError if cuFile refuses the file."""
         if isinstance(what, Memory):
             if what.kind != VRAM:
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
@@ -104,7 +97,7 @@ class CuFileBackend(Backend):
         fd = own_descriptor(what)
         try:
             handle = driver.register_file(fd)
-        except TimeoutError as error:  # the call goes on: the descriptor stays open
+        except TimeoutError as error:  # the call goes on: its descriptor must stay open
             raise BackendUnavailable(
                 f"backend {self.name!r}: {what.path}: {error}", {self.name: str(error)}
             ) from error
@@ -118,133 +111,106 @@ class CuFileBackend(Backend):
         except BaseException:
             os.close(fd)
             raise
-        self._known.append((handle, fd))
-        self._slots += 2
-        for slot in (self._slots - 2, self._slots - 1):
+        self._files.append((handle, fd))
+        slots = self._new_slots()
+        for slot in slots:
             self._handles[slot] = handle
             for table in self._tables():
                 table.put(slot, handle)
-        return Registration(what, (self._slots - 2, self._slots - 1))
+        return Registration(what, slots)
 
     def deregister(self, registration: Registration) -> None:
-        """Handles go with the backend: a read that was given up may still be using one."""
+        """Nothing to do: `close` ends handles, since an abandoned read may still use one."""
 
     def _tables(self) -> list[Files]:
-        """What its roads know of files."""
-        return [road.files for road in self._roads.values() if road.files is not None]
+        """The handles of files in each pipeline."""
+        return [each.files for each in self._pipelines.values() if each.files is not None]
 
     @abstractmethod
     def _new_engine(self) -> object:
-        """The capsule of the engine that talks to cuFile."""
+        """The capsule of the engine that calls cuFile."""
 
     @abstractmethod
     def _depth(self) -> int:
-        """Reads that the pump keeps under way."""
+        """Reads in flight."""
 
-    def _road(self, device: str) -> StagingPipeline:
-        known = self._roads.get(device)
-        if known is not None:
-            return known
-        driver = self._open(device)
-        ordinal = gpu.ordinal_of(device)
+    def _open_pipeline(self, device: str) -> StagingPipeline:
+        driver, owner = self._open(device), gpu.device(gpu.ordinal_of(device))
         event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
-        kind = (self.name, self._depth(), event_seconds)
-        with ring_for(
-            VRAM,
-            ordinal,
-            self.limits(device).max_request,
-            self.settings["ring_bytes"],
-            _registrar(driver, gpu.device(ordinal), self.refusals, self.name),
-        ) as ring:
-            road = ring.unpark(kind)
-            if not isinstance(road, StagingPipeline):
-                road = self._open_road(driver, ring, kind, event_seconds)
-        if road.files is not None:
+        slot_bytes, depth = self.limits(device).max_request, self._depth()
+        kind = (self.name, depth, event_seconds)
+        register = _registrar(driver, owner, self.refusals, self.name)
+        ordinal, ring_bytes = gpu.ordinal_of(device), self.settings["ring_bytes"]
+        with ring_for(VRAM, ordinal, slot_bytes, ring_bytes, register) as ring:
+            pipeline = ring.unpark(kind)
+            if not isinstance(pipeline, StagingPipeline):
+                handles = driver.library.files(owner, event_seconds)
+                try:
+                    pipeline = StagingPipeline(
+                        self.name,
+                        ring,
+                        self._new_engine(),
+                        depth,
+                        files=handles,
+                        explain=library.explain,
+                        kind=kind,
+                    )
+                except OSError as error:
+                    why = library.explain(error.errno or 0) or str(error.strerror)
+                    raise BackendUnavailable(
+                        f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
+                    ) from error
+        if pipeline.files is not None:
             for slot, handle in self._handles.items():
-                road.files.put(slot, handle)
-        self._roads[device] = road
-        return road
-
-    def _open_road(
-        self, driver: library.Driver, ring: StagingRing, kind: object, event_seconds: float
-    ) -> StagingPipeline:
-        table = driver.library.files(gpu.device(ring.ordinal), event_seconds)
-        try:
-            return StagingPipeline(
-                self.name, ring, self._new_engine(), self._depth(), files=table,
-                explain=library.explain, kind=kind,
-            )  # fmt: skip
-        except OSError as error:
-            why = library.explain(error.errno or 0) or str(error.strerror)
-            raise BackendUnavailable(
-                f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
-            ) from error
+                pipeline.files.put(slot, handle)
+        return pipeline
 
     def prepare(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
-        device = self._device
-        if memory and isinstance(memory[0].what, Memory) and memory[0].what.device:
-            device = memory[0].what.device
-        return self._road(device).prepare(transfers, files, memory)
+        what = memory[0].what if memory else None
+        device = (what.device if isinstance(what, Memory) else "") or self._device
+        return self._pipeline(device).prepare(transfers, files, memory)
 
-    def post(self, request: StagedRequest) -> None:
-        if not self._under_way and self._driver is not None:
-            self._counted = self._driver.paths() or {}  # what others read meanwhile is theirs
-        self._under_way.add(id(request))
-        request.start()
+    def post(self, request: PumpedRequest) -> None:
+        if not self._in_flight and self._driver is not None:
+            self._counted = self._driver.paths() or {}  # others may have read in the meantime
+        self._in_flight.add(id(request))
+        super().post(request)
 
-    def yield_to_loads(self, request: StagedRequest, ahead: bool) -> None:
-        request.yield_to_loads(ahead)
+    def release(self, request: PumpedRequest) -> None:
+        self._in_flight.discard(id(request))
+        super().release(request)
 
-    def check(self, request: StagedRequest) -> Progress:
-        return request.progress()
-
-    def wait(self, request: StagedRequest, seconds: float, first: int = 0, last: int = -1) -> None:
-        request.wait(seconds, first, last)
-
-    def release(self, request: StagedRequest) -> None:
-        self._under_way.discard(id(request))
-        request.end()
-
-    def follow(self, device: str, stream: int) -> bool:
-        return self._road(device).follow(stream)
-
-    def paths(self, request: StagedRequest) -> dict[str, int]:
-        """Bytes by the road that cuFile's own counters tell of since they were last asked."""
+    def paths(self, request: PumpedRequest) -> dict[str, int]:
+        """Bytes by I/O path, according to cuFile's own counters since the last call."""
         direct, buffered, _, _ = request.native.counts()
-        total = direct + buffered
-        driver = self._driver
+        total, driver = direct + buffered, self._driver
         if driver is None:
             return {}
-        now = driver.paths()
-        if now is None:
+        counts = driver.paths()
+        if counts is None:
             return {f"{self.name}/{driver.mode}": total}
-        moved = {road: now[road] - self._counted.get(road, 0) for road in now}
-        self._counted = now
-        # Batches are not counted everywhere: then there is only what the driver said it would do.
-        parts = shares_of(total, moved) or {driver.mode: total}
-        return {f"{self.name}/{road}": part for road, part in parts.items()}
+        reads = {path: counts[path] - self._counted.get(path, 0) for path in counts}
+        self._counted = counts
+        # Some releases do not count batches: then only the mode of the driver is known.
+        parts = shares_of(total, reads) or {driver.mode: total}
+        return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 
     def close(self) -> None:
-        """Ends the threads and gives cuFile its files back. A read or a call that hangs keeps
-        both."""
+        """Ends the threads and deregisters the files. If a read or a call of cuFile hangs, both
+        stay open."""
         for table in self._tables():
             for slot in self._handles:
                 table.put(slot, 0)
-        quiet = [road.leave() for road in self._roads.values()]
-        self._roads.clear()
-        known, self._known = self._known, []
+        ended = self._close_pipelines()
+        files, self._files = self._files, []
         self._handles.clear()
-        driver = self._driver
-        if driver is not None and all(quiet) and driver.pid == os.getpid() and not driver.stuck:
-            for handle, fd in known:
+        driver, self._driver = self._driver, None
+        if driver is not None and ended and driver.pid == os.getpid() and not driver.stuck:
+            for handle, fd in files:
                 driver.deregister_file(handle)
                 os.close(fd)
-        self._driver = None
 
 
 def _registrar(
@@ -254,7 +220,7 @@ def _registrar(
         try:
             driver.register_buffer(address, nbytes, device)
         except CuFileFailure as error:
-            # cuFile then goes through bounce buffers of its own: slower, and still right.
+            # cuFile then uses bounce buffers of its own, which is slower.
             refusals[f"{name}/registered ring"] = library.explain(error.code) or str(error)
             return lambda: None
         return lambda: driver.deregister_buffer(address, device)
@@ -263,10 +229,10 @@ def _registrar(
 
 
 def own_descriptor(file: OpenFile) -> int:
-    """A descriptor for cuFile alone: it knows files by number, and one number only once.
+    """A descriptor for cuFile alone, which accepts each number only once.
 
-    For direct I/O wherever the filesystem does it: older releases take no other, newer ones would
-    read through the page cache.
+    With O_DIRECT if the filesystem allows it: older releases accept nothing else, and newer ones
+    would read through the page cache.
     """
     if file.direct_fd >= 0:
         return os.dup(file.direct_fd)
@@ -277,16 +243,12 @@ def own_descriptor(file: OpenFile) -> int:
 
 
 def shares_of(total: int, reads: dict[str, int]) -> dict[str, int]:
-    """Splits bytes over roads as their reads were counted, requests being all of a size; empty
-    where none was counted."""
-    counted = sum(count for count in reads.values() if count > 0)
-    if not counted:
-        return {}
+    """Splits bytes over I/O paths in proportion to their reads; empty if none was counted."""
     found: dict[str, int] = {}
-    left, left_reads = total, counted
-    for road, count in reads.items():
+    left, left_reads = total, sum(count for count in reads.values() if count > 0)
+    for path, count in reads.items():
         if count > 0:
-            found[road] = left * count // left_reads
-            left -= found[road]
+            found[path] = left * count // left_reads
+            left -= found[path]
             left_reads -= count
     return found

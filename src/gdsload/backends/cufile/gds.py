@@ -1,8 +1,8 @@
-"""The ``gds`` backend: cuFile's batch API, within the limits that hold in every release.
+"""The ``gds`` backend: cuFile's batch API, within limits that hold in every release.
 
-Entries are no larger than cuFile's buffer for one, because larger ones were seen to be cut short in
-silence, and no more are in flight than its smallest pool holds, because more were seen to hang.
-Whatever is larger is split by the plan.
+An entry is no larger than cuFile's buffer for one, because larger ones were seen to be truncated
+without an error. No more entries are in flight than its smallest pool holds, because more were seen
+to hang. The read plan splits larger reads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gdsload.planning.read_plan import Limits
 
 # In compatibility mode cuFile hangs inside a submission with more than its pool of 64 in flight.
 MOST_IN_FLIGHT = 64
-# The handles that the engine spreads what is in flight over (_native/cufilebatch.pyx).
+# The engine spreads entries over this many batch handles (_native/cufilebatch.pyx).
 _HANDLES = 4
-_DEFAULT_CACHE = 1 << 20  # per_buffer_cache_size_kb, where nobody changed it
+_DEFAULT_CACHE = 1 << 20  # per_buffer_cache_size_kb, by default
 
 
 class GdsBackend(CuFileBackend):
-    """Files to VRAM by batches."""
+    """Reads files into VRAM by cuFile's batches."""
 
     name: ClassVar[str] = "gds"
 
@@ -43,12 +43,14 @@ class GdsBackend(CuFileBackend):
             *super().options(),
             Option("request_bytes", 0, "bytes of one entry, at most; 0: cuFile's buffer for one"),
             Option("depth", MOST_IN_FLIGHT, "entries in flight"),
-            Option("event_seconds", EVENT_SECONDS, "after this a silent entry is taken for lost"),
+            Option(
+                "event_seconds", EVENT_SECONDS, "an entry without an answer for this long is lost"
+            ),
         )
 
     def limits(self, device: str = "cpu") -> Limits:
-        """From cuFile's own configuration, once it is open."""
-        # Some releases before 1.14 do not tell.
+        """The limits of cuFile's own configuration, once it is open."""
+        # Some releases before 1.14 do not report it.
         largest = (self._driver.limits.buffer_cache if self._driver else 0) or _DEFAULT_CACHE
         wanted = self.settings["request_bytes"] or largest
         return Limits(max_request=min(wanted, largest), depth=self._depth())

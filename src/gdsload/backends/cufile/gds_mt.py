@@ -1,7 +1,7 @@
-"""The ``gds_mt`` backend: ``cuFileRead`` from several native threads, with large requests.
+"""The ``gds_mt`` backend: ``cuFileRead`` from several native threads, with large reads.
 
-The plain way into cuFile, and the sound one: a call says how much it read and why no more. Short
-reads are continued by the pump, as on every road.
+It is the most reliable way into cuFile: a call returns how much it read, and an error code. The
+pump continues short reads, as for every backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_THREADS = 64
 
 
 class GdsMtBackend(CuFileBackend):
-    """Files to VRAM by cuFileRead."""
+    """Reads files into VRAM by cuFileRead."""
 
     name: ClassVar[str] = "gds_mt"
 
@@ -46,7 +46,8 @@ class GdsMtBackend(CuFileBackend):
         return Limits(max_request=self.settings["request_bytes"], depth=self._depth())
 
     def _depth(self) -> int:
-        # For each thread one read, one that waits for it, and one that is being copied on.
+        # For each thread one read, one that waits for it, and one that the device copies from its
+        # slot.
         return 3 * int(self.settings["threads"])
 
     def _new_engine(self) -> object:

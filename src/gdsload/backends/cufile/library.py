@@ -1,9 +1,9 @@
-"""cuFile as this process has it: found, opened once and safely, and asked what it really does.
+"""cuFile in this process: found, opened once with bounded waiting, and asked which path it uses.
 
-Compatibility mode reads through DRAM by cuFile's own means, which are slower and more fragile than
-ours: it is only used where a user allowed it by name. Whether the native way is there is asked
-three times: of the machine before anything is opened, of the driver when it is open, and of
-cuFile's own counters when bytes have moved.
+Compatibility mode copies through DRAM, slower and less reliably than the posix backend does: it is
+used only if a user allows it. Whether there is a native path is checked three times: in the
+machine's files before cuFile is opened, in the driver's properties when it is open, and in cuFile's
+own counters after reads.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any, NamedTuple
 
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import CuFile, CuFileFailure, NotSupported
-from gdsload.backends.base import Support
+from gdsload.backends.base import Support, require_own_process
 from gdsload.backends.cufile import config
 from gdsload.errors import BackendUnavailable, GdsloadError
 from gdsload.system import gpu, lifecycle, quiesce, shared_libraries
 
 NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
-ROOT = "/"  # where the machine's files are looked for
+ROOT = "/"  # the directory that stands for the machine's root
 # cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
 OPEN_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-# A file or a ring is registered in 1 ms to 0.3 s. nvidia-fs that was built for another driver, or
-# storage that does not answer, never comes back.
+# Registering a file or a ring takes 1 ms to 0.3 s. With nvidia-fs built for another driver, or with
+# storage that does not answer, it hangs for ever.
 REGISTER_SECONDS = 10.0
 EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
-_MAX_DIRECT_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
+_DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 6, 7, 9
 _ALLOW_COMPAT = 1
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
-# What a user is likely to meet. The codes are cuFile's; the rest is the hint.
+# The error codes of cuFile that a user is likely to see.
 MEANINGS = {
     5001: "nvidia-fs is not loaded, and compatibility mode was not allowed",
     5007: "GPUDirect Storage does not work on this platform",
@@ -71,16 +71,21 @@ MEANINGS = {
 }
 
 
-class Limits(NamedTuple):
-    """What cuFile was configured to take: bytes, except `batch` (entries of one batch)."""
+class BatchLimits(NamedTuple):
+    """The limits of cuFile's batches.
+
+    Attributes:
+        buffer_cache: Bytes of the buffer of one entry.
+        device_cache: Bytes of the pool of such buffers.
+        batch: Entries of one batch.
+    """
 
     buffer_cache: int
     device_cache: int
-    max_direct: int
     batch: int
 
     def complaint(self) -> str:
-        """Why batches would stall with these, empty where they would not."""
+        """Why batches would stall with these limits, or ""."""
         if not self.batch or not self.buffer_cache:
             return ""
         if self.device_cache // self.buffer_cache >= self.batch:
@@ -94,7 +99,10 @@ class Limits(NamedTuple):
 
 
 class Driver:
-    """cuFile with its driver open: which way its reads go, and within which limits."""
+    """cuFile with its driver open.
+
+    `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`.
+    """
 
     def __init__(self, library: CuFile) -> None:
         self.library = library
@@ -102,63 +110,71 @@ class Driver:
         self.version = library.version
         facts = library.properties()
         self.mode = _mode(library, facts)
-        self.limits = Limits(
-            _kilo(library.get_size(_BUFFER_CACHE_KB), facts["per_buffer_cache_kb"]),
-            _kilo(library.get_size(_DEVICE_CACHE_KB), facts["max_device_cache_kb"]),
-            _kilo(library.get_size(_MAX_DIRECT_KB), facts["max_direct_io_kb"]),
+        self.limits = BatchLimits(
+            (library.get_size(_BUFFER_CACHE_KB) or facts["per_buffer_cache_kb"]) << 10,
+            (library.get_size(_DEVICE_CACHE_KB) or facts["max_device_cache_kb"]) << 10,
             library.get_size(_BATCHSIZE) or facts["max_batch"],
         )
         self.counts = library.start_statistics()
-        self.stuck = False  # a call has not come back: others may not come back either
-        self._known = 0  # files and buffers that cuFile was told of
+        self.stuck = False  # a call hangs: others may hang too
+        self._registered = 0  # files and buffers
 
     def register_file(self, fd: int) -> int:
-        """The handle of an open file. Raises CuFileFailure, and TimeoutError: the descriptor must
-        stay open then, and cuFile is not used any more."""
-        handle: int = self._registered(self.library.register_file, fd)
-        self._known += 1
+        """Registers an open file and returns its handle.
+
+        Raises:
+            CuFileFailure: cuFile refuses the file.
+            TimeoutError: The call hangs. The descriptor must stay open, and cuFile is not used any
+                more.
+        """
+        handle: int = self._register(self.library.register_file, fd)
+        self._registered += 1
         return handle
 
     def deregister_file(self, handle: int) -> None:
-        """Gives it back. No read of it may be under way."""
+        """Deregisters a file. No read of it may be in flight."""
         self.library.deregister_file(handle)
-        self._known -= 1
+        self._registered -= 1
 
     def register_buffer(self, address: int, nbytes: int, device: Device) -> None:
-        """Makes memory of a device known. Raises CuFileFailure, and TimeoutError: the memory must
-        stay then, and cuFile is not used any more."""
-        self._registered(self.library.register_buffer, address, nbytes, device)
-        self._known += 1
+        """Registers memory of a device.
 
-    def _registered(self, register: Callable[..., Any], *what: object) -> Any:
+        Raises:
+            CuFileFailure: cuFile refuses the memory.
+            TimeoutError: The call hangs. The memory must stay, and cuFile is not used any more.
+        """
+        self._register(self.library.register_buffer, address, nbytes, device)
+        self._registered += 1
+
+    def _register(self, register: Callable[..., Any], *what: object) -> Any:
         try:
             return register(*what, REGISTER_SECONDS)
         except TimeoutError as error:
             self.stuck = True
-            self._known += 1  # cuFile may still know it, and is never closed
+            self._registered += 1  # the call may still succeed: never close cuFile
             _latch(str(error))
             raise
 
     def deregister_buffer(self, address: int, device: Device) -> None:
-        """Undoes it. Raises TimeoutError where cuFile does not answer, and keeps it."""
+        """Deregisters memory. Raises TimeoutError if a call hangs: the memory must stay."""
         if self.stuck:
-            raise TimeoutError("a call of cuFile has not come back")
-        self._known -= 1
+            raise TimeoutError("a call of cuFile hangs")
+        self._registered -= 1
         self.library.deregister_buffer(address, device)
 
     def busy(self) -> str:
-        """For `quiesce`: what uses it says so itself."""
+        """For `quiesce`: its users are holders of their own."""
         return ""
 
     def quiesce(self) -> None:
-        """Closes it; the next load opens it again. Raises GdsloadError where it cannot be."""
+        """Closes it until the next load. Raises GdsloadError if something is registered."""
         with _lock:
             if _driver != [self] or self.pid != os.getpid():
                 return
-            if self._known:
+            if self._registered:
                 raise GdsloadError(
-                    f"cuFile's driver cannot be closed: it still knows {self._known} files and"
-                    " buffers"
+                    f"cuFile's driver cannot be closed: {self._registered} files and buffers are"
+                    " registered with it"
                 )
             self._close(CLOSE_SECONDS)
 
@@ -172,32 +188,28 @@ class Driver:
             raise _latch(f"cuFileDriverClose has not come back in {seconds:g} s")
 
     def end(self) -> None:
-        """The process ends: closes it, unless something is still registered with it. libcufile
-        closes it otherwise in an exit handler of its own, when CUDA may be gone already."""
-        if self.pid == os.getpid() and not self._known:
-            with suppress(BackendUnavailable):  # nobody is left to be told
+        """Closes it at the end of the process, unless something is registered with it. Otherwise
+        libcufile closes it in an exit handler of its own, when CUDA may be closed already."""
+        if self.pid == os.getpid() and not self._registered:
+            with suppress(BackendUnavailable):  # nobody is left to handle it
                 self._close(EXIT_SECONDS)
 
     def resume(self) -> None:
         """The next load opens it."""
 
     def paths(self) -> dict[str, int] | None:
-        """Reads that cuFile has counted so far, by road; None where it does not count."""
+        """Reads that cuFile has counted so far, by path; None if it does not count."""
         gpus = self.library.statistics() if self.counts else None
         if gpus is None:
             return None
-        return {road: sum(each[road] for each in gpus) for road in ("p2p", "nvfs", "posix")}
-
-
-def _kilo(told: int | None, known: int) -> int:
-    return (told or known) << 10
+        return {path: sum(each[path] for each in gpus) for path in ("p2p", "nvfs", "posix")}
 
 
 def _mode(library: CuFile, facts: dict[str, int]) -> str:
     if facts["nvfs_major"] > 0:
         return NVFS
     version = library.version
-    # The feature bit came with 1.16; before, a kind of filesystem stood for it.
+    # The feature bit came with 1.16; before, it was a kind of filesystem.
     if version >= 1160:
         flags = library.p2p_flags(_NVME)
         p2p = facts["features"] >> _P2P_SUPPORTED & 1 and (flags is None or flags & 1)
@@ -209,7 +221,7 @@ def _mode(library: CuFile, facts: dict[str, int]) -> str:
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _library: list[CuFile] = []
 _driver: list[Driver] = []
-# Why cuFile could not be opened. Another try would open it in secret with what was set dropped.
+# Why cuFile could not be opened. A second try would open it without the parameters that were set.
 _latched: list[str] = []
 
 
@@ -227,7 +239,7 @@ lifecycle.at_exit(lifecycle.CUFILE, _end)
 
 
 def library() -> CuFile:
-    """libcufile, not opened yet. Raises BackendUnavailable where there is none."""
+    """libcufile; its driver may be closed. Raises BackendUnavailable if there is none."""
     with _lock:
         return _find()
 
@@ -248,27 +260,22 @@ def _find() -> CuFile:
                 {"cufile": f"{why} (pip install nvidia-cufile)"},
             )
     found = _library[0]
-    if found.pid != os.getpid():
-        raise BackendUnavailable(
-            "cuFile was opened before this process was forked from its parent",
-            {"cufile": "used after fork; start processes that load with 'spawn'"},
-        )
+    require_own_process(found.pid, "cufile")
     return found
 
 
 def is_open() -> bool:
-    """Whether its driver is open in this process: what that costs has been paid, then."""
+    """Whether its driver is open in this process, so that using it costs little."""
     return bool(_driver)
 
 
 def versions() -> dict[str, str]:
-    """What has a part in how fast cuFile and the GPU's driver are, as text; for comparing."""
-    try:
-        known = str(library().version)
-    except BackendUnavailable:
-        known = ""
+    """The versions that the speed of cuFile and of the GPU's driver depends on."""
+    version = ""
+    with suppress(BackendUnavailable):
+        version = str(library().version)
     return {
-        "cuFile": known,
+        "cuFile": version,
         "nvidia-fs": _text(ROOT, "proc/driver/nvidia-fs/version"),
         "driver": _text(ROOT, "sys/module/nvidia/version"),
         "CUDA": str(gpu.cuda().version),
@@ -276,9 +283,10 @@ def versions() -> dict[str, str]:
 
 
 def native_path(root: str = "") -> tuple[str, str]:
-    """(which native way this machine seems to have, ""), or ("", why it has none).
+    """The native path that the machine's files promise, without opening cuFile.
 
-    Looked for in files, without opening anything.
+    Returns:
+        (`NVFS` or `P2P`, ""), or ("", the reason why there is none).
     """
     root = root or ROOT
     version = _text(root, "proc/driver/nvidia-fs/version")
@@ -293,24 +301,28 @@ def native_path(root: str = "") -> tuple[str, str]:
 
 
 def obstacle(root: str = "") -> str:
-    """Why opening cuFile here would hang or fail; empty where nothing speaks against it."""
+    """Why opening cuFile here would hang or fail, or ""."""
     try:
         with open(os.path.join(root or ROOT, "proc/modules")):
             pass
     except OSError as error:
-        # cuFileDriverOpen would look for it for ever, at 100 % of a processor.
-        return f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without"
+        # cuFileDriverOpen would look for it for ever, at full processor load.
+        return (
+            f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without it"
+        )
     if not os.path.isdir(os.path.join(root or ROOT, "run/udev")):
         return "there is no /run/udev, where cuFile looks up which device a file is on"
     return ""
 
 
 def support(device: str, allow_compat: bool) -> Support:
-    """Whether cuFile can read to a device here: found out without opening it."""
+    """Whether cuFile can read into a device here, without opening it."""
     try:
         found = library()
     except BackendUnavailable as error:
-        hint = "" if _library else "pip install nvidia-cufile"  # or it is there, and the parent's
+        hint = (
+            "" if _library else "pip install nvidia-cufile"
+        )  # or it is there, but was opened by the parent
         return Support(False, (str(error),), hint)
     if why := gpu.why_not(device):
         return Support(False, (why,))
@@ -321,8 +333,8 @@ def support(device: str, allow_compat: bool) -> Support:
     if why := obstacle():
         hint = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
         return Support(False, (why,), hint)
-    way, why = native_path()
-    if way or allow_compat:
+    mode, why = native_path()
+    if mode or allow_compat:
         return Support(True, (why,) if why else ())
     return Support(
         False,
@@ -342,13 +354,12 @@ def _fits(mode: str, allow_compat: bool) -> Support:
 
 
 def opened(device: str, allow_compat: bool) -> Driver:
-    """cuFile's driver, opened with the first call. Raises BackendUnavailable with the reason.
+    """cuFile's driver, opened by the first call. A failure is final in this process.
 
-    What failed once is not tried again in this process.
+    Raises:
+        BackendUnavailable: cuFile cannot be used.
     """
-    answer = support(device, allow_compat)
-    if not answer.usable:
-        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+    _require(support(device, allow_compat))
     with _lock:
         if not _driver:
             if _latched:
@@ -356,27 +367,30 @@ def opened(device: str, allow_compat: bool) -> Driver:
             _driver.append(_open(_find(), device, allow_compat))
             quiesce.register(_driver[0], quiesce.DRIVER)
         found = _driver[0]
-    answer = _fits(found.mode, allow_compat)
-    if not answer.usable:
-        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+    _require(_fits(found.mode, allow_compat))
     return found
 
 
+def _require(answer: Support) -> None:
+    if not answer.usable:
+        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+
+
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
-    with suppress(CuFileFailure, NotSupported):  # before 1.14: found out when it is open
+    with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
         found.set_bool(_ALLOW_COMPAT, allow_compat)
     settings = config.settings(ROOT)
     try:
         with config.log_elsewhere(settings):
             owner = gpu.device(gpu.ordinal_of(device))
-            with _standard_input_kept():
+            with _protected_stdin():
                 found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
-        raise _latch(f"{error}: it is left to itself") from error
+        raise _latch(f"{error}: the call is abandoned") from error
     except CuFileFailure as error:
         why = explain(error.code) or str(error)
-        if error.code < 0 and settings.source:  # it could not make sense of them
-            which = settings.fault or "its words on stderr say which of them is wrong"
+        if error.code < 0 and settings.source:  # it did not understand them
+            which = settings.fault or "its messages on stderr say which of them is wrong"
             why = f"it does not take its settings ({settings.source}): {which}"
         raise _latch(f"cuFile does not open: {why}") from error
     try:
@@ -384,7 +398,7 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     except CuFileFailure as error:
         _close_again(found)
         why = explain(error.code) or str(error)
-        raise _latch(f"cuFile opens, and does not say which way it has: {why}") from error
+        raise _latch(f"cuFile opens, but does not say which path it has: {why}") from error
     if driver.mode == COMPAT and not allow_compat:
         _close_again(found)
         raise _latch("cuFile opened in compatibility mode only: it has no native path here")
@@ -392,9 +406,9 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
 
 
 @contextmanager
-def _standard_input_kept() -> Iterator[None]:
-    """cuFileDriverOpen closes descriptor 0 where nvidia-fs is loaded and /dev/nvidia-fs* is not
-    there. The next file that anybody opened would become the standard input."""
+def _protected_stdin() -> Iterator[None]:
+    """Restores descriptor 0, which cuFileDriverOpen closes if nvidia-fs is loaded but
+    /dev/nvidia-fs* is missing. The next file to be opened would become the standard input."""
     try:
         spare = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
     except OSError:  # it is closed already
@@ -405,16 +419,16 @@ def _standard_input_kept() -> Iterator[None]:
         yield
     finally:
         try:
-            kept = os.path.samestat(os.fstat(0), os.fstat(spare))
+            closed = not os.path.samestat(os.fstat(0), os.fstat(spare))
         except OSError:
-            kept = False
-        if not kept:
+            closed = True
+        if closed:
             os.dup2(spare, 0, inheritable=inherited)
         os.close(spare)
 
 
 def _close_again(found: CuFile) -> None:
-    # It is latched anyway: what closing it has to say changes nothing.
+    # The failure is final anyway: an error of closing changes nothing.
     with suppress(CuFileFailure):
         found.close_driver(CLOSE_SECONDS)
 
@@ -425,7 +439,7 @@ def _latch(why: str) -> BackendUnavailable:
 
 
 def explain(code: int) -> str:
-    """One of cuFile's codes in words; empty for an errno."""
+    """The meaning of an error code of cuFile, "" for an errno."""
     if code < 5000:
         return ""
     return f"cuFile error {code}: {MEANINGS.get(code, 'see cufile.h')}"

@@ -1,56 +1,58 @@
-"""The ``posix`` backend: files to DRAM through the kernel, by one of four engines.
+"""The ``posix`` backend: reads through the kernel, by one of four engines.
 
-An engine that does not work (see `engines`) ends in the next one, and in a reason that the report
-shows.
+Reads into DRAM go to the memory itself or through bounce buffers, reads into VRAM through a pinned
+staging ring. If an engine does not work here (see `engines`), the next one is used and the report
+says why.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload._native.pump import Pump
-from gdsload._native.request import Request
 from gdsload.backends.base import (
     DRAM,
     VRAM,
-    Backend,
     Memory,
     OpenFile,
     Option,
-    Progress,
     Registration,
+    Registrations,
     Support,
+    require_own_process,
 )
 from gdsload.backends.posix import bounce_buffers, engines
-from gdsload.backends.posix.engines import ENGINES, try_engine, unopened
-from gdsload.backends.pump_request import PumpedRequest, file_table
+from gdsload.backends.posix.engines import ENGINES, first_working, try_engine, unopened
+from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.host_buffers import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
+if TYPE_CHECKING:
+    from gdsload.backends.staging import StagingPipeline
+
 # 4 MiB, 16 in flight: the smallest that reached the disk's rate in benchmarks/engines.py.
 REQUEST_BYTES = 4 << 20
 DEPTH = 16
-# Staging ring in DRAM (gdsload.memory.staging_ring): room for the requests of two loads side by
-# side, 2 * DEPTH each. The first load of a process waits until all of it is pinned.
+# Staging ring in DRAM: room for the reads of two loads at the same time, 2 * DEPTH each. The first
+# load of a process waits until all of it is pinned.
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
-# The kernel takes no larger buffer, and takes them when the ring is made.
+# The largest buffer that io_uring registers.
 LARGEST_BUFFER_BYTES = 1 << 30
-# How long a release, and then a close, waits for reads that cannot be called back before it leaves
-# them, with the memory they point into, to the pump. Ctrl-C takes both, and shall take half a
-# second at most.
+# How long a release, and then a close, waits for reads that cannot be cancelled. After that the
+# pump keeps them, and the memory they write to. Ctrl-C waits for both, half a second at most.
 DRAIN_SECONDS = 0.15
-# The longest read that the kernel does not cut, and more in flight than any disk asks for.
+# The longest read that the kernel does not shorten, and more reads in flight than any disk needs.
 MOST_REQUEST_BYTES = 1 << 30
 MOST_DEPTH = 4096
 
 
-class PosixBackend(Backend):
-    """Reads files into DRAM, and into VRAM through a pinned staging ring."""
+class PosixBackend(PumpBackend):
+    """Reads files into DRAM and, through a pinned staging ring, into VRAM."""
 
     name: ClassVar[str] = "posix"
     memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM, VRAM})
@@ -69,13 +71,19 @@ class PosixBackend(Backend):
             raise ValueError(
                 f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
             )
-        self._bounced: bounce_buffers.BounceBuffers | None = None
-        self.refusals: dict[str, str] = {}
-        self.engine = self._choose_engine(self.settings["engine"])
+        self._bounce: bounce_buffers.BounceBuffers | None = None
         self._pump: Pump | None = None
-        self._buffers: list[tuple[int, int]] = []
-        self._slots = 0  # numbers for descriptors, never used twice
-        self._device_roads: dict[str, Any] = {}
+        self._buffers: list[tuple[int, int]] = []  # to register with the engine
+        wanted = self.settings["engine"]
+        if wanted == "auto":
+            self.engine = self._first_engine(ENGINES)
+        elif (answer := try_engine(wanted)).usable:
+            self.engine = wanted
+        else:
+            raise BackendUnavailable(
+                f"engine {wanted!r} of backend 'posix' cannot work here: {answer}",
+                {f"posix/{wanted}": str(answer)},
+            )
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -94,92 +102,72 @@ class PosixBackend(Backend):
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
-        """Whether one engine works: asked in order, up to the first that does."""
+        """Whether one of the engines works."""
         if device.partition(":")[0] != "cpu":
-            from gdsload.backends.posix import (
-                device as device_module,  # not before a device is asked for
-            )
+            from gdsload.backends.posix import device as device_module  # imports CUDA
 
             if why := device_module.why_not(device):
                 return Support(False, (why,))
-        reasons: list[str] = []
-        for engine in ENGINES:
-            answer = try_engine(engine)
-            if answer.usable:
-                return Support(True, tuple(reasons))
-            reasons.append(f"engine {engine}: {answer}")
-        return Support(False, tuple(reasons))
+        refusals: dict[str, str] = {}
+        engine = first_working(ENGINES, refusals)
+        reasons = [f"engine {name.partition('/')[2]}: {why}" for name, why in refusals.items()]
+        return Support(bool(engine), tuple(reasons))
 
-    def _choose_engine(self, wanted: str) -> str:
-        if wanted != "auto":
-            answer = try_engine(wanted)
-            if not answer.usable:
-                raise BackendUnavailable(
-                    f"engine {wanted!r} of backend 'posix' cannot work here: {answer}",
-                    {f"posix/{wanted}": str(answer)},
-                )
-            return wanted
-        return self._first_engine(ENGINES)
-
-    def _first_engine(self, engines: Sequence[str]) -> str:
-        for engine in engines:
-            answer = try_engine(engine)
-            if answer.usable:
-                return engine
-            self.refusals[f"posix/{engine}"] = str(answer)
-        raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
+    def _first_engine(self, names: Sequence[str]) -> str:
+        engine = first_working(names, self.refusals)
+        if not engine:
+            raise BackendUnavailable("no engine of backend 'posix' works here", self.refusals)
+        return engine
 
     def limits(self, device: str = "cpu") -> Limits:
         return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
-            self._slots += 2
-            return Registration(what, (self._slots - 2, self._slots - 1))
+            return Registration(what, self._new_slots())
         if what.kind == VRAM:
             return Registration(what, -1)
         if what.kind != DRAM:
             raise BackendUnavailable(f"backend 'posix' does not reach {what.kind}")
         fixed = self.settings["fixed_buffers"]
         wanted = fixed == "always" or (fixed == "auto" and what.reused)
-        # Registering pins all of it at once, which only pays for memory that many reads go to.
+        # Registering pins the whole memory, which pays off only if many reads write to it. An
+        # engine takes buffers only when it is opened.
         if not wanted or what.length > LARGEST_BUFFER_BYTES or self._pump is not None:
             return Registration(what, -1)
         self._buffers.append((what.address, what.length))
         return Registration(what, len(self._buffers) - 1)
 
     def deregister(self, registration: Registration) -> None:
-        """Slots and buffers go with the engine: closing it gives all of them back."""
+        """Nothing to do: slots and buffers are released when the engine is closed."""
 
     @property
     def pump(self) -> Pump:
-        if self._pump is not None and self._pump.pid != os.getpid():
-            raise BackendUnavailable(
-                "this backend was opened before a fork: its threads stayed in the parent",
-                {"posix": "used after fork; open a new one in the child"},
-            )
+        """The pump of loads to DRAM, opened when it is first used."""
         if self._pump is None:
             self._pump = self._open_pump()
+        require_own_process(self._pump.pid, "posix")
         return self._pump
 
     def _open_pump(self) -> Pump:
-        """What worked when it was tried may be used up now: then the next engine, in ``auto``."""
+        """An engine that worked in the probe may lack something now; `auto` then tries the next."""
         while True:
             engine = engines.engine_module(self.engine).engine()
-            way = bounce_buffers.BounceBuffers(engine, self.settings)
+            bounce = bounce_buffers.BounceBuffers(engine, self.settings)
             try:
-                pump = Pump(way.engine, self.settings["depth"], way.buffers + self._buffers)
-                self._bounced = way
-                return pump
+                pump = Pump(bounce.engine, self.settings["depth"], bounce.buffers + self._buffers)
             except OSError as error:
                 refusal = unopened(self.engine, error)
+            else:
+                self._bounce = bounce
+                return pump
             self.refusals[f"posix/{self.engine}"] = str(refusal)
-            left = ENGINES[ENGINES.index(self.engine) + 1 :]
-            if self.settings["engine"] != "auto" or not left:
+            others = ENGINES[ENGINES.index(self.engine) + 1 :]
+            if self.settings["engine"] != "auto" or not others:
                 raise BackendUnavailable(
                     f"backend 'posix' cannot be opened: {refusal}", self.refusals
                 )
-            self.engine = self._first_engine(left)
+            self.engine = self._first_engine(others)
 
     @property
     def fixed_buffers(self) -> bool:
@@ -187,57 +175,33 @@ class PosixBackend(Backend):
         return self._pump is not None and self._pump.fixed_buffers
 
     def prepare(
-        self,
-        transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
-    ) -> Any:
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
+    ) -> PumpedRequest:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
-            return self._device_road(memory[0].what.device).prepare(transfers, files, memory)
+            return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
         pump = self.pump
-        # Before its threads make memory ready, which whoever maps memory has to wait for.
-        if self._bounced is not None:
-            self._bounced.arm(transfers, files)
+        # Before threads populate the memory of the request: mapping more has to wait for them.
+        if self._bounce is not None:
+            self._bounce.arm(transfers, files)
         return PosixRequest(pump, self.settings, transfers, files, memory)
 
-    def _device_road(self, device: str) -> Any:
-        from gdsload.backends.posix import device as device_module
+    def _open_pipeline(self, device: str) -> StagingPipeline:
+        from gdsload.backends.posix import device as device_module  # imports CUDA
 
-        if device not in self._device_roads:
-            if self.engine == "linuxaio" and self.settings["engine"] == "auto" and not self._pump:
-                # It copies what is in the page cache one read after the other; a device takes
-                # several times as much. From storage threads are as quick.
-                self.engine = self._first_engine(("threads", "linuxaio"))
-            capsule = engines.engine_module(self.engine).engine()
-            self._device_roads[device] = device_module.open_road(
-                device, self.engine, capsule, self.settings, self.refusals
-            )
-        return self._device_roads[device]
+        if self.engine == "linuxaio" and self.settings["engine"] == "auto" and not self._pump:
+            # It copies from the page cache one read after the other; a device takes several
+            # times as much. From storage, threads are as fast.
+            self.engine = self._first_engine(("threads", "linuxaio"))
+        capsule = engines.engine_module(self.engine).engine()
+        return device_module.open_pipeline(
+            device, self.engine, capsule, self.settings, self.refusals
+        )
 
-    def post(self, request: Any) -> None:
-        request.start()
-
-    def check(self, request: Any) -> Progress:
-        progress: Progress = request.progress()
-        return progress
-
-    def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
-        request.wait(seconds, first, last)
-
-    def release(self, request: Any) -> None:
-        request.end()
-
-    def yield_to_loads(self, request: Any, ahead: bool) -> None:
-        request.yield_to_loads(ahead)
-
-    def follow(self, device: str, stream: int) -> bool:
-        return bool(self._device_road(device).follow(stream))
-
-    def paths(self, request: Any) -> dict[str, int]:
+    def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
         through = 0
-        if isinstance(request, PosixRequest) and self._bounced is not None:
-            through = self._bounced.news(direct)
+        if isinstance(request, PosixRequest) and self._bounce is not None:
+            through = self._bounce.news(direct)
         found = {
             f"posix/{self.engine}/direct": direct - through,
             f"posix/{self.engine}/buffered": buffered,
@@ -245,54 +209,42 @@ class PosixBackend(Backend):
         return {**found, f"posix/{self.engine}/direct bounced": through} if through else found
 
     def close(self) -> None:
-        while self._device_roads:
-            self._device_roads.popitem()[1].leave()
-        ended = True
+        self._close_pipelines()
         if self._pump is not None:
             ended = self._pump.close(DRAIN_SECONDS)
             self._pump = None
             self._buffers.clear()
-        if self._bounced is not None:
-            self._bounced.close(ended)
-            self._bounced = None
+            if self._bounce is not None:
+                self._bounce.close(ended)
+                self._bounce = None
 
 
 class PosixRequest(PumpedRequest):
-    """Transfers bound to a pump, and the threads that make their memory ready."""
+    """A list of transfers to DRAM, and the threads that populate the memory for it."""
+
+    populator: Populator | None = None
 
     def __init__(
         self,
         pump: Pump,
         settings: dict[str, Any],
         transfers: Sequence[Transfer],
-        files: Sequence[Registration],
-        memory: Sequence[Registration],
+        files: Registrations,
+        memory: Registrations,
     ) -> None:
-        self.populator: Populator | None = None
-        table, direct, buffered = file_table(files)
-        handles = [getattr(entry.what, "region", None) for entry in memory]
-        regions = [None if region is None else region.handle() for region in handles]
-        bases = [entry.what.address for entry in memory if isinstance(entry.what, Memory)]
-        ops = []
-        for transfer in transfers:
-            lanes = direct if transfer.io_mode == "direct" else buffered
-            target = transfer.target
-            ops.append(
-                (
-                    lanes[transfer.shard],
-                    transfer.offset,
-                    transfer.length,
-                    transfer.wanted,
-                    bases[target] + transfer.target_offset,
-                    regions[target],
-                    memory[target].handle,
-                )
-            )
+        spaces = [entry.what for entry in memory if isinstance(entry.what, Memory)]
         if settings["populate_threads"] > 0:
             self.populator = populator_for(
-                transfers, handles, settings["populate_threads"], settings["huge_pages"] != "never"
+                transfers,
+                [space.region for space in spaces],
+                settings["populate_threads"],
+                settings["huge_pages"] != "never",
             )
-        super().__init__("posix", Request(pump, table, ops, self.populator))
+        targets = [
+            (space.address, None if space.region is None else space.region.handle(), entry.handle)
+            for space, entry in zip(spaces, memory, strict=True)
+        ]
+        super().__init__("posix", pump, transfers, files, targets)
 
     def yield_to_loads(self, ahead: bool) -> None:
         super().yield_to_loads(ahead)
@@ -300,7 +252,6 @@ class PosixRequest(PumpedRequest):
             self.populator.gentle = _spare_threads() if ahead else 0
 
     def end(self) -> None:
-        """After this nothing is written to its memory any more, or it is kept."""
         self.native.cancel()
         self.native.quiet(DRAIN_SECONDS)
         if self.populator is not None:
@@ -308,15 +259,17 @@ class PosixRequest(PumpedRequest):
 
 
 def _spare_threads() -> int:
-    """Threads that make memory ready while nobody waits: a core is left to whoever works there."""
+    """Threads that populate memory for a prefetch: one core stays free for other work."""
     return max(1, min(POPULATE_THREADS, len(os.sched_getaffinity(0)) - 1))
 
 
 def populator_for(
     transfers: Sequence[Transfer], regions: Sequence[Any], threads: int, huge: bool
 ) -> Populator | None:
-    """Threads that make the memory of these transfers ready, in their order; None for too little
-    to be worth a thread, memory that is ready, or that is no mapping of the library's."""
+    """Threads that populate the memory of these transfers, in their order.
+
+    None if there is too little to be worth a thread, or if the library did not map the memory.
+    """
     parts: list[tuple[object, int, int]] = []
     last, reach, total = -1, 0, 0
     for transfer in transfers:

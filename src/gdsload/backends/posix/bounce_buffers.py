@@ -1,122 +1,109 @@
-"""Direct reads into host memory through a few huge pages, where that is faster than in place: when
-it is tried, with how much memory, and what is kept of the answer. The reads are `_native.bounce`'s.
+"""Bounce buffers: direct reads into host memory through a few huge pages, where that is faster.
 
-On a virtual disk that is twice as fast (docs/benchmarks.md): its host maps each page of a read
-apart. It is asked for each mount, on the first large load from it, and kept like the roads to GPUs.
+On a virtual disk it is twice as fast (docs/benchmarks.md), because the host of the machine maps
+each page of a read separately. The first large load from a mount measures both ways, and the tuning
+cache stores the faster. This module decides when to measure, and takes the memory. Not responsible
+for the reads: see `_native.bounce`.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdsload._native.bounce import Bounce
 from gdsload._native.memory import Region
-from gdsload.backends.base import OpenFile, Registration
+from gdsload.backends.base import OpenFile, Registration, Registrations
 from gdsload.planning.read_plan import Transfer
 from gdsload.system.mountinfo import mount_of
-from gdsload.version import __version__
 
 CHOICES = ("auto", "always", "never")
-# Of one request each: while one is emptied, the others are read to.
+# Each has room for one read: the engine reads to some while others are copied from.
 SLOTS = 4
-# Larger requests are read in place: what a load needs beside its tensors stays small.
+# Larger reads go directly to their memory: a load must not need much memory besides its tensors.
 MOST_SLOT_BYTES = 16 << 20
-# Four stretches are measured, two are not: what is smaller has come before anything is known.
+# A smaller load would end before both ways are measured.
 LEAST_BYTES = 384 << 20
-# What an earlier load has found is worth the memory from here on.
+# With a cached choice, the memory is worth it from this size on.
 LEAST_KNOWN_BYTES = 64 << 20
-DEVICE = "cpu"
 WAYS = ("in place", "bounced")
-# A copy costs the processor: reads through slots have to be so much faster.
+# A copy costs processor time: reads through slots must be faster by this factor.
 WORTH_RATIO = 1.1
 
 
 class BounceBuffers:
-    """The way of one pump's direct reads, and what was measured of it."""
+    """The bounce buffers of one pump, and the rates that were measured with and without them."""
 
     def __init__(self, engine: object, settings: Mapping[str, Any]) -> None:
         """`engine` is the capsule of the engine that reads."""
-        self._choice = settings["bounce"]
+        self._always = settings["bounce"] == "always"
         self._slot_bytes = settings["request_bytes"]
-        self._told = self._asked = 0
+        self._reported_bytes = self._direct_bytes = 0
         self._mount: str | None = None
-        self._known = -1
-        wanted = self._choice != "never" and self._slot_bytes <= MOST_SLOT_BYTES
+        self._cached = -1  # the cached choice, as its position in WAYS
+        wanted = settings["bounce"] != "never" and self._slot_bytes <= MOST_SLOT_BYTES
         self._bounce = Bounce(engine) if wanted else None
         self.engine = engine if self._bounce is None else self._bounce.capsule()
         self.buffers = [] if self._bounce is None else self._bounce.buffers()
 
-    def arm(self, transfers: Sequence[Transfer], files: Sequence[Registration]) -> None:
-        """Takes the memory for it, where these transfers and those before them are enough."""
-        bounce = self._bounce
+    def arm(self, transfers: Sequence[Transfer], files: Registrations) -> None:
+        """Takes the memory, if these transfers and those before them are large enough."""
+        bounce, bounced = self._bounce, WAYS.index("bounced")
         if bounce is None or bounce.armed or not transfers:
             return
-        only = WAYS.index("bounced") if self._choice == "always" else -1
-        if only < 0:
-            self._asked += sum(t.length for t in transfers if t.io_mode == "direct")
-            if self._asked < LEAST_KNOWN_BYTES:
+        if not self._always:
+            self._direct_bytes += sum(t.length for t in transfers if t.io_mode == "direct")
+            if self._direct_bytes < LEAST_KNOWN_BYTES:
                 return
             if self._mount is None:
-                self._ask(files[transfers[0].shard])
-            if self._asked < LEAST_BYTES and self._known != WAYS.index("bounced"):
+                self._mount, self._cached = _cached_choice(files[transfers[0].shard])
+            if self._direct_bytes < LEAST_BYTES and self._cached != bounced:
                 return
         try:
             region = Region.anonymous(SLOTS * self._slot_bytes)
         except MemoryError:
-            return  # reads in place need none
-        bounce.arm(region.handle(), self._slot_bytes, SLOTS, self._known, only)
-
-    def _ask(self, registration: Registration) -> None:
-        """What is kept of the storage that this file is on."""
-        from gdsload.backends import tuning_cache  # small loads need none
-
-        self._mount = ""
-        if isinstance(registration.what, OpenFile):
-            mount = mount_of(registration.what.path)
-            self._mount = mount.key if mount is not None else ""
-        kept = tuning_cache.verdict_on(self._mount, DEVICE, versions()) if self._mount else None
-        if kept is not None and kept.choice in WAYS:
-            self._known = WAYS.index(kept.choice)
+            return  # reads go directly to their memory
+        only = bounced if self._always else -1
+        bounce.arm(region.handle(), self._slot_bytes, SLOTS, self._cached, only)
 
     def news(self, most: int) -> int:
-        """Bytes that went through the huge pages since it was last asked, `most` at most."""
+        """Bytes that went through bounce buffers since the last call, `most` at most."""
         if self._bounce is None:
             return 0
-        found = min(self._bounce.copied_bytes - self._told, most)
-        self._told += found
+        found = min(self._bounce.copied_bytes - self._reported_bytes, most)
+        self._reported_bytes += found
         return found
 
     def close(self, ended: bool) -> None:
-        """Keeps what was measured, where that is another answer than before. `ended`: the pump's
-        thread has; while it reads on, its figures change."""
+        """Stores the choice, if it is another one than before. `ended`: the thread of the pump has
+        ended; otherwise its figures still change."""
         if self._bounce is None or not self._mount or not ended:
             return
         rates = dict(zip(WAYS, map(float, self._bounce.rates()), strict=True))
         best = faster(rates)
-        if not best or WAYS.index(best) == self._known:
-            return
-        from gdsload.backends import tuning_cache
+        if best and WAYS.index(best) != self._cached:
+            from gdsload.backends.tuning_cache import DRAM_DEVICE, TunedChoice, store, versions
 
-        # A load is no worse for a place where nothing can be kept.
-        tuning_cache.keep(
-            tuning_cache.TunedChoice(self._mount, DEVICE, best, rates, versions(), time.time())
-        )
+            store(TunedChoice(self._mount, DRAM_DEVICE, best, rates, versions(DRAM_DEVICE)))
+
+
+def _cached_choice(file: Registration) -> tuple[str, int]:
+    """The mount of a file, "" if unknown, and the cached choice for it, -1 if there is none."""
+    from gdsload.backends.tuning_cache import DRAM_DEVICE, find, versions  # for large loads only
+
+    mount = mount_of(file.what.path) if isinstance(file.what, OpenFile) else None
+    if mount is None:
+        return "", -1
+    cached = find(mount.key, DRAM_DEVICE, versions(DRAM_DEVICE))
+    choice = cached.choice if cached is not None else ""
+    return mount.key, WAYS.index(choice) if choice in WAYS else -1
 
 
 def faster(rates: Mapping[str, float]) -> str:
-    """The way that these rates speak for; empty where one was not measured, or where bounce buffers
-    are faster by less than their copy is worth."""
-    in_place, through = (rates[way] for way in WAYS)
-    if not in_place or not through:
+    """The faster way; "" if one was not measured, or if bounce buffers gain less than they cost."""
+    direct, bounced = (rates[way] for way in WAYS)
+    if not direct or not bounced:
         return ""
-    if through > WORTH_RATIO * in_place:
+    if bounced > WORTH_RATIO * direct:
         return "bounced"
-    return "in place" if in_place >= through else ""
-
-
-def versions() -> dict[str, str]:
-    """Everything that has a part in what is measured."""
-    return {"gdsload": __version__, "kernel": os.uname().release}
+    return "in place" if direct >= bounced else ""

@@ -1,6 +1,5 @@
-"""Files to VRAM without cuFile: the posix engines read into a pinned ring, copies carry it on.
-
-What `gdsload.backends.posix` needs for a device, kept apart so that loads to DRAM never touch CUDA.
+"""Reads of the posix backend into VRAM: an engine reads into a pinned staging ring, and the device
+copies from there. A module of its own, so that loads to DRAM never import CUDA.
 """
 
 from __future__ import annotations
@@ -13,40 +12,46 @@ from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu
 
-# Engines that know a file by its descriptor alone, so that they can be used again for others.
-_LASTING = frozenset({"uring", "linuxaio", "threads"})
+# Engines that know a file by its descriptor alone, so that another load can use their pipeline.
+_REUSABLE = frozenset({"uring", "linuxaio", "threads"})
 
 
 def why_not(device: str) -> str:
-    """Why this road does not lead to a device; empty where it does."""
+    """Why the backend cannot read into this device, or ""."""
     if device.partition(":")[0] != "cuda":
         return f"it reaches DRAM and CUDA devices, not {device}"
     return gpu.why_not(device)
 
 
-def open_road(
+def open_pipeline(
     device: str, engine: str, capsule: object, settings: Mapping[str, Any], notes: dict[str, str]
 ) -> StagingPipeline:
-    """A road to a device by an engine of the posix backend; what it has to do without goes into
-    `notes`.
+    """A pipeline to a device.
 
-    Raises BackendUnavailable where the engine does not open, PlacementError without room for the
-    ring.
+    Args:
+        device: The device, such as "cuda:0".
+        engine: The name of the engine.
+        capsule: The engine.
+        settings: The settings of the posix backend.
+        notes: Gets an entry for each limitation.
+
+    Raises:
+        BackendUnavailable: The engine does not open.
+        PlacementError: There is no room for the ring.
     """
     fixed = settings["fixed_buffers"] != "never"
-    kind = ("posix", engine, settings["depth"], fixed) if engine in _LASTING else None
+    kind = ("posix", engine, settings["depth"], fixed) if engine in _REUSABLE else None
     slot_bytes, ring_bytes = settings["request_bytes"], settings["ring_bytes"]
+    # Twice the depth: the device copies from half of the slots while the others are read to.
+    depth = 2 * settings["depth"]
     with ring_for(DRAM, gpu.ordinal_of(device), slot_bytes, ring_bytes) as ring:
         if ring.notes:
             notes["posix/ring"] = "; ".join(ring.notes)
-        waiting = ring.unpark(kind)
-        if isinstance(waiting, StagingPipeline):
-            return waiting
+        parked = ring.unpark(kind)
+        if isinstance(parked, StagingPipeline):
+            return parked
         try:
-            # Twice the depth: half of the slots are being copied from while others are read to.
-            return StagingPipeline(
-                "posix", ring, capsule, 2 * settings["depth"], register=fixed, kind=kind
-            )  # fmt: skip
+            return StagingPipeline("posix", ring, capsule, depth, register=fixed, kind=kind)
         except OSError as error:
             why = str(error.strerror)
             raise BackendUnavailable(

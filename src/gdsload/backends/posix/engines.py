@@ -1,8 +1,8 @@
-"""The engines of the ``posix`` backend: which there are, and which work here.
+"""The engines of the ``posix`` backend, and which of them work here.
 
-Each is tried before it is used, with one real read: a kernel that blocks io_uring, a machine out of
-AIO contexts and a build without liburing all end in an answer with the reason and the hint. What
-the engines do is in `_native`.
+Each engine is tried with one real read before it is used. If the kernel blocks io_uring, the
+machine has no AIO contexts left or the build lacks liburing, the answer has the reason and a hint.
+Not responsible for what the engines do: see `_native`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from gdsload._native.memory import Region
@@ -31,51 +32,61 @@ def engine_module(engine: str) -> Any:
 
 
 _tried: dict[tuple[str, int], Support] = {}
-# Refusals that are the same for as long as the process lives. ETIMEDOUT: a trial read that does not
-# come back is waited for once.
-_LASTING = (
-    errno.EPERM,
-    errno.EACCES,
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.ETIMEDOUT,
+# Refusals that last as long as the process. ETIMEDOUT: a trial read that hangs is tried only once.
+_PERMANENT = frozenset(
+    {errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETIMEDOUT}
 )
+_HINTS = {
+    errno.EPERM: "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup, or set it"
+    " to 0",
+    errno.ENOSYS: "this kernel, or its sandbox, does not have it",
+    errno.EAGAIN: "raise fs.aio-max-nr",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENOMEM: "raise the limit on locked memory (ulimit -l)",
+}
+
+
+def first_working(names: Sequence[str], refusals: dict[str, str]) -> str:
+    """The first of these engines that works, or "". The reasons of those before it go into
+    `refusals`, by "posix/engine"."""
+    for name in names:
+        answer = try_engine(name)
+        if answer.usable:
+            return name
+        refusals[f"posix/{name}"] = str(answer)
+    return ""
 
 
 def try_engine(engine: str) -> Support:
     """Whether an engine works in this process: opened, and one byte read.
 
-    An engine that works, or that the system forbids, is remembered. Any other failure may pass:
-    something is used up, and there again the next time.
+    The answer is cached per process if it cannot change: the engine works, or the system forbids
+    it. Any other failure may be temporary, such as a lack of descriptors.
     """
     key = (engine, os.getpid())
     if key in _tried:
         return _tried[key]
     answer, code = _try_engine(engine)
-    if code == 0 or code in _LASTING:
+    if code == 0 or code in _PERMANENT:
         _tried[key] = answer
     return answer
 
 
 def _try_engine(engine: str) -> tuple[Support, int]:
-    """The answer, and the errno of a refusal of the system's."""
+    """The answer, and the errno of the refusal or 0."""
     if engine not in _MODULES:
         return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",)), 0
     try:
         module = engine_module(engine)
     except ImportError:
-        return (
-            Support(
-                False,
-                ("this build has no io_uring: liburing's headers were missing",),
-                "install liburing-dev and build again" if engine == "uring" else "build again",
-            ),
-            0,
-        )
+        why = "this build has no io_uring: liburing's headers were missing"
+        return Support(False, (why,), "install liburing-dev and build again"), 0
     try:
-        fd = os.open(_readable_file(), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:  # which says nothing of the engine
+        # A small file that surely exists and is in the page cache: this module, or the interpreter.
+        file = __file__ if os.path.isfile(__file__) else sys.executable
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:  # not the engine's fault
         return unopened(engine, error), errno.EIO
     try:
         return _read_one_byte(engine, module, fd)
@@ -109,24 +120,6 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
 
 
 def unopened(engine: str, error: OSError) -> Support:
-    """The answer of an engine that did not open."""
-    return Support(False, (f"{engine} cannot be opened: {error.strerror}",), _mend(error))
-
-
-def _readable_file() -> str:
-    """A small regular file that is surely there and warm: this module, or the interpreter."""
-    return __file__ if os.path.isfile(__file__) else sys.executable
-
-
-def _mend(error: OSError) -> str:
-    if error.errno == errno.EPERM:
-        return "seccomp or kernel.io_uring_disabled blocks it: allow io_uring_setup, or set it to 0"
-    if error.errno == errno.ENOSYS:
-        return "this kernel, or its sandbox, does not have it"
-    if error.errno == errno.EAGAIN:
-        return "raise fs.aio-max-nr"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "raise the limit on open files (ulimit -n)"
-    if error.errno == errno.ENOMEM:
-        return "raise the limit on locked memory (ulimit -l)"
-    return ""
+    """The answer for an engine that did not open."""
+    why = f"{engine} cannot be opened: {error.strerror}"
+    return Support(False, (why,), _HINTS.get(error.errno or 0, ""))
