@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdsload.memory.host_buffers import available_bytes
+from gdsload.memory.available import available_bytes
 
 from . import cache, records, tables, values
 from .arms import KINDS, Arm, parse

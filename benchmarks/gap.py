@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 

@@ -75,6 +75,7 @@ def step_scatter(source: Path) -> Callable[[], object]:
 
 def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.checkpoint import Checkpoint
+    from gdsload.loading.batch import Batch
     from gdsload.loading.session import Session
     from gdsload.planning.read_plan import byte_ranges_of
     from gdsload.report import LoadReport
@@ -87,7 +88,7 @@ def step_engine(source: Path) -> Callable[[], object]:
                 checkpoint, LoadReport(""), cache="buffered", backend="posix", options=options
             ) as session,
         ):
-            batch = session.start(byte_ranges_of(checkpoint))
+            batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))
             try:
                 batch.wait()
             finally:

@@ -159,7 +159,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when a load has claimed something."""
-    event, real = threading.Event(), session.claim_pieces
+    event, real = threading.Event(), session.claim_ranges
 
     def claim(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -167,5 +167,5 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             event.set()
         return found
 
-    monkeypatch.setattr(session, "claim_pieces", claim)
+    monkeypatch.setattr(session, "claim_ranges", claim)
     return event

@@ -22,8 +22,9 @@ from gdsload.errors import safetensors_errors
 from gdsload.loading import device_batch
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.planning import read_plan
+from gdsload.planning.grouping import grouped
 from gdsload.planning.layer_order import in_layers
-from gdsload.planning.read_plan import GAP_BYTES, Limits, ReadPlan, wanted_infos
+from gdsload.planning.read_plan import GAP_BYTES, Limits, ReadPlan
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
@@ -245,7 +246,7 @@ def _opened(
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
-            infos = wanted_infos(checkpoint, names)
+            infos = checkpoint.infos(names)
             if order == "layers":
                 infos = in_layers(infos)
         report.count(infos)
@@ -263,7 +264,7 @@ def _windows(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads window by window, one ahead of the window that is handed out."""
     windows = (
-        (group, device_batch.start(session, group)) for group in _grouped(infos, window_bytes)
+        (group, device_batch.start(session, group)) for group in grouped(infos, window_bytes)
     )
     posted = deque(islice(windows, 1))
     try:
@@ -283,19 +284,6 @@ def _windows(
     finally:
         for _, batch in posted:
             batch.release()
-
-
-def _grouped(infos: list[TensorInfo], window_bytes: int) -> Iterator[list[TensorInfo]]:
-    group: list[TensorInfo] = []
-    group_bytes = 0
-    for info in infos:
-        if group and group_bytes + info.nbytes > window_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(info)
-        group_bytes += info.nbytes
-    if group:
-        yield group
 
 
 def plan(

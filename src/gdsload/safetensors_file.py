@@ -18,7 +18,6 @@ from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
 from gdsload.loading import device_batch
 from gdsload.loading.session import STALL_SECONDS
-from gdsload.planning.read_plan import wanted_info, wanted_infos
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
 from gdsload.system.lifecycle import fork_safe_lock
@@ -119,13 +118,13 @@ class safe_open:
     @safetensors_errors()
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Reads several tensors together; None reads all. Returns them by name."""
-        infos = wanted_infos(self._open(), names)
+        infos = self._open().infos(names)
         return {name: self._converted(tensor) for name, tensor in self._read(infos).items()}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
         """A tensor that is read when it is indexed. Raises CheckpointError for an unknown name."""
-        return Slice(self, wanted_info(self._open(), name))
+        return Slice(self, self._open().info(name))
 
     def _open(self) -> Checkpoint:
         if self._left:

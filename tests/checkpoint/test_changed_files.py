@@ -26,13 +26,13 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
     """Does something after the file was opened and before its first byte is asked for."""
 
     def arrange(act: Callable[[], Any]) -> None:
-        real = session.Session.start
+        real = session.Session.arrange
 
-        def start(self: session.Session, pieces: Any, **more: Any) -> session.Batch:
+        def act_first(self: session.Session, ranges: Any, **more: Any) -> Any:
             act()
-            return real(self, pieces, **more)
+            return real(self, ranges, **more)
 
-        monkeypatch.setattr(session.Session, "start", start)
+        monkeypatch.setattr(session.Session, "arrange", act_first)
 
     return arrange
 

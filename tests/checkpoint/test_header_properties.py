@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from gdsload.checkpoint.header import LENGTH_BYTES, Header, header_length, parse_header
-from gdsload.checkpoint.strict_json import Lie, check_value, strict_json
+from gdsload.checkpoint.strict_json import FormatError, check_value, strict_json
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError
 
@@ -251,7 +251,7 @@ def test_json_is_never_looser_than_json(text: str) -> None:
     try:
         value = strict_json(text.encode())
         check_value(value)
-    except Lie:
+    except FormatError:
         return
     json.loads(text)
     header = '{"w":{"dtype":"U8","shape":[],"data_offsets":[0,1],"x":' + text + "}}"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gdsload.checkpoint.locate import hub_cache, locate, name_fault, open_place
+from gdsload.checkpoint.file_io import open_regular
+from gdsload.checkpoint.locate import hub_cache, locate, shard_name_fault
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -44,7 +45,7 @@ def write_index(path: Path, weight_map: dict[str, str]) -> Path:
 
 def names(*args: object, **options: object) -> list[str]:
     found = locate(*args, **options)  # type: ignore[arg-type]
-    return [place.name for place in found.places]
+    return [shard.name for shard in found.shards]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_subfolder_and_variant_of_an_index(tmp_path: Path) -> None:
     write_index(tmp_path / "u" / "model.safetensors.index.fp16.json", {"w": shard})
     touch(tmp_path / "u", shard)
     found = locate(tmp_path, subfolder="./u/", variant="fp16")
-    assert [place.path for place in found.places] == [str(tmp_path / "u" / shard)]
+    assert [shard.path for shard in found.shards] == [str(tmp_path / "u" / shard)]
     assert found.weight_map == {"w": shard}
 
 
@@ -109,7 +110,7 @@ def test_the_only_index_of_a_directory(tmp_path: Path) -> None:
 
 def test_a_shard_is_missing_and_no_index_tells(tmp_path: Path) -> None:
     touch(tmp_path, "m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="2 of the 3 shards of 'm' are there"):
+    with pytest.raises(CheckpointError, match="there are 2 of the 3 shards of 'm'"):
         locate(tmp_path)
 
 
@@ -190,7 +191,7 @@ def test_index_name_refused(tmp_path: Path, name: str) -> None:
     touch(tmp_path, "x.safetensors")
     with pytest.raises(CheckpointError) as caught:
         locate(tmp_path / "m")
-    assert str(caught.value).startswith(f"{index}: its weight_map leads tensor 'w' to ")
+    assert str(caught.value).startswith(f"{index}: its weight_map maps tensor 'w' to ")
     assert caught.value.tensor == "w"
 
 
@@ -198,12 +199,13 @@ def test_index_name_refused(tmp_path: Path, name: str) -> None:
     "name", ["a.safetensors", "..a.safetensors", "é ü.safetensors", "-.safetensors"]
 )
 def test_index_name_accepted(name: str) -> None:
-    assert name_fault(name) is None
+    assert shard_name_fault(name) == ""
 
 
 def open_all(source: Path | str, **options: str) -> None:
-    for place in locate(source, **options).places:  # type: ignore[arg-type]
-        os.close(open_place(place)[0])
+    found = locate(source, **options)  # type: ignore[arg-type]
+    for shard in found.shards:
+        os.close(open_regular(shard.path, named_by=found.index_path)[0])
 
 
 def test_link_to_another_directory_is_followed(tmp_path: Path) -> None:
@@ -245,10 +247,10 @@ def test_links_that_stay_or_that_the_user_named(tmp_path: Path) -> None:
 
 def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("gone")
-    with pytest.raises(CheckpointNotFound, match=r"a link to .*gone, which is not there"):
+    with pytest.raises(CheckpointNotFound, match=r"a link to .*gone, which does not exist"):
         open_all(tmp_path)
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
-    with pytest.raises(CheckpointUnreadable, match="lead in a circle"):
+    with pytest.raises(CheckpointUnreadable, match="form a loop"):
         open_all(tmp_path / "loop.safetensors")
     write_index(tmp_path / "i.json", {"w": "gone.safetensors"})
     with pytest.raises(CheckpointNotFound, match=r"the index .*i\.json names this shard"):
@@ -277,8 +279,8 @@ def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
 
 def test_the_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
     touch(tmp_path, "a.safetensors")
-    (place,) = locate(tmp_path / "a.safetensors").places
-    fd, status = open_place(place)
+    (shard,) = locate(tmp_path / "a.safetensors").shards
+    fd, status = open_regular(shard.path)
     try:
         assert os.get_blocking(fd)
         assert not os.get_inheritable(fd)
@@ -329,10 +331,10 @@ def cache(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("revision", [None, "main", "v1", "refs/pr/1", COMMIT])
 def test_hub_id(cache: Path, revision: str | None) -> None:
     found = locate("org/name", cache_dir=cache, revision=revision)
-    assert [place.name for place in found.places] == ["m-1.safetensors", "m-2.safetensors"]
+    assert [shard.name for shard in found.shards] == ["m-1.safetensors", "m-2.safetensors"]
     assert found.title == "org/name"
-    for place in found.places:
-        os.close(open_place(place)[0])
+    for shard in found.shards:
+        os.close(open_regular(shard.path)[0])
 
 
 def test_hub_subfolder_and_snapshot_by_path(cache: Path) -> None:
@@ -381,7 +383,7 @@ def test_not_in_the_cache(cache: Path) -> None:
 
 def test_a_reference_that_lies(cache: Path) -> None:
     (cache / "models--org--name" / "refs" / "v1").write_text("../../../etc")
-    with pytest.raises(CheckpointError, match="does not hold a commit"):
+    with pytest.raises(CheckpointError, match="does not contain a commit"):
         locate("org/name", cache_dir=cache, revision="v1")
 
 

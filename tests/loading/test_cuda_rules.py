@@ -1,5 +1,5 @@
-"""What a real CUDA driver insists on, beyond the calls themselves: which memory it pins, what it
-allows while a graph is captured, and what must be gone when it is. The double is as strict.
+"""Rules of a real CUDA driver that the double enforces: which memory it pins, which calls it allows
+while a graph is captured, and what must be freed before it shuts down.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NOT_PERMITTED = 800
 
 
 @pytest.mark.parametrize("engine", ["uring", "threads"])
-def test_where_ours_cannot_be_pinned_the_ring_is_the_drivers(
+def test_ring_whose_memory_cannot_be_pinned_is_allocated_by_the_driver(
     doubles: Doubles, file: OpenFile, engine: str
 ) -> None:
-    """In a sandbox, or on a confidential machine."""
+    """As in a sandbox, or on a confidential machine."""
     before = doubles.cuda_log["pins"]
     doubles.fault("cuMemHostRegister_v2", CODE, NOT_PERMITTED, times=-1)
     with PosixBackend(engine=engine, **SMALL) as backend:
@@ -42,11 +42,11 @@ def test_where_ours_cannot_be_pinned_the_ring_is_the_drivers(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_breaks_no_graph_that_somebody_captures(
+def test_load_while_another_thread_captures_a_graph_does_not_break_it(
     kind: type[Backend], doubles: Doubles, file: OpenFile
 ) -> None:
-    """To ask for memory, or whether a copy has ended, breaks it, unless the thread says that it
-    knows. The double complains."""
+    """Allocating memory or querying an event breaks the capture, unless the calling thread has
+    relaxed its capture mode. The double reports it."""
     doubles.capture_graphs(True)
     with kind(**SMALL) as backend:
         load = Load(backend, file)
@@ -58,7 +58,7 @@ def test_a_load_breaks_no_graph_that_somebody_captures(
     doubles.capture_graphs(False)
 
 
-def test_memory_that_goes_breaks_none_either(doubles: Doubles) -> None:
+def test_freed_tensor_while_a_graph_is_captured_does_not_break_it(doubles: Doubles) -> None:
     device = gpu.device(0)
     free = device.memory()[0]
     doubles.capture_graphs(True)
@@ -83,9 +83,8 @@ assert gdsload.memory.staging_ring.rings()
 """
 
 
-def test_when_the_process_ends_nothing_is_left_to_the_driver(tiny_checkpoint: Path) -> None:
-    """Neither a thread that calls it while it goes down, nor memory that is unmapped while it is
-    pinned."""
+def test_process_exit_leaves_no_thread_and_no_pinned_memory(tiny_checkpoint: Path) -> None:
+    """No thread calls the driver while it shuts down, and no pinned memory is unmapped."""
     driver = gpudoubles.built("cuda_double")
     ran = subprocess.run(
         [sys.executable, "-c", AT_THE_END, tiny_checkpoint, driver],

@@ -1,4 +1,4 @@
-"""Whole checkpoints into the memory of a GPU that is none: exact bytes, errors, memory."""
+"""Whole checkpoints into GPU memory, over a double: exact bytes, errors, memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_whole_checkpoints(
+def test_load_file_to_device_returns_exact_bytes(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     tiny_moe_checkpoint: Path,
 ) -> None:  # fmt: skip
@@ -54,7 +54,7 @@ def test_whole_checkpoints(
             assert got[name].data_ptr() % 256 == 0
         report = gdsload.last_report()
         assert report.backend == backend
-        assert all(road.startswith(backend) for road, size in report.paths.items() if size)
+        assert all(path.startswith(backend) for path, size in report.paths.items() if size)
         assert sum(report.paths.values()) == report.read_bytes
         del got
     assert staging_ring.release_rings() == 1 << 20
@@ -62,7 +62,7 @@ def test_whole_checkpoints(
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_odd_tensors(
+def test_load_file_to_device_reads_odd_shapes_and_dtypes(
     backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path
 ) -> None:
     saved = odd_tensors()
@@ -77,7 +77,7 @@ def test_odd_tensors(
     assert some["d"].item() == 2.5
 
 
-def test_a_device_that_is_too_full(doubles: Doubles, tiny_checkpoint: Path) -> None:
+def test_full_device_raises_placement_error(doubles: Doubles, tiny_checkpoint: Path) -> None:
     doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
     before = doubles.cuda_log["copies"]
     with pytest.raises(PlacementError, match="cuda:0") as caught:
@@ -89,7 +89,7 @@ def test_a_device_that_is_too_full(doubles: Doubles, tiny_checkpoint: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "value", "error"), [(NEGATIVE, 5008, CuFileError), (ERRNO, 5, ReadError)]
 )
-def test_cufile_fails(
+def test_cufile_failure_raises_read_error(
     kind: int, value: int, error: type[ReadError], doubles: Doubles, tiny_checkpoint: Path
 ) -> None:
     before = doubles.cuda_log["used"]
@@ -103,14 +103,14 @@ def test_cufile_fails(
     assert doubles.cuda_log["used"] == before
 
 
-def test_a_copy_fails(doubles: Doubles, tiny_checkpoint: Path) -> None:
+def test_failed_copy_raises_read_error(doubles: Doubles, tiny_checkpoint: Path) -> None:
     doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=ROADS[0][1])
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_a_file_that_was_cut(
+def test_truncated_file_raises_short_read(
     backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_file_that_was_cut(
         gdsload.load_file(path, "cuda:0", backend=backend, options=options)
 
 
-def test_a_device_that_broke_down_is_not_full(
+def test_broken_device_does_not_raise_placement_error(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "CUDA error: an illegal memory access was encountered"
@@ -149,11 +149,11 @@ def test_a_device_that_broke_down_is_not_full(
         (False, 1 << 30, 0, "max_split_size_mb:128"),  # torch could not carve it
     ],
 )
-def test_torch_takes_memory_for_many_tensors_at_once(
+def test_load_of_many_tensors_asks_torch_for_one_block(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, spare: int,
     held: int, configured: str,
 ) -> None:  # fmt: skip
-    """Where it cannot, each is asked for alone."""
+    """Without room each tensor is allocated on its own."""
     saved = {name: torch.randint(0, 255, (size,), dtype=torch.uint8)
              for name, size in (("a", (2 << 20) + 5), ("b", 1000), ("c", 3 << 20))}  # fmt: skip
     path = tmp_path / "model.safetensors"
@@ -177,7 +177,7 @@ def test_torch_takes_memory_for_many_tensors_at_once(
     assert all(torch.equal(got[name], saved[name]) for name in saved)
 
 
-def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
+def test_small_model_does_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:
     with kept_warm(*tiny_checkpoint.glob("*.safetensors")):
         gdsload.load_file(tiny_checkpoint, "cuda:0", options={"ring_bytes": 16 << 20})
     report = gdsload.last_report()
@@ -188,7 +188,7 @@ def test_small_models_do_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path
     assert doubles.cufile_log["opens"] == 0
 
 
-def test_large_models_take_the_native_way(
+def test_large_model_is_read_by_cufile(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_module, "WORTH_CUFILE_BYTES", 1)
@@ -199,7 +199,7 @@ def test_large_models_take_the_native_way(
     assert set(report.paths) == {"gds_mt/nvfs"}
 
 
-def test_compatibility_mode_only_by_name(
+def test_compatibility_mode_is_used_only_if_asked_for(
     doubles: Doubles, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     doubles.set(native=gpudoubles.COMPAT)

@@ -1,4 +1,4 @@
-"""What loads to a GPU share, where pieces land, and what comes back in the end."""
+"""What loads to a GPU share, where their bytes arrive, and what they give back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_load_registers_nothing(
+def test_second_load_registers_nothing(
     kind: type[Backend], doubles: Doubles, file: OpenFile
 ) -> None:
     before = doubles.cuda_log
@@ -45,27 +45,27 @@ def test_a_second_load_registers_nothing(
         log = doubles.cuda_log
         if round_ == 0:
             first, registered = log, doubles.cufile_log
-    kept = ("pins", "ranges", "streams", "events")  # the road waits at its ring
-    assert [log[what] for what in kept] == [first[what] for what in kept]
+    counts = ("pins", "ranges", "streams", "events")  # the pipeline waits at its ring
+    assert [log[what] for what in counts] == [first[what] for what in counts]
     for what in ("buffers", "batches"):
         assert doubles.cufile_log[what] == registered[what]
     assert doubles.cufile_log["files"] == 0
     assert staging_ring.release_rings() == 1 << 20
     after = doubles.cuda_log
-    for what in (*kept, "used"):
+    for what in (*counts, "used"):
         assert after[what] == before[what]
     assert doubles.cufile_log["batches"] == 0
 
 
-def test_a_ring_stays_while_a_road_through_it_is_opened(doubles: Doubles) -> None:
-    """Another thread may give back what nobody reads through, at any time."""
+def test_ring_stays_while_a_pipeline_through_it_is_opened(doubles: Doubles) -> None:
+    """Another thread may release unused rings at any time."""
     with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20) as made:
         assert staging_ring.release_rings() == 0
         assert staging_ring.rings() == [made]
     assert staging_ring.release_rings() == 1 << 20
 
 
-def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
+def test_two_devices_have_one_ring_each(doubles: Doubles, file: OpenFile) -> None:
     with GdsMtBackend(**SMALL) as backend:
         loads = [Load(backend, file, f"cuda:{number}") for number in range(2)]
         for load in loads:
@@ -75,7 +75,7 @@ def test_two_devices_have_a_ring_each(doubles: Doubles, file: OpenFile) -> None:
         assert sorted(each.ordinal for each in staging_ring.rings()) == [0, 1]
 
 
-def test_two_backends_share_a_ring_and_its_bound(doubles: Doubles, file: OpenFile) -> None:
+def test_two_backends_share_one_ring_and_its_limit(doubles: Doubles, file: OpenFile) -> None:
     doubles.set(patience=20)
     with GdsMtBackend(**SMALL) as one, GdsMtBackend(**SMALL) as other:
         loads = [Load(backend, file) for backend in (one, other)]
@@ -87,8 +87,8 @@ def test_two_backends_share_a_ring_and_its_bound(doubles: Doubles, file: OpenFil
         assert len(staging_ring.rings()) == 1
 
 
-def test_pieces_land_where_they_belong(doubles: Doubles, file: OpenFile) -> None:
-    """Tensors of a shard, each in memory of its own; what lies between them goes nowhere."""
+def test_shares_receive_the_bytes_of_their_ranges(doubles: Doubles, file: OpenFile) -> None:
+    """Each tensor of a shard has memory of its own; bytes between tensors are dropped."""
     doubles.set(patience=7)
     places = [(8, 100), (300, 5000), (8192, 1), (8193, 40000), (SIZE - 77, 77)]
     with PosixBackend(**SMALL) as backend:
@@ -119,7 +119,7 @@ def test_pieces_land_where_they_belong(doubles: Doubles, file: OpenFile) -> None
 @pytest.mark.parametrize(
     "shares", [[(0, 10, 4096), (5, 10, 8192)], [(0, SIZE * 9, 4096)], [(-1, 5, 4096)]]
 )
-def test_shares_that_cannot_be(
+def test_invalid_shares_raise_value_error(
     shares: Sequence[tuple[int, int, int]], doubles: Doubles, file: OpenFile
 ) -> None:
     with PosixBackend(**SMALL) as backend:
@@ -129,7 +129,9 @@ def test_shares_that_cannot_be(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fork_is_refused(kind: type[Backend], doubles: Doubles, file: OpenFile) -> None:
+def test_backend_after_a_fork_raises_backend_unavailable(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
     with kind(**SMALL) as backend:
         load = Load(backend, file)
         assert load.finish() == {}
@@ -154,10 +156,10 @@ def test_a_fork_is_refused(kind: type[Backend], doubles: Doubles, file: OpenFile
 
 
 @pytest.mark.parametrize("backend", ["auto", "posix", "gds", "gds_mt"])
-def test_a_whole_load_after_a_fork_is_refused(
+def test_load_after_a_fork_raises_backend_unavailable(
     backend: str, measuring: Doubles, checkpoint: Path
 ) -> None:
-    """By gdsload, with the hint, and not by what torch says when it is to move the bytes."""
+    """The error is gdsload's, with a hint, and not torch's."""
     options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
     gdsload.load_file(checkpoint, "cuda:0", backend=backend, options=options)
     reading, writing = os.pipe()
@@ -171,19 +173,19 @@ def test_a_whole_load_after_a_fork_is_refused(
         os.write(writing, said.encode())
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as told:
-        said = told.read()
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
     assert said.startswith("BackendUnavailable: ") and "'spawn'" in said, said
     assert "pip install" not in said
 
 
 @pytest.mark.parametrize("engine", ["uring", "threads"])
-def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
+def test_fork_wipes_ring_in_child_and_leaves_it_in_parent(
     engine: str, doubles: Doubles, file: OpenFile
 ) -> None:
-    """A pinned page must not be shared with a child: the next write would give its parent another
-    page than the one that the device reads."""
+    """A pinned page must not be shared with a child: after the next write the parent would have
+    another page than the device."""
     first, held = os.pipe(), os.pipe()
     with PosixBackend(engine=engine, **SMALL) as backend:
         load = Load(backend, file)
@@ -210,7 +212,7 @@ def test_fork_wipes_ring_in_child_and_keeps_it_in_parent(
             backend.release(one.request)
 
 
-def test_pinning_that_hangs_holds_up_no_other_device(doubles: Doubles) -> None:
+def test_pinning_that_hangs_does_not_block_other_devices(doubles: Doubles) -> None:
     def pin() -> None:
         with staging_ring.ring_for(staging_ring.DRAM, 0, 64 << 10, 1 << 20):
             pass

@@ -1,4 +1,4 @@
-"""`stream` and `safe_open` to a GPU that is none: exact bytes, bounded memory, coalesced copies."""
+"""`stream` and `safe_open` to a GPU, over a double: exact bytes, bounded memory, joined copies."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_a_stream(
+def test_stream_to_device_returns_exact_bytes_in_bounded_memory(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """PlannedWindow by window: never more of it on the device than two windows and what is kept."""
+    """The device never holds more than two windows and the ring."""
     names: list[str] = []
     before = doubles.cuda_log["used"]  # by other tests' tensors, that nothing has collected yet
     list(gdsload.stream(tiny_checkpoint, "cuda:0", backend=backend, options=options, names=[]))
@@ -80,11 +80,11 @@ def test_a_stream(
         del tensor
     assert set(names) == expected.keys()
     report = gdsload.last_report()
-    assert all(road.startswith(backend) for road, size in report.paths.items() if size)
+    assert all(path.startswith(backend) for path, size in report.paths.items() if size)
     assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
 
 
-def test_a_stream_that_its_caller_had_enough_of(doubles: Doubles, tiny_checkpoint: Path) -> None:
+def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoint: Path) -> None:
     before = doubles.cuda_log["used"]
     for _ in range(3):
         stream = gdsload.stream(
@@ -97,7 +97,7 @@ def test_a_stream_that_its_caller_had_enough_of(doubles: Doubles, tiny_checkpoin
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_an_opened_file(
+def test_safe_open_on_device_returns_exact_tensors_and_slices(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
@@ -134,12 +134,12 @@ class Block:
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_copies_of_a_slot_are_one_where_their_memory_is(
+def test_neighbouring_tensors_are_copied_together(
     backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """256 tensors of 1 KiB that lie side by side: a copy for each slot. In memory of their own, or
-    with a gap after each, a copy for each tensor."""
+    """256 neighbouring tensors of 1 KiB need one copy for each slot. In separate memory, or with a
+    gap after each tensor, they need one copy each."""
     saved = {f"t{n:03}": torch.full((256,), float(n)) for n in range(256)}
     saved_odd = {name: tensor[:255].clone() for name, tensor in saved.items()}
     slots = 256 * 1024 // options["request_bytes"] + 2  # it begins and ends within a slot
@@ -160,10 +160,10 @@ def test_copies_of_a_slot_are_one_where_their_memory_is(
         block.device.release(block.address)
 
 
-def test_two_allocations_that_touch_are_not_one(
+def test_copy_does_not_cross_from_one_allocation_to_the_next(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA refuses a copy that crosses from one to the next: where one ends, a copy ends."""
+    """CUDA refuses a copy that crosses the end of an allocation."""
     saved = {f"t{n}": torch.full((256,), float(n)) for n in range(8)}
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file(saved, path)
@@ -207,7 +207,7 @@ class TorchStream:
 
 
 class TorchCuda:
-    """What of `torch.cuda` a load asks, in a process that uses CUDA."""
+    """The functions of `torch.cuda` that a load calls, in a process that uses CUDA."""
 
     def __init__(self) -> None:
         self.stream = TorchStream()
@@ -225,12 +225,11 @@ class TorchCuda:
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_torch_is_not_waited_for(
+def test_copies_are_ordered_after_torch_stream_without_waiting(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The device is told to copy after what torch's stream has to do. Only where it does not take
-    that, the stream is waited for."""
+    """The host waits for torch's stream only if the device refuses to order the copies."""
 
     cuda = TorchCuda()
     monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
@@ -249,7 +248,7 @@ def test_torch_is_not_waited_for(
     assert cuda.stream.waited == 1
 
 
-def test_torch_has_no_room(
+def test_torch_out_of_memory_raises_placement_error(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> torch.Tensor:
@@ -266,8 +265,8 @@ def test_torch_has_no_room(
 
 
 class Allocator(Block):
-    """torch's allocator: memory whose tensor is gone is lent again at once, whatever the device has
-    to do with it."""
+    """torch's allocator: it reuses the memory of a freed tensor at once, even if the device still
+    works on it."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -284,11 +283,11 @@ class Allocator(Block):
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
+def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Copies wait for what torch's stream has to do, and run when the load has ended long since."""
+    """Copies wait for the work of torch's stream, and run long after the load has ended."""
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
     monkeypatch.setattr(device_batch, "empty", allocator.empty)
     monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
@@ -301,8 +300,8 @@ def test_feed_closed_while_device_is_busy_keeps_memory_until_copies_end(
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]
-        with ReadaheadQueue(session, slices, window_bytes=0, stages=DeviceReadWindow) as feed:
-            feed.start()
+        with ReadaheadQueue(session, slices, window_bytes=0, stages=DeviceReadWindow) as queue:
+            queue.start()
             deadline = time.monotonic() + PATIENCE_SECONDS
             while doubles.cuda_log["copies"] == copies:
                 assert time.monotonic() < deadline
@@ -326,7 +325,7 @@ def test_load_while_graph_is_captured_is_refused(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Its copies would become a part of the graph, and run with each of its launches."""
+    """The copies would become a part of the graph, and run with each launch of it."""
     cuda = TorchCuda()
     monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
     doubles.capture_stream(True)
@@ -338,7 +337,7 @@ def test_load_while_graph_is_captured_is_refused(
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
 
 
-def test_driver_that_does_not_tell_of_captures_works() -> None:
+def test_driver_without_capture_query_reports_no_capture() -> None:
     device = Device(Cuda(str(gpudoubles.built("cuda_double", "OLD_DRIVER"))), 0)
     assert device.captures(0) is False
     device.close()

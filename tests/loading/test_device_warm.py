@@ -1,5 +1,5 @@
-"""What the page cache holds goes to a device by several threads: one core copies a fraction of what
-a device takes. Over doubles."""
+"""Several threads copy warm bytes to a device, because one core is slower than the device. Over
+doubles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doubles(loading: Doubles) -> Doubles:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint in the page cache whose reads are large enough to be shared out."""
+    """A checkpoint in the page cache whose reads are large enough for several threads."""
     source = checkpoints.write("tiny", tmp_path / "tiny")
     with kept_warm(*source.glob("*.safetensors")):
         yield source
@@ -44,21 +44,21 @@ def same(got: dict[str, torch.Tensor], source: Path) -> bool:
     )
 
 
-def test_io_uring_hands_copies_to_its_workers(doubles: Doubles, warm: Path) -> None:
+def test_io_uring_copies_warm_bytes_in_kernel_threads(doubles: Doubles, warm: Path) -> None:
     answer = engines.try_engine("uring")
     if not answer.usable:
         pytest.skip(str(answer))
     got = gdsload.load_file(warm, "cuda:0", backend="posix", options={"engine": "uring"})
     assert workers() > 0
-    roads = gdsload.last_report().paths
-    assert roads["posix/uring/buffered"] > 0 and not roads["posix/uring/direct"]
+    paths = gdsload.last_report().paths
+    assert paths["posix/uring/buffered"] > 0 and not paths["posix/uring/direct"]
     assert same(got, warm)
 
 
-def test_without_io_uring_threads_copy(
+def test_warm_bytes_without_io_uring_are_copied_by_threads(
     doubles: Doubles, warm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux AIO would copy inside the submission. Asked for by name, it is taken all the same."""
+    """Linux AIO would copy inside the submission. It is used only if asked for by name."""
     tried = engines.try_engine
 
     def without(engine: str) -> Support:

@@ -1,5 +1,5 @@
-"""A read that failed stays failed for everybody who asks, and a request that cannot be made gives
-back all that was taken for it."""
+"""A failed read raises the same error for every caller, and a request that cannot be made gives
+back everything that was taken for it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadEr
 from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, target_of
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LANDED, LOST
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
 from gdsload.planning.tensor_slices import whole
@@ -93,53 +94,53 @@ def same_error(calls: Sequence[Callable[[], Any]]) -> None:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 30])
-def test_feed_after_a_failed_read_raises_the_same_for_every_taker(
+def test_queue_after_a_failed_read_raises_the_same_error_for_every_taker(
     session: Session, gate: Gate, window_bytes: int
 ) -> None:
     slices = [whole(info) for info in session.checkpoint.tensors.values()]
-    with ReadaheadQueue(session, slices, window_bytes=window_bytes) as feed:
-        feed.start()
+    with ReadaheadQueue(session, slices, window_bytes=window_bytes) as queue:
+        queue.start()
         fail(gate)
         with pytest.raises(ReadError, match="Input/output error"):
-            feed.take(slices[0])
+            queue.take(slices[0])
         if window_bytes:  # one window, given when all of it is there
             same_error(
                 [
-                    lambda tensor_slice=tensor_slice: feed.take(tensor_slice)
+                    lambda tensor_slice=tensor_slice: queue.take(tensor_slice)
                     for tensor_slice in slices[::-1]
                 ]
             )  # type: ignore[misc]
         else:
-            assert int(feed.take(slices[1])[0]) == 2
-            same_error([lambda: feed.take(slices[0])])
-            assert slices[0].key in feed.untaken
+            assert int(queue.take(slices[1])[0]) == 2
+            same_error([lambda: queue.take(slices[0])])
+            assert slices[0].key in queue.untaken
     assert len(gate.requests) == 1
 
 
-def test_feed_after_a_failed_unexpected_read_reads_anew(session: Session, gate: Gate) -> None:
+def test_queue_after_a_failed_unexpected_read_reads_anew(session: Session, gate: Gate) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
-    with ReadaheadQueue(session) as feed, ThreadPoolExecutor(1) as other:
-        taken = other.submit(feed.take, whole(info))
+    with ReadaheadQueue(session) as queue, ThreadPoolExecutor(1) as other:
+        taken = other.submit(queue.take, whole(info))
         fail(gate)
         with pytest.raises(ReadError):
             taken.result(30)
         assert gate.request().released
-        taken = other.submit(feed.take, whole(info))
+        taken = other.submit(queue.take, whole(info))
         gate.open(1)
         assert int(taken.result(30)[0]) == 1
 
 
-def test_pool_after_a_failed_read_keeps_nothing_of_it(
+def test_pool_after_a_failed_read_stores_nothing_of_it(
     session: Session, gate: Gate, path: Path
 ) -> None:
     slices = [whole(info) for info in session.checkpoint.tensors.values()]
     with warmup.HostPool(POOL_BYTES) as pool:
-        with ReadaheadQueue(session, slices) as feed:
-            feed.start()
+        with ReadaheadQueue(session, slices) as queue:
+            queue.start()
             fail(gate)
             same_error(
                 [
-                    lambda tensor_slice=tensor_slice: feed.take(tensor_slice)
+                    lambda tensor_slice=tensor_slice: queue.take(tensor_slice)
                     for tensor_slice in slices
                 ]
             )  # type: ignore[misc]
@@ -149,22 +150,22 @@ def test_pool_after_a_failed_read_keeps_nothing_of_it(
         assert "pool" not in gdsload.last_report().paths
 
 
-def test_filling_after_a_failed_read_raises_the_same_for_every_taker(
+def test_parameter_writer_after_a_failed_read_raises_the_same_error_for_every_taker(
     session: Session, gate: Gate
 ) -> None:
     infos = list(session.checkpoint.tensors.values())
     found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
-    with targets, ParameterWriter(session, targets, infos) as filling:
-        filling.start()
+    with targets, ParameterWriter(session, targets, infos) as writer:
+        writer.start()
         fail(gate)
-        same_error([lambda i=i: filling.take(i.name, torch.int32) for i in infos])  # type: ignore[misc]
+        same_error([lambda i=i: writer.take(i.name, torch.int32) for i in infos])  # type: ignore[misc]
 
 
-def test_filling_after_an_interrupted_copy_copies_no_more(
+def test_parameter_writer_after_an_interrupted_copy_copies_no_more(
     session: Session, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors over the window have dropped its bytes by then."""
+    """Tensors that view the window have freed its bytes by then."""
     infos = list(session.checkpoint.tensors.values())
     found = [target_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
@@ -172,22 +173,22 @@ def test_filling_after_an_interrupted_copy_copies_no_more(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with targets, ParameterWriter(session, targets, infos) as filling:
-        filling.start()
+    with targets, ParameterWriter(session, targets, infos) as writer:
+        writer.start()
         gate.open()
         with monkeypatch.context() as patch:
             patch.setattr(ParameterWriter, "_cast", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                filling.take(infos[0].name, torch.float32)
+                writer.take(infos[0].name, torch.float32)
         with pytest.raises(GdsloadError, match="was interrupted"):
-            filling.take(infos[0].name, torch.float32)
+            writer.take(infos[0].name, torch.float32)
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_batch_after_a_failed_read_fails_each_wait(
+def test_batch_after_a_failed_read_raises_at_every_wait(
     session: Session, gate: Gate, released: bool
 ) -> None:
-    batch = session.start(byte_ranges_of(session.checkpoint, None))
+    batch = Batch(session, *session.arrange(byte_ranges_of(session.checkpoint, None)))
     fail(gate)
     try:
         same_error([batch.wait])
@@ -201,13 +202,15 @@ def test_batch_after_a_failed_read_fails_each_wait(
 def test_batch_released_before_its_end_does_not_count_as_arrived(
     session: Session, gate: Gate
 ) -> None:
-    batch = session.start(byte_ranges_of(session.checkpoint, None))
+    batch = Batch(session, *session.arrange(byte_ranges_of(session.checkpoint, None)))
     batch.release()
     with pytest.raises(ReadError, match="undone"):
         batch.wait()
 
 
-def test_ahead_after_a_failed_read_loses_it_for_every_claim(session: Session, gate: Gate) -> None:
+def test_prefetch_after_a_failed_read_reports_it_lost_to_every_claim(
+    session: Session, gate: Gate
+) -> None:
     ahead = PrefetchBatch.of(session, byte_ranges_of(session.checkpoint, None))
     fail(gate)
     last = len(ahead.plan.transfers) - 1
@@ -220,8 +223,8 @@ def test_ahead_after_a_failed_read_loses_it_for_every_claim(session: Session, ga
     assert isinstance(ahead.error, ReadError)
 
 
-def test_hand_over_that_fails_leaves_the_bytes_of_the_others() -> None:
-    """A tensor that dies gives its pages back."""
+def test_hand_over_that_fails_leaves_the_other_bytes_alone() -> None:
+    """A tensor gives its pages back when it is freed."""
     region = Region.anonymous(4 * PAGE)
     ctypes.memset(region.address, 7, region.length)
     infos = [
@@ -302,7 +305,7 @@ def test_batch_that_cannot_be_posted_gives_back_all_it_took(
 ) -> None:
     monkeypatch.setattr(refusing, "error", error)
     with warmup.HostPool(POOL_BYTES) as pool, Checkpoint.open(path) as checkpoint:
-        pieces = byte_ranges_of(checkpoint, None)
+        ranges = byte_ranges_of(checkpoint, None)
         with Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session:
             files = 0
             for _ in range(3):
@@ -310,7 +313,7 @@ def test_batch_that_cannot_be_posted_gives_back_all_it_took(
                 if step == "yield_to_loads" and kind is Batch:
                     break  # a load does not yield
                 with pytest.raises(error):
-                    kind(session, *session.arrange(pieces))
+                    kind(session, *session.arrange(ranges))
                 monkeypatch.setattr(refusing, "step", "")
                 files = 1
                 assert session.busy() == ""
@@ -336,13 +339,13 @@ def test_batch_whose_report_cannot_be_written_is_released(
     ):
         plan, views = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("gdsload.loading.session.describe", broken)
+            patch.setattr("gdsload.loading.batch.describe", broken)
             Batch(session, plan, views)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""
 
 
-def test_feed_whose_next_window_cannot_be_posted_raises_it_again(
+def test_queue_whose_next_window_cannot_be_posted_raises_again(
     path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -352,16 +355,16 @@ def test_feed_whose_next_window_cannot_be_posted_raises_it_again(
         infos = list(checkpoint.tensors.values())
         monkeypatch.setattr(refusing, "error", PlacementError)
         monkeypatch.setattr(refusing, "step", "prepare")
-        with ReadaheadQueue(session, [whole(info) for info in infos], window_bytes=1) as feed:
+        with ReadaheadQueue(session, [whole(info) for info in infos], window_bytes=1) as queue:
             for _ in range(2):
                 with pytest.raises(PlacementError):
-                    feed.take(whole(infos[0]))
+                    queue.take(whole(infos[0]))
         found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
         targets = ParameterBuffers([target for target in found if target is not None])
-        with targets, ParameterWriter(session, targets, infos, window_bytes=1) as filling:
+        with targets, ParameterWriter(session, targets, infos, window_bytes=1) as writer:
             for _ in range(2):
                 with pytest.raises(PlacementError):
-                    filling.take(infos[0].name, torch.int32)
+                    writer.take(infos[0].name, torch.int32)
         assert session.busy() == ""
 
 

@@ -1,6 +1,6 @@
 """Machines that refuse: descriptors, memory, system calls, filesystems without direct I/O.
 
-Each refusal leads to the next road, or to one error that says what is missing.
+Each refusal leads to the next engine or I/O mode, or to one error that says what is missing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path / "model.safetensors", 1)
 
 
-def test_few_descriptors(path: Path) -> None:
-    """Not one to spare: a clear error, and none lost; a few more: it works."""
+def test_too_few_descriptors_raise_an_error_and_leak_none(path: Path) -> None:
+    """With no spare descriptor the error is clear and nothing leaks; with a few more it works."""
     program = """
         import os, resource, sys, gdsload, torch
         for engine in sys.argv[2:]:
@@ -55,8 +55,8 @@ def test_few_descriptors(path: Path) -> None:
     python(program, path, *ENGINES)
 
 
-def test_more_than_the_machine_has(tmp_path: Path) -> None:
-    """A sparse file of a TiB: refused before a byte is read, with what is missing."""
+def test_file_larger_than_memory_raises_placement_error(tmp_path: Path) -> None:
+    """A sparse file of 1 TiB is refused before a byte is read, with the missing bytes."""
     path = tmp_path / "huge.safetensors"
     size = 1 << 40
     header = b'{"t":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
@@ -79,8 +79,8 @@ def test_more_than_the_machine_has(tmp_path: Path) -> None:
         assert bool((opened.get_slice("t")[size - 10 :] == 0).all())
 
 
-def test_little_address_space(tmp_path: Path) -> None:
-    """Memory is there, but this process may not have it."""
+def test_limited_address_space_raises_but_slices_load(tmp_path: Path) -> None:
+    """The machine has memory, but this process may not use it."""
     program = """
         import resource, sys, gdsload, torch
         with open("/proc/self/statm") as statm:
@@ -103,8 +103,8 @@ def test_little_address_space(tmp_path: Path) -> None:
     assert answer == ["PlacementError", "PlacementError", "CheckpointError", "0"]
 
 
-def test_little_locked_memory(path: Path) -> None:
-    """64 KiB and no privilege: registered buffers are refused, and the reads go on."""
+def test_limited_locked_memory_loads_without_registered_buffers(path: Path) -> None:
+    """With 64 KiB and no privilege registered buffers are refused; the reads work."""
     support = engines.try_engine("uring")
     if not support.usable:
         pytest.skip(str(support))
@@ -170,7 +170,7 @@ for numbers, code in json.loads(sys.argv[2]):
 
 @pytest.fixture(scope="module")
 def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tuple[str, ...], int], str]:
-    """What loads say of themselves in each sandbox: by what is blocked, and how it is refused.
+    """The engine and the refusals that a load reports, by blocked engines and errno.
 
     io_uring_setup is 425 everywhere; io_setup is 206 on x86-64, 0 on arm64."""
     path = save(tmp_path_factory.mktemp("sandboxed") / "model.safetensors", 1)
@@ -183,7 +183,7 @@ def sandboxed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[tuple[str,
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("blocked", BLOCKED, ids="+".join)
-def test_a_sandbox_that_blocks_engines(
+def test_sandbox_that_blocks_engines_falls_back_to_the_next(
     sandboxed: dict[tuple[tuple[str, ...], int], str], code: int, blocked: tuple[str, ...]
 ) -> None:
     answer = sandboxed[blocked, code].split()
@@ -198,7 +198,7 @@ def test_a_sandbox_that_blocks_engines(
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts something for the time of a test, where this process may."""
+    """Mounts a filesystem for one test, if this process may."""
     libc = ctypes.CDLL(None, use_errno=True)
     places: list[Path] = []
 
@@ -216,7 +216,9 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_filesystem_without_direct_io(mounted: Callable[..., Path], engine: str) -> None:
+def test_filesystem_without_direct_io_is_read_buffered(
+    mounted: Callable[..., Path], engine: str
+) -> None:
     path = save(mounted("ramfs") / "m.safetensors", 3)
     options = {"engine": engine}
     assert is_full_of(gdsload.load_file(path, cache="buffered", options=options), 3)
@@ -226,7 +228,9 @@ def test_a_filesystem_without_direct_io(mounted: Callable[..., Path], engine: st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_filesystem_in_memory(mounted: Callable[..., Path], engine: str) -> None:
+def test_filesystem_in_memory_loads_with_every_cache_mode(
+    mounted: Callable[..., Path], engine: str
+) -> None:
     path = save(mounted("tmpfs") / "m.safetensors", 3)
     for cache in ("auto", "direct", "buffered", "mapped"):
         try:
@@ -237,8 +241,10 @@ def test_a_filesystem_in_memory(mounted: Callable[..., Path], engine: str) -> No
             assert is_full_of(got, 3)
 
 
-def test_a_disk_with_blocks_of_4096(mounted: Callable[..., Path], tmp_path: Path) -> None:
-    """Half a block is refused there: offsets, lengths and tails have to be whole ones."""
+def test_disk_with_blocks_of_4096_is_read_directly(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Half a block is refused: offsets and lengths have to be multiples of a block."""
     image = tmp_path / "image"
     with open(image, "wb") as file:
         file.truncate(32 << 20)
@@ -260,9 +266,9 @@ def test_a_disk_with_blocks_of_4096(mounted: Callable[..., Path], tmp_path: Path
         for engine in ENGINES:
             got = gdsload.load_file(path, cache="direct", options={"engine": engine, **SMALL})
             assert is_full_of(got, 3)
-            roads = gdsload.last_report().paths
-            assert roads[f"posix/{engine}/direct"] >= 2_400_000
-            assert roads[f"posix/{engine}/buffered"] == 0
+            paths = gdsload.last_report().paths
+            assert paths[f"posix/{engine}/direct"] >= 2_400_000
+            assert paths[f"posix/{engine}/buffered"] == 0
     finally:
         gc.collect()
         subprocess.run(["umount", "-l", device], check=False, capture_output=True)

@@ -1,4 +1,4 @@
-"""load_file, safe_open and stream beside the library that they stand in for."""
+"""load_file, safe_open and stream, compared with safetensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def scratch() -> Any:
 
 @quick
 @given(data=files(), way=st.sampled_from(WAYS), draw=st.data())
-def test_any_legal_file(scratch: Path, data: bytes, way: tuple[str, str], draw: Any) -> None:
+def test_any_legal_file_loads_as_with_safetensors(
+    scratch: Path, data: bytes, way: tuple[str, str], draw: Any
+) -> None:
     path = scratch / "any.safetensors"
     path.write_bytes(data)
     cache, engine = way
@@ -92,7 +94,7 @@ def test_any_legal_file(scratch: Path, data: bytes, way: tuple[str, str], draw: 
 
 @pytest.mark.parametrize("pad", range(8))
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_every_dtype_at_every_alignment(tmp_path: Path, dtype: str, pad: int) -> None:
+def test_every_dtype_at_every_alignment_loads_exactly(tmp_path: Path, dtype: str, pad: int) -> None:
     data = bytes(byte & 1 for byte in os.urandom(3 * 4 * 8)) if dtype == "BOOL" else os.urandom(96)
     path = write(tmp_path / "one.safetensors", dtype, [3, 4], data, pad)
     want = safetensors.torch.load_file(path)["t"]
@@ -104,7 +106,7 @@ def test_every_dtype_at_every_alignment(tmp_path: Path, dtype: str, pad: int) ->
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(TORCH_DTYPES)))
-def test_a_dtype_that_torch_lacks(tmp_path: Path, dtype: str) -> None:
+def test_dtype_that_torch_lacks_raises_checkpoint_error(tmp_path: Path, dtype: str) -> None:
     path = write(tmp_path / "six.safetensors", dtype, [4, 4], bytes(100))
     with pytest.raises(gdsload.CheckpointError, match="t"):
         gdsload.load_file(path)
@@ -113,7 +115,7 @@ def test_a_dtype_that_torch_lacks(tmp_path: Path, dtype: str) -> None:
         assert opened.get_slice("t").get_shape() == [4, 4]
 
 
-def test_an_odd_row_of_f4(tmp_path: Path) -> None:
+def test_f4_with_an_odd_row_raises_checkpoint_error(tmp_path: Path) -> None:
     path = write(tmp_path / "f4.safetensors", "F4", [2, 3], bytes(10))
     with pytest.raises(gdsload.CheckpointError, match="even last dimension"):
         gdsload.load_file(path)
@@ -132,7 +134,7 @@ INDEXES: list[Any] = [
 
 @pytest.mark.parametrize("index", INDEXES, ids=str)
 @pytest.mark.parametrize("cache", ["direct", "mapped"])
-def test_slices(tmp_path: Path, index: Any, cache: str) -> None:
+def test_slices_equal_those_of_torch(tmp_path: Path, index: Any, cache: str) -> None:
     path = tmp_path / "s.safetensors"
     whole = torch.arange(4 * 5 * 6, dtype=torch.float32).reshape(4, 5, 6)
     safetensors.torch.save_file({"pad": torch.ones(3, dtype=torch.uint8), "t": whole}, path)
@@ -149,14 +151,14 @@ def test_slices(tmp_path: Path, index: Any, cache: str) -> None:
 
 
 @pytest.mark.parametrize("index", [4, -5, (0, 5), (0, 0, 0, 0), "x", 1.5, (slice(None), 9)])
-def test_slices_that_cannot_be(tmp_path: Path, index: Any) -> None:
+def test_invalid_slices_raise_index_or_type_error(tmp_path: Path, index: Any) -> None:
     path = tmp_path / "s.safetensors"
     safetensors.torch.save_file({"t": torch.zeros(4, 5, 6)}, path)
     with gdsload.safe_open(path) as opened, pytest.raises((IndexError, TypeError)):
         opened.get_slice("t")[index]
 
 
-def test_a_slice_reads_only_its_rows(tmp_path: Path) -> None:
+def test_slice_reads_only_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     safetensors.torch.save_file({"t": torch.arange(4_000_000).reshape(1000, 4000)}, path)
     with gdsload.safe_open(path, cache="direct") as opened:
@@ -166,7 +168,7 @@ def test_a_slice_reads_only_its_rows(tmp_path: Path) -> None:
     assert got.untyped_storage().nbytes() == 64_000, "a slice does not keep the rest alive"
 
 
-def test_a_scalar_and_a_slice_of_nothing(tmp_path: Path) -> None:
+def test_scalar_and_empty_slice_load(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     safetensors.torch.save_file({"s": torch.tensor(7.0), "e": torch.empty(0, 5)}, path)
     with gdsload.safe_open(path) as opened:
@@ -176,7 +178,7 @@ def test_a_scalar_and_a_slice_of_nothing(tmp_path: Path) -> None:
         assert opened.get_slice("e")[0:3].shape == (0, 5)
 
 
-def test_numpy(tmp_path: Path) -> None:
+def test_numpy_framework_returns_arrays(tmp_path: Path) -> None:
     path = tmp_path / "n.safetensors"
     want = {"a": torch.arange(10, dtype=torch.int16), "b": torch.rand(3, 4)}
     safetensors.torch.save_file(want, path)
@@ -198,7 +200,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_tensors_outlive_their_loader_and_their_file(path: Path, cache: str) -> None:
+def test_tensors_outlive_their_loader_and_file(path: Path, cache: str) -> None:
     opened = gdsload.safe_open(path, cache=cache)
     tensor = opened.get_tensor("t3")
     opened.close()
@@ -210,7 +212,7 @@ def test_tensors_outlive_their_loader_and_their_file(path: Path, cache: str) -> 
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_writes_are_private(path: Path, cache: str) -> None:
+def test_writes_to_tensors_do_not_reach_the_file(path: Path, cache: str) -> None:
     before = path.read_bytes()
     for tensor in gdsload.load_file(path, cache=cache).values():
         tensor.fill_(77)
@@ -218,7 +220,7 @@ def test_writes_are_private(path: Path, cache: str) -> None:
     assert bool((gdsload.load_file(path, cache=cache)["t1"] == 1).all())
 
 
-def test_a_closed_file(path: Path) -> None:
+def test_closed_file_raises_checkpoint_error(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         part = opened.get_slice("t1")
     for use in (
@@ -241,13 +243,13 @@ def test_a_closed_file(path: Path) -> None:
         lambda path: gdsload.safe_open(path).get_slice("gone"),
     ],
 )
-def test_a_name_that_is_not_there(path: Path, use: Any) -> None:
+def test_unknown_name_raises_checkpoint_error(path: Path, use: Any) -> None:
     with pytest.raises(gdsload.CheckpointError, match="'gone'") as caught:
         use(path)
     assert caught.value.tensor == "gone"
 
 
-def test_arguments_that_cannot_be(path: Path) -> None:
+def test_invalid_arguments_raise(path: Path) -> None:
     with pytest.raises(ValueError, match="cache='warm'"):
         gdsload.load_file(path, cache="warm")
     with pytest.raises(TypeError, match="no option"):
@@ -263,7 +265,7 @@ def test_arguments_that_cannot_be(path: Path) -> None:
             gdsload.load_file(path, device=device)  # type: ignore[arg-type]
 
 
-def test_names_twice_are_one(path: Path) -> None:
+def test_repeated_names_load_once(path: Path) -> None:
     assert list(gdsload.load_file(path, names=["t2", "t1", "t2"])) == ["t2", "t1"]
     assert gdsload.load_file(path, names=[]) == {}
 
@@ -304,7 +306,7 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_stream_closed_early(path: Path, taken: int, cache: str) -> None:
+def test_stream_closed_early_closes_its_files(path: Path, taken: int, cache: str) -> None:
     gc.collect()  # what earlier tests left in tracebacks
     before = len(os.listdir("/proc/self/fd"))
     stream = gdsload.stream(path, cache=cache, window_bytes=300_000)
@@ -316,7 +318,7 @@ def test_a_stream_closed_early(path: Path, taken: int, cache: str) -> None:
         assert gdsload.last_report().failure == ""
 
 
-def test_the_order_of_a_stream(path: Path) -> None:
+def test_stream_follows_the_requested_order(path: Path) -> None:
     names = ["t9", "t0", "t5", "t4"]
     for window_bytes in (1, 300_000, 1 << 30):
         pairs = gdsload.stream(path, names=names, cache="direct", window_bytes=window_bytes)
@@ -325,7 +327,7 @@ def test_the_order_of_a_stream(path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
+def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     with kept_warm(path):
         gdsload.load_file(path)
     report = gdsload.last_report()
@@ -340,7 +342,7 @@ def test_a_warm_file_is_mapped_and_a_cold_one_read(path: Path) -> None:
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
-def test_a_directory_of_shards(tiny_checkpoint: Path) -> None:
+def test_directory_of_shards_loads_all(tiny_checkpoint: Path) -> None:
     want: dict[str, torch.Tensor] = {}
     for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
         want.update(safetensors.torch.load_file(shard))
@@ -350,7 +352,7 @@ def test_a_directory_of_shards(tiny_checkpoint: Path) -> None:
         assert all(raw(got[name]) == raw(want[name]) for name in want)
 
 
-def test_the_report(path: Path, tmp_path: Path) -> None:
+def test_report_counts_bytes_and_requests(path: Path, tmp_path: Path) -> None:
     gdsload.load_file(path, cache="direct", options={"engine": "threads"})
     report = gdsload.last_report()
     facts = json.loads(report.to_json())
@@ -367,7 +369,7 @@ def test_the_report(path: Path, tmp_path: Path) -> None:
 
 
 class Regions:
-    """Stands for `Region`, and knows those that it made."""
+    """Replaces `Region`, and remembers the regions that it made."""
 
     file = Region.file
 
@@ -402,7 +404,7 @@ def test_stream_holds_two_windows_and_the_last_tensor(
         total += tensor.nbytes
         most = max(most, regions.held_bytes())
     assert total == number << 20
-    # The bytes of a window are not on a border of 2 MiB: each region may be larger by that.
+    # The bytes of a window are not aligned to 2 MiB: each region may be larger by that.
     assert 2 * window <= most <= 3 * (window + (2 << 20))
     del tensor
     assert regions.held_bytes() == 0

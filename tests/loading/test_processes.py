@@ -1,6 +1,6 @@
 """Loads beside forks, signals, threads and the end of the process.
 
-Nothing here sleeps to let something happen: what must have happened first is waited for.
+No test sleeps to let something happen: it waits for the event itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path / "model.safetensors", 1)
 
 
-def test_a_fork_after_a_load(path: Path) -> None:
-    """The child loads by threads of its own, frees what it inherited, and harms nobody."""
+def test_child_forked_after_a_load_can_load(path: Path) -> None:
+    """The child loads with threads of its own, and frees its copies without harm to the parent."""
     program = """
         import gc, os, sys, gdsload
         def right(got):
@@ -63,9 +63,10 @@ def test_a_fork_after_a_load(path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
+def test_child_forked_during_a_load_cannot_wait_for_it(path: Path, engine: str) -> None:
     program = """
         import gc, os, sys, gdsload
+        from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
@@ -73,8 +74,8 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
         for _ in range(10):
             with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
                 session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
-                pieces = byte_ranges_of(checkpoint)
-                batch = session.start(pieces)
+                ranges = byte_ranges_of(checkpoint)
+                batch = Batch(session, *session.arrange(ranges))
                 child = os.fork()
                 if child == 0:
                     try:
@@ -89,9 +90,9 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
                     gc.collect()
                     os._exit(0)
                 batch.wait()
-                for piece in pieces:
-                    region, offset = batch.views[piece.name]
-                    assert region.read(offset, piece.nbytes) == b"\\1\\0\\0\\0" * 75_000
+                for each in ranges:
+                    region, offset = batch.views[each.name]
+                    assert region.read(offset, each.nbytes) == b"\\1\\0\\0\\0" * 75_000
                 batch.release()
                 session.close()
                 assert os.waitpid(child, 0)[1] == 0
@@ -99,23 +100,24 @@ def test_a_fork_with_a_load_in_flight(path: Path, engine: str) -> None:
     python(program, path, engine)
 
 
-def test_exit_with_a_load_in_flight(path: Path) -> None:
+def test_process_exit_during_a_load_is_clean(path: Path) -> None:
     program = """
         import sys, gdsload
+        from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
         options = {"engine": sys.argv[2], "request_bytes": 4096}
         session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
-        batch = session.start(byte_ranges_of(checkpoint))
+        batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))
         sys.exit(7)
     """
     for engine in ENGINES:
         python(program, path, engine, status=7)
 
 
-def test_eight_threads_at_once(path: Path) -> None:
+def test_eight_threads_load_exact_bytes(path: Path) -> None:
     other = save(path.with_suffix(".2"), 2)
     wrong: list[str] = []
 
@@ -147,7 +149,9 @@ def alarms() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_storm_of_signals(path: Path, alarms: list[int], engine: str) -> None:
+def test_load_under_many_signals_returns_exact_bytes(
+    path: Path, alarms: list[int], engine: str
+) -> None:
     options = {"engine": engine, **SMALL}
     while len(alarms) < 50:
         for cache in ("direct", "buffered"):
@@ -164,18 +168,20 @@ def facts_of_process() -> tuple[int, int, int]:
         )
 
 
-def test_nothing_is_left_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_leak_no_descriptor_thread_or_mapping(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """100 loads that work and 100 that do not: descriptors, threads and mappings as before."""
     bad = path.with_suffix(".bad")
     shutil.copy(path, bad)
-    real = session.Session.start
+    real = session.Session.arrange
 
-    def start(self: session.Session, pieces: Any, **more: Any) -> session.Batch:
+    def arrange(self: session.Session, ranges: Any, **more: Any) -> Any:
         if self.checkpoint.source == str(bad):
             os.truncate(bad, 2_000_000)
-        return real(self, pieces, **more)
+        return real(self, ranges, **more)
 
-    monkeypatch.setattr(session.Session, "start", start)
+    monkeypatch.setattr(session.Session, "arrange", arrange)
 
     def both(turn: int) -> None:
         options = {"engine": ENGINES[turn % len(ENGINES)]}
@@ -233,8 +239,8 @@ print(interrupted)
 
 
 @pytest.mark.parametrize("use", ["load_file", "stream"])
-def test_ctrl_c_while_storage_hangs(path: Path, use: str) -> None:
-    """It comes through while they hang: they are let go after it."""
+def test_ctrl_c_while_storage_hangs_ends_the_load(path: Path, use: str) -> None:
+    """The exception is raised while the reads hang; they are released after it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", CTRL_C, str(path), use],
@@ -244,10 +250,10 @@ def test_ctrl_c_while_storage_hangs(path: Path, use: str) -> None:
     assert ran.stdout.strip() == "True"
 
 
-def test_a_process_that_was_stopped_for_a_while(
+def test_stopped_process_does_not_report_a_stall(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One look after a long silence is no stall: the bytes may be about to be counted."""
+    """One long silence is no stall: bytes may be about to be counted."""
     real = backend.PosixBackend.check
     looks: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A sandbox that forbids io_uring, as Docker's does: the doctor says so, and loads go on."""
+"""A sandbox that forbids io_uring, like Docker's: the doctor reports it, and loads work."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_the_sandbox(*words: str | Path) -> Any:
     return ended.returncode, json.loads(ended.stdout)
 
 
-def test_the_doctor_in_a_sandbox_without_io_uring() -> None:
+def test_doctor_in_a_sandbox_without_io_uring_reports_it() -> None:
     code, facts = in_the_sandbox("doctor")
     found = {each["name"]: each for each in facts["findings"]}
     assert found["engine uring"]["verdict"] == "no"
@@ -56,7 +56,7 @@ def test_the_doctor_in_a_sandbox_without_io_uring() -> None:
     assert code == facts["exit_code"] == 1
 
 
-def test_a_load_in_a_sandbox_without_io_uring(tiny_checkpoint: Path) -> None:
+def test_load_in_a_sandbox_without_io_uring_works(tiny_checkpoint: Path) -> None:
     code, facts = in_the_sandbox("load", tiny_checkpoint, "--cache", "direct", "--verify")
     assert code == 0
     (done,) = facts["runs"]

@@ -20,8 +20,8 @@ from gdsload import warmup
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.memory import host_buffers
-from gdsload.memory.host_buffers import current_pool
+from gdsload.memory import available
+from gdsload.memory.host_pool import current
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
 
@@ -32,7 +32,7 @@ READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds 
 @pytest.fixture(autouse=True)
 def no_pool_stays() -> Iterator[None]:
     yield
-    assert current_pool() is None
+    assert current() is None
 
 
 def reference(directory: Path) -> dict[str, torch.Tensor]:
@@ -107,10 +107,10 @@ def test_pool_that_cannot_be_mapped_leaves_the_load_without_it(
 ) -> None:
     with warmup.HostPool(64 << 20, pinned=False) as pool:
         with monkeypatch.context() as short:
-            short.setattr("gdsload.memory.pool_segments.Lease", Unmapped)
+            short.setattr("gdsload.memory.host_pool.Lease", Unmapped)
             require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
         assert from_pool() == 0 and pool.held_bytes == 0
-        assert any("is not mapped" in note for note in pool.notes)
+        assert any("no memory for a load" in note for note in pool.notes)
         by_load_file(tiny_checkpoint)
         for segment in pool._segments:
             monkeypatch.setattr(segment, "lease", Unmapped())
@@ -224,7 +224,7 @@ def test_a_pool_that_is_too_small_is_passed_by(tiny_checkpoint: Path) -> None:
     with warmup.HostPool(1) as pool:
         require_same(by_load_file(tiny_checkpoint), tiny_checkpoint)
         assert pool.held_bytes == 0
-        with pytest.raises(PlacementError, match="kept in a pool of 1 bytes"):
+        with pytest.raises(PlacementError, match="into a pool of 1 bytes"):
             gdsload.prefetch(tiny_checkpoint, tier="pool").wait()
 
 
@@ -404,7 +404,7 @@ def test_idle_memory_goes_when_the_machine_runs_short(
         by_load_file(tiny_checkpoint)
         gc.collect()
         assert pool.idle_bytes > 0
-        monkeypatch.setattr(host_buffers, "available_bytes", lambda: 0)
+        monkeypatch.setattr(available, "available_bytes", lambda: 0)
         with pytest.raises(PlacementError):
             by_load_file(other)
         assert pool.held_bytes == 0
@@ -422,7 +422,7 @@ def test_a_child_takes_nothing_from_its_parents_pool(tiny_checkpoint: Path) -> N
         child = os.fork()
         if child == 0:
             pool.close()
-            os._exit(0 if current_pool() is None else 1)
+            os._exit(0 if current() is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert pool.held_bytes == held
         by_load_file(tiny_checkpoint)
@@ -453,4 +453,4 @@ def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Pat
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\nshmem 300000\n")
     words = ("memory.max", "memory.current", "file", "shmem")
-    assert host_buffers._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000
+    assert available._group_bytes(tmp_path, *words) == 1_000_000 - 900_000 + 500_000

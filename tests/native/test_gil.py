@@ -24,6 +24,7 @@ MARK = b"it is here"
 CHILD = """
 import ctypes, json, sys
 from gdsload import Checkpoint
+from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
@@ -36,8 +37,8 @@ report = LoadReport(source)
 with Checkpoint.open(source) as checkpoint:
     with Session(checkpoint, report, cache="buffered", options={"engine": engine}) as session:
         pieces = byte_ranges_of(checkpoint)
-        session.start(pieces[:1]).release()  # opens the engine
-        batch = session.start(pieces)
+        Batch(session, *session.arrange(pieces[:1])).release()  # opens the engine
+        batch = Batch(session, *session.arrange(pieces))
         places = [batch.views[p.name].region.address + batch.views[p.name].offset for p in pieces]
         print(json.dumps(places), flush=True)
         hold(pipe, byte, 1)

@@ -67,7 +67,9 @@ def test_each_without_threads_works_in_the_caller() -> None:
         callers.append(threading.current_thread())
         return item * 2
 
-    assert list(file_io.each(work, range(40), what=str)) == [item * 2 for item in range(40)]
+    assert list(file_io.parallel_map(work, range(40), path_of=str)) == [
+        item * 2 for item in range(40)
+    ]
     assert set(callers) == {threading.current_thread()}
 
 
@@ -92,7 +94,7 @@ def test_each_raises_where_its_thread_runs_out_of_memory() -> None:
                 raise MemoryError("between two items")
             yield self[1]
 
-    results = file_io.each(lambda item: item, Items([1, 2]), what=str, stall_seconds=20)
+    results = file_io.parallel_map(lambda item: item, Items([1, 2]), path_of=str, stall_seconds=20)
     with pytest.raises(MemoryError, match="between two items"):
         list(results)
 

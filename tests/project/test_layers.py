@@ -17,8 +17,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gdsload"
 LAYERS = (
     "_native errors dtypes version",
     "system report",
-    "checkpoint synthetic",
+    "checkpoint",
     "planning",
+    "synthetic",
     "memory",
     "backends",
     "loading",

@@ -56,7 +56,7 @@ def test_users_rest_before_what_they_use() -> None:
         def busy(self) -> str:
             return ""
 
-        rest = wake = lambda self: None
+        quiesce = resume = lambda self: None
 
     deep, load, middle, other = Thing(), Thing(), Thing(), Thing()
     quiesce.register(deep, quiesce.DRIVER)

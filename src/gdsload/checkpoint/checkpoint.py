@@ -1,45 +1,45 @@
-"""A checkpoint at the door: its shards, each opened once, and what their headers say, all checked.
+"""An open checkpoint: its shards, each opened once, and the tensors that their headers describe.
 
-    source -> places -> descriptors -> headers -> tensors (-> held against the index)
+    source -> shard paths -> descriptors -> headers -> tensors (-> compared with the index)
 
-Where files are is `source`'s business, what a header may say is `header`'s. From here on nobody
-opens a file by its name again: header and data come from the same descriptor, so that a file that
-is replaced meanwhile cannot give the names of one version over the bytes of another.
+Header and data are read from the same descriptor, so that a file that is replaced meanwhile cannot
+combine the names of one version with the bytes of another. Finding files is the task of `locate`,
+the format of a header that of `header`. Tensor data is not read here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from gdsload.checkpoint.file_io import each, read_exactly
+from gdsload.checkpoint.file_io import open_regular, parallel_map, read_exactly
 from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
-    Header,
     TensorInfo,
     header_length,
     parse_header,
 )
-from gdsload.checkpoint.locate import PathLike, Place, Source, locate, open_place, text_of
+from gdsload.checkpoint.locate import CheckpointFiles, PathLike, ShardPath, locate, path_text
 from gdsload.checkpoint.shard import Identity, Shard
 from gdsload.errors import CheckpointError, shown
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 
-__all__ = ["Checkpoint", "Identity", "Shard", "TensorInfo"]
-
-_FIRST_READ_BYTES = 128 << 10  # one request fetches length and header of a usual shard together
+_FIRST_READ_BYTES = 128 << 10  # length and header of most shards in one read
 
 
 class Checkpoint:
-    """The shards of a checkpoint, open, and where each tensor lies in them.
+    """An open checkpoint. A context manager; garbage collection closes it, too.
 
-    `tensors` is in the order of the shards, and in each in the order of the data. `metadata` joins
-    that of the shards; where two disagree, the first one's stands. Closing gives the descriptors
-    back and leaves the rest readable; a checkpoint that is dropped closes itself.
+    Attributes:
+        source: What the user opened, for messages.
+        shards: The open files. Closing releases their descriptors; the rest stays readable.
+        tensors: The tensors by name, ordered by shard and, within a shard, by offset.
+        metadata: The metadata of all shards. For a key in several shards, the first one counts.
+        total_bytes: The size of all tensors in bytes.
     """
 
     __slots__ = ("__weakref__", "metadata", "shards", "source", "tensors", "total_bytes")
@@ -70,23 +70,34 @@ class Checkpoint:
     ) -> Checkpoint:
         """Opens a .safetensors file, a directory, an index, or a model in the local hub cache.
 
-        A directory gives, in this order: model[.variant].safetensors, its index, the same of
-        diffusion_pytorch_model, its only index, or all its .safetensors files that fit the variant,
-        if no two hold the same tensor. A hub id is looked up in `cache_dir`, else where
-        HF_HUB_CACHE or HF_HOME say, at `revision`: a branch, a tag or a commit, "main" if None.
-        Nothing is downloaded. `header_limit` bounds the bytes of one header and of the index.
+        In a directory it takes the first of: model[.variant].safetensors, its index, the same of
+        diffusion_pytorch_model, the only index, all .safetensors files that fit the variant.
+        Symbolic links are followed; an index may name files in its own directory only. Nothing is
+        downloaded.
 
-        An index is held against its shards: an entry that no shard holds (or not the shard that
-        it names) and a tensor in two shards are errors. With strict=False such entries are
-        dropped, and of two shards the one that the index names (else the last) gives the tensor.
-        Tensors that the index leaves out are loaded in both cases, as transformers does. Symbolic
-        links are followed; an index may name files in its own directory only.
+        Args:
+            source: The path or the hub id.
+            revision: For a hub id: a branch, a tag or a commit; "main" if None.
+            subfolder: A directory inside `source`.
+            variant: For example "fp16", for model.fp16.safetensors.
+            cache_dir: The hub cache, if not the one that HF_HUB_CACHE or HF_HOME name.
+            strict: Whether to raise an error if the index names a tensor that its shard does not
+                have, or if two shards have the same tensor. With False such entries of the index
+                are ignored, and of two shards the one that the index names (else the last) counts.
+                Tensors that are not in the index are loaded in both cases, as by transformers.
+            header_limit: The largest size of a header and of the index in bytes.
 
-        Raises CheckpointError and its kinds, ReadError and StallError. Whatever was opened by then
-        is closed.
+        Raises:
+            CheckpointError: A file is missing, cannot be opened or is invalid.
+            ReadError: A header could not be read.
+            StallError: The storage did not answer.
+
+        Example:
+            >>> with Checkpoint.open("/models/Qwen3-0.6B") as checkpoint:
+            ...     print(checkpoint.total_bytes, checkpoint.tensors["lm_head.weight"].shape)
         """
 
-        def find(path: str) -> Source:
+        def find(path: str) -> CheckpointFiles:
             return locate(
                 path,
                 revision=revision,
@@ -96,9 +107,9 @@ class Checkpoint:
                 limit=header_limit,
             )
 
-        # In a thread like the rest, so that a hung mount cannot hold up Ctrl-C.
-        (found,) = each(find, [text_of(source)], what=str)
-        return cls._of_source(found, strict, header_limit)
+        # In a thread, so that a hung mount cannot block Ctrl-C.
+        (files,) = parallel_map(find, [path_text(source)], path_of=str)
+        return cls._open_files(files, strict, header_limit)
 
     @classmethod
     def of(
@@ -109,69 +120,104 @@ class Checkpoint:
         strict: bool = True,
         header_limit: int = HEADER_LIMIT_BYTES,
     ) -> Checkpoint:
-        """Opens a list of files as one checkpoint; each may lie anywhere.
+        """Opens a list of files, in any directories, as one checkpoint.
 
-        `weight_map` maps tensor names to the base names of `files`, as an index does, and is held
-        against them in the same way.
+        Args:
+            files: The shards.
+            weight_map: Maps tensor names to the base names of `files`, like an index.
+            strict: As for `open`.
+            header_limit: As for `open`.
+
+        Raises:
+            CheckpointError: As for `open`, and if `weight_map` does not fit `files`.
         """
         if isinstance(files, (str, bytes, os.PathLike)):
             raise TypeError("Checkpoint.of takes a list of files; Checkpoint.open takes one path")
-        paths = [text_of(file) for file in files]
+        paths = [path_text(file) for file in files]
         if not paths:
             raise CheckpointError("a checkpoint of no files")
-        places = tuple(Place(os.path.basename(path), path) for path in paths)
+        shards = tuple(ShardPath(os.path.basename(path), path) for path in paths)
         title = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         if weight_map is not None:
-            names = [place.name for place in places]
-            for name in names:
-                if names.count(name) > 1:
-                    raise CheckpointError(f"two files are called {shown(name)}: no index fits them")
+            weight_map = dict(weight_map)
+            names = {shard.name for shard in shards}
+            if len(names) < len(shards):
+                raise CheckpointError(f"{title}: two files have the same name: no index fits them")
             for tensor, name in weight_map.items():
                 if name not in names:
                     raise CheckpointError(
-                        f"the index leads tensor {shown(tensor)} to {shown(name)}, which is not"
+                        f"the index maps tensor {shown(tensor)} to {shown(name)}, which is not"
                         " among the files",
                         tensor=tensor,
                     )
-        index = dict(weight_map) if weight_map is not None else None
-        return cls._of_source(Source(title, places, index), strict, header_limit)
+        return cls._open_files(CheckpointFiles(title, shards, weight_map), strict, header_limit)
 
     @classmethod
     @collector_paused()
-    def _of_source(cls, found: Source, strict: bool, header_limit: int) -> Checkpoint:
+    def _open_files(cls, files: CheckpointFiles, strict: bool, header_limit: int) -> Checkpoint:
         shards: list[Shard] = []
-        headers: list[Header] = []
+        headers: list[dict[str, TensorInfo]] = []
 
-        def open_shard(place: Place) -> Shard:
-            fd, status = open_place(place)
-            return Shard(fd, Identity.of(status), path=place.path, name=place.name)
+        def open_shard(shard: ShardPath) -> Shard:
+            fd, status = open_regular(shard.path, named_by=files.index_path)
+            return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
 
         try:
-            # All are opened before the first is read: a download that replaces the shards one by
-            # one has the least time to give us two versions.
+            # All shards are opened before the first is read: this leaves a download that replaces
+            # them one by one the least time to mix two versions.
             with closing(
-                each(open_shard, found.places, what=lambda p: p.path, discard=Shard.close)
+                parallel_map(
+                    open_shard, files.shards, path_of=lambda s: s.path, discard=Shard.close
+                )
             ) as opened:
                 shards.extend(opened)
-            # Its threads end before the descriptors that they read from are closed.
+            # closing() ends the threads before the descriptors that they read are closed.
             with closing(
-                each(lambda shard: _header_text(shard, header_limit), shards, what=lambda s: s.path)
+                parallel_map(
+                    lambda shard: _read_header(shard, header_limit),
+                    shards,
+                    path_of=lambda shard: shard.path,
+                )
             ) as texts:
                 for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
                     header = parse_header(text, shard.size, path=shard.path, shard=number)
                     shard.data_start = LENGTH_BYTES + len(text)
                     shard.metadata = header.metadata
-                    headers.append(header)
-            return cls(found.title, shards, _joined(found, shards, headers, strict))
+                    headers.append(header.tensors)
+            return cls(files.title, shards, _merged(files, shards, headers, strict))
         except BaseException:
             for shard in shards:
                 shard.close()
             raise
 
-    def verify_unchanged(self) -> None:
-        """Raises FileChanged when a file is no longer what was opened, CheckpointError if closed.
+    def infos(self, names: Iterable[str] | None = None) -> list[TensorInfo]:
+        """The tensors of these names, each once, in that order; all, in file order, if None.
 
-        To be called after the last byte was read and before a tensor is handed out.
+        Raises CheckpointError for a name that the checkpoint does not have.
+        """
+        if names is None:
+            return list(self.tensors.values())
+        if isinstance(names, str):
+            raise TypeError(f"names is a list of tensor names, not the string {names!r}")
+        return [self.info(name) for name in dict.fromkeys(names)]
+
+    def info(self, name: str) -> TensorInfo:
+        """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.source}: there is no tensor {shown(str(name))} in it", tensor=str(name)
+            )
+        return info
+
+    def verify_unchanged(self) -> None:
+        """Checks that all files are still the versions that were opened.
+
+        Call it after the last byte was read and before a tensor is handed out.
+
+        Raises:
+            FileChanged: A file was written or replaced.
+            CheckpointError: The checkpoint is closed.
         """
         for shard in self.shards:
             shard.verify_unchanged()
@@ -181,16 +227,16 @@ class Checkpoint:
         return all(shard.closed for shard in self.shards)
 
     def busy(self) -> str:
-        """For `quiesce`: descriptors can be given back at any time."""
+        """For `system.quiesce`: descriptors can be released at any time."""
         return ""
 
     def quiesce(self) -> None:
-        """Gives the descriptors back; each file is opened again when it is next asked for."""
+        """Closes the descriptors; each file is opened again when it is needed."""
         for shard in self.shards:
             shard.quiesce()
 
     def resume(self) -> None:
-        """Opens the files again after `rest`. Raises FileChanged where they are others by now."""
+        """Opens the files again after `quiesce`. Raises FileChanged if one is another version."""
         if not self.closed:
             self.verify_unchanged()
 
@@ -220,75 +266,56 @@ class Checkpoint:
         )
 
 
-def _header_text(shard: Shard, limit: int) -> bytes:
+def _read_header(shard: Shard, limit: int) -> bytes:
     """The JSON of a shard's header.
 
-    Without the kernel's read-ahead, which would bring megabytes of data into the page cache, and
-    make the beginning of a cold file look warm.
+    The kernel's read-ahead is turned off meanwhile: it would fill the page cache with megabytes of
+    data, and make the beginning of a cold file look warm.
     """
     with suppress(OSError):
         os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
-        return _read_header(shard, limit)
+        first = read_exactly(shard.fd, 0, min(shard.size, _FIRST_READ_BYTES), shard.path)
+        length = header_length(first, shard.size, path=shard.path, limit=limit)
+        text = first[LENGTH_BYTES : LENGTH_BYTES + length]
+        return text + read_exactly(shard.fd, len(first), length - len(text), shard.path)
     finally:
         with suppress(OSError):
             os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_NORMAL)
 
 
-def _read_header(shard: Shard, limit: int) -> bytes:
-    first = read_exactly(shard.fd, 0, min(shard.size, _FIRST_READ_BYTES), shard.path)
-    length = header_length(first, shard.size, path=shard.path, limit=limit)
-    text = first[LENGTH_BYTES : LENGTH_BYTES + length]
-    if len(text) < length:
-        text += read_exactly(shard.fd, len(first), length - len(text), shard.path)
-    return text
-
-
-def _joined(
-    found: Source, shards: Sequence[Shard], headers: Sequence[Header], strict: bool
-) -> dict[str, TensorInfo]:
-    """All tensors of all shards, held against the index."""
-    tensors: dict[str, TensorInfo] = {}
-    for header in headers:
-        tensors.update(header.tensors)
-    weight_map = found.weight_map or {}
-    if len(tensors) != sum(len(header.tensors) for header in headers):
-        tensors = _chosen(shards, headers, weight_map, strict)
-    if strict and weight_map:
-        names = [shard.name for shard in shards]
-        for name, wanted in weight_map.items():
-            info = tensors.get(name)
-            if info is None or names[info.shard] != wanted:
-                holder = "no shard holds it" if info is None else f"{names[info.shard]} holds it"
-                raise CheckpointError(
-                    f"{found.index_path or found.title}: the index says that tensor {shown(name)}"
-                    f" is in {wanted}, but {holder}",
-                    path=found.index_path,
-                    tensor=name,
-                )
-    return tensors
-
-
-def _chosen(
+def _merged(
+    files: CheckpointFiles,
     shards: Sequence[Shard],
-    headers: Sequence[Header],
-    weight_map: Mapping[str, str],
+    headers: Sequence[Mapping[str, TensorInfo]],
     strict: bool,
 ) -> dict[str, TensorInfo]:
-    """One of each tensor, where two shards hold the same: refused, or by the index, or the last."""
+    """All tensors of all shards, compared with the index."""
     tensors: dict[str, TensorInfo] = {}
+    weight_map = files.weight_map or {}
     for shard, header in zip(shards, headers, strict=True):
-        for name, info in header.tensors.items():
-            if (other := tensors.get(name)) is not None:
+        if not tensors.keys().isdisjoint(header):
+            header = dict(header)
+            for name in [name for name in header if name in tensors]:
+                other = shards[tensors[name].shard]
                 if strict:
                     raise CheckpointError(
-                        f"tensor {shown(name)} is held by two shards: {shards[other.shard].path}"
-                        f" and {shard.path}",
+                        f"tensor {shown(name)} is in two shards: {other.path} and {shard.path}",
                         path=shard.path,
                         tensor=name,
                     )
-                if weight_map.get(name) == shards[other.shard].name:
-                    continue
-                del tensors[name]  # so that the one that stays keeps the order of the files
-            tensors[name] = info
+                # Deleted, so that the tensor that counts is at the position of its own shard.
+                del (header if weight_map.get(name) == other.name else tensors)[name]
+        tensors.update(header)
+    if strict:
+        for name, wanted in weight_map.items():
+            info = tensors.get(name)
+            if info is None or shards[info.shard].name != wanted:
+                found = f"{shards[info.shard].name} has it" if info else "no shard has it"
+                raise CheckpointError(
+                    f"{files.index_path or files.title}: the index says that tensor {shown(name)}"
+                    f" is in {wanted}, but {found}",
+                    path=files.index_path,
+                    tensor=name,
+                )
     return tensors

@@ -1,7 +1,7 @@
-"""JSON read as strictly as safetensors' own parser reads it, and no slower than Python can.
+"""Parses JSON as strictly as the parser of safetensors, at the speed of Python's C parser.
 
-An object arrives as a tuple of (key, value) pairs, an array as a list. So the two cannot be
-mistaken for each other, a key given twice is still seen, and no Python runs while C parses.
+An object is returned as a tuple of (key, value) pairs, an array as a list. So the two cannot be
+confused, a key given twice is noticed, and no Python code runs while C parses.
 """
 
 from __future__ import annotations
@@ -9,104 +9,114 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from gdsload.errors import shown
 
-_DEPTH_LIMIT = 127  # arrays and objects inside each other; the 128th is refused, as by safetensors
-_DIGITS_LIMIT = 4300  # of an integer: Python's own limit, where nobody has lifted it
-_NUMBER_LIMIT = 1e308  # parsers disagree about what overflows just above it
+_DEPTH_LIMIT = 127  # nested arrays and objects; safetensors refuses the 128th
+_DIGITS_LIMIT = 4300  # of an integer: the default limit of Python
+_NUMBER_LIMIT = 1e308  # parsers disagree about overflow just above it
 
 
-class Lie(Exception):
-    """What is wrong, said without the file and the tensor that its catcher knows."""
+class FormatError(Exception):
+    """A fault in a file. The caller adds the names of the file and the tensor."""
 
 
-def twice_in(keys: Iterable[str]) -> str | None:
-    """The first key that comes a second time, or None."""
+def repeated(keys: Iterable[str]) -> str:
+    """The first key that occurs a second time; "" if none does."""
     seen: set[str] = set()
     for key in keys:
         if key in seen:
             return key
         seen.add(key)
-    return None
+    return ""
+
+
+def unique(pairs: Sequence[tuple[str, Any]], fault: str) -> dict[str, Any]:
+    """A dict of the pairs. Raises FormatError, which begins with `fault`, for a repeated key."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise FormatError(f"{fault} {shown(repeated(key for key, _ in pairs))} twice")
+    return found
 
 
 def check_value(value: Any, *, depth: int = 0) -> None:
-    """Holds what nobody reads to the same rules: depth, keys given once, numbers in range.
+    """Checks depth, keys and number ranges of a value that is otherwise ignored.
 
-    `depth` is the number of arrays and objects around `value`. Raises Lie.
+    `depth` is the number of arrays and objects around `value`. Raises FormatError.
     """
-    waiting = [(value, depth)]
-    while waiting:
-        found, around = waiting.pop()
+    pending = [(value, depth)]
+    while pending:
+        found, around = pending.pop()
         kind = type(found)
         if kind is list or kind is tuple:
             if around >= _DEPTH_LIMIT:
-                raise Lie("its JSON is nested deeper than 127 levels")
+                raise FormatError("its JSON is nested deeper than 127 levels")
             if kind is tuple:
-                if (twice := twice_in(key for key, _ in found)) is not None:
-                    raise Lie(f"its JSON has the key {shown(twice)} twice in one object")
-                waiting.extend((inner, around + 1) for _, inner in found)
-            else:
-                waiting.extend((inner, around + 1) for inner in found)
+                found = unique(found, "in its JSON an object has the key").values()
+            pending.extend((inner, around + 1) for inner in found)
         elif (kind is int or kind is float) and not -_NUMBER_LIMIT <= found <= _NUMBER_LIMIT:
-            raise Lie("its JSON holds a number out of range")
+            raise FormatError("its JSON holds a number out of range")
 
 
 def _no_constant(text: str) -> Any:
-    raise Lie(f"its JSON holds {text}, which is no JSON")
+    raise FormatError(f"its JSON holds {text}, which JSON does not have")
 
 
 def _exact_int(text: str) -> int | float:
     if len(text) > _DIGITS_LIMIT:
         raise ValueError
-    return -0.0 if text == "-0" else int(text)  # -0 is no integer: safetensors reads it as a float
+    return -0.0 if text == "-0" else int(text)  # safetensors reads -0 as a float
 
 
-# strict=True is what refuses raw control characters in strings.
-_DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_constant, strict=True)
-_SLOW_DECODER = json.JSONDecoder(
-    object_pairs_hook=tuple, parse_constant=_no_constant, strict=True, parse_int=_exact_int
+# strict=True refuses raw control characters in strings.
+_decoder = partial(
+    json.JSONDecoder, object_pairs_hook=tuple, parse_constant=_no_constant, strict=True
 )
+_DECODER = _decoder()
+_SLOW_DECODER = _decoder(parse_int=_exact_int)
 _MAYBE_MINUS_ZERO = re.compile(rb"[\[,:\s]-0")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
-_SAFE_RECURSION = 10_000  # levels of the C parser that fit the smallest usual stack
+_SAFE_RECURSION = 10_000  # levels of the C parser that fit into the smallest usual stack
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def strict_json(raw: bytes) -> Any:
-    """`raw` as JSON in strict UTF-8, objects as tuples of pairs. Raises Lie.
+    """Parses JSON in strict UTF-8. Raises FormatError.
 
-    Depth, double keys and ranges inside values that nobody reads are left to `check_value`.
+    Depth, repeated keys and number ranges of ignored values are checked by `check_value`.
     """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Lie(f"its JSON is not UTF-8 (byte {error.start})") from None
-    # By plain substring first, here and below: that costs next to nothing where nothing is found.
+        raise FormatError(f"its JSON is not UTF-8 (byte {error.start})") from None
+    # A substring search first, here and below: it costs almost nothing.
     slow = b"-0" in raw and _MAYBE_MINUS_ZERO.search(raw) is not None
-    # The host program may have lifted the two limits of the interpreter that guard the C parser.
+    # The host program may have raised the two limits of the interpreter that guard the C parser.
     slow = slow or not 0 < getattr(sys, "get_int_max_str_digits", int)() <= _DIGITS_LIMIT
     if sys.getrecursionlimit() > _SAFE_RECURSION and _is_deep(raw):
-        raise Lie("its JSON is nested deeper than 127 levels")
+        raise FormatError("its JSON is nested deeper than 127 levels")
     try:
         value = (_SLOW_DECODER if slow else _DECODER).decode(text)
+        if b"\\u" in raw and _SURROGATE_ESCAPE.search(raw):
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise Lie(f"its JSON is broken at character {error.pos}: {error.msg}") from None
+        raise FormatError(f"its JSON is broken at character {error.pos}: {error.msg}") from None
+    except UnicodeEncodeError as error:
+        context = error.object[max(error.start - 20, 0) : error.end + 20]
+        raise FormatError(f"its JSON holds a lone surrogate in {shown(context)}") from None
     except RecursionError:
-        raise Lie("its JSON is nested deeper than 127 levels") from None
+        raise FormatError("its JSON is nested deeper than 127 levels") from None
     except ValueError:  # Python converts no integer of more than 4,300 digits
-        raise Lie("its JSON holds an integer with thousands of digits") from None
-    if b"\\u" in raw and _SURROGATE_ESCAPE.search(raw):
-        _check_surrogates(value)
+        raise FormatError("its JSON holds an integer with thousands of digits") from None
     return value
 
 
 def _is_deep(raw: bytes) -> bool:
-    """Whether brackets nest too deep, found without recursion: each round peels the innermost."""
+    """Whether brackets nest too deep. Without recursion: each round removes the innermost."""
     rest = _STRING.sub(b"", raw) if b"\\" in raw else raw
     rest = rest.translate(None, _NO_STRUCTURE).replace(b'""', b"")
     rest = _STRING.sub(b"", rest)
@@ -115,16 +125,3 @@ def _is_deep(raw: bytes) -> bool:
         if len(rest) == before:
             break
     return rest.count(b"[") + rest.count(b"{") > _DEPTH_LIMIT or b"[]" in rest or b"{}" in rest
-
-
-def _check_surrogates(value: Any) -> None:
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if type(found) is str:
-            try:
-                found.encode()
-            except UnicodeEncodeError:
-                raise Lie(f"its JSON holds a lone surrogate in {shown(found)}") from None
-        elif type(found) is list or type(found) is tuple:
-            waiting.extend(found)

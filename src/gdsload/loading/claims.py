@@ -1,10 +1,11 @@
-"""What is being read ahead of its asking, and who takes it.
+"""The registry of prefetched ranges, from which loads claim what they need.
 
-    prefetch ── offers ──► Offer ── claim(file, bytes) ──► Claim ──► a load
+    prefetch ── offers ──► Offer ── claim(file, range) ──► Claim ──► a load
 
-A `Offer` is the bytes of one checkpoint, there or on their way, told apart from other versions
-of the same files by their identity. A load claims what it needs before it plans any reads; what is
-claimed is gone for others, because two tensors must never share memory. Nothing is read here.
+An `Offer` holds ranges of one checkpoint that a prefetch has read or is reading. Files are compared
+by identity, so a newer version of a file is never mistaken for the old one. A load claims before it
+plans its reads. A claimed range is gone for others, because two tensors must never share memory.
+Nothing is read here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.memory.host_buffers import BufferView
@@ -22,29 +24,18 @@ from gdsload.planning.read_plan import ByteRange
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 
-# What has become of bytes that somebody reads ahead.
+if TYPE_CHECKING:
+    from gdsload.readahead.prefetch_batch import PrefetchBatch
+
+# The state of prefetched bytes: being read, read, or lost (cancelled or failed: to be read anew).
 COMING, LANDED, LOST = "coming", "landed", "lost"
 
-
-class Flight(Protocol):
-    """Reads under way, seen by whoever waits for some of them. Safe from any thread."""
-
-    def state(self, first: int, last: int) -> str:
-        """COMING, LANDED or LOST (cancelled or failed: to be read anew) for these transfers."""
-
-    def pause(self, first: int, last: int, seconds: float) -> None:
-        """Returns when they have settled, or after so many seconds."""
-
-    def idle_seconds(self) -> float:
-        """How long no byte has come."""
-
-    def hurry(self) -> None:
-        """Somebody waits for it now."""
+_start = attrgetter("start")
 
 
 class OfferedRange(NamedTuple):
-    """Bytes `start` to `end` of a file: where they land, and the transfers that bring them. A
-    stretch without a `spot` lands in the page cache, from where everybody may take it."""
+    """Bytes `start` to `end` of a file, read by transfers `first` to `last`. Without a `view` the
+    bytes are in the page cache, and more than one load may claim them."""
 
     start: int
     end: int
@@ -54,58 +45,60 @@ class OfferedRange(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Bytes that a load has taken."""
+    """A range that a load has claimed, and the transfers of the prefetch that read it."""
 
-    piece: ByteRange
+    range: ByteRange
     view: BufferView | None
-    flight: Flight
+    batch: PrefetchBatch
     first: int
     last: int
 
     def state(self) -> str:
         """COMING, LANDED or LOST."""
-        return self.flight.state(self.first, self.last)
+        return self.batch.state(self.first, self.last)
 
     def pause(self, seconds: float) -> None:
-        """Returns when the bytes have settled, or after so many seconds."""
-        self.flight.pause(self.first, self.last, seconds)
+        """Waits until the bytes have been read or lost, at most this long."""
+        self.batch.pause(self.first, self.last, seconds)
 
 
 class Offer:
-    """What one prefetch has to give. It is offered before its files are open, filled once they
-    are, and withdrawn when all of it was taken or nobody wants it any more. What lands on a GPU is
-    for loads to that `device` alone; the host's memory is for all."""
+    """What one prefetch offers. It is registered before its files are open, filled once they are,
+    and withdrawn when all of it was claimed or the prefetch is closed. Ranges in the memory of a
+    GPU are for loads to that `device`; ranges in host memory are for all loads."""
 
     def __init__(self, source: str, *, keep: bool = False) -> None:
+        """With `keep`, ranges that a load did not claim stay for the next one."""
         self.source = source
         self.keep = keep
-        self.pid = os.getpid()
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
         self._known = threading.Event()
-        self._flight: Flight | None = None
+        self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
 
     def fill(
-        self, flight: Flight, stretches: dict[Identity, list[OfferedRange]], device: str = "cpu"
+        self,
+        batch: PrefetchBatch,
+        ranges: dict[Identity, list[OfferedRange]],
+        device: str = "cpu",
     ) -> None:
-        """Says what there is, and where: for each file its stretches, which do not overlap."""
+        """Sets the ranges of each file, which must not overlap."""
         with self._lock:
-            self._flight = flight
+            self._batch = batch
             self.device = device
-            self._free = {file: sorted(rows, key=_start) for file, rows in stretches.items()}
+            self._free = {file: sorted(rows, key=_start) for file, rows in ranges.items()}
         self._known.set()
 
     def clear(self) -> None:
-        """Lets go of what nobody has claimed, for good."""
+        """Drops all ranges that nobody has claimed."""
         with self._lock:
             self._free = {}
         self._known.set()
 
     def leave(self, files: Iterable[Identity]) -> None:
-        """A load that claimed from these files has ended: what it left is let go, unless all is to
-        be kept for the next."""
+        """A load that claimed from these files has ended: drops the rest of them, unless `keep`."""
         if not self.keep:
             with self._lock:
                 for file in files:
@@ -113,21 +106,22 @@ class Offer:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing (more) to claim."""
+        """Whether nothing is left to claim. False until the offer is filled."""
         with self._lock:
             return self._known.is_set() and not any(self._free.values())
 
     def await_opening(self, seconds: float) -> bool:
-        """Waits until it is known which files it holds."""
+        """Waits until the offer is filled."""
         return self._known.wait(seconds)
 
     def may_hold(self, path: str) -> bool:
-        """Whether a file may be among those it is about to open, going by names alone."""
+        """Whether a file may be among those that the prefetch is about to open, by its path."""
         if self._known.is_set():
             return False
         if not os.path.exists(self.source):
-            return True  # a model of the hub: where its files are is not known yet
-        for root in (os.path.abspath(self.source), os.path.realpath(self.source)):
+            return True  # a model of the hub: the paths of its files are not known yet
+        for normal in (os.path.abspath, os.path.realpath):
+            root = normal(self.source)
             if os.path.isfile(root):
                 root = os.path.dirname(root)
             for file in (os.path.abspath(path), os.path.realpath(path)):
@@ -135,124 +129,124 @@ class Offer:
                     return True
         return False
 
-    def claim(self, file: Identity, piece: ByteRange, *, mapped: bool = True) -> Claim | None:
-        """Takes the piece's bytes, if they lie in one stretch and nobody has them yet. Without
-        `mapped`, what lands in the page cache is left."""
+    def _find(self, file: Identity, wanted: ByteRange) -> int:
+        """The index of the free range that contains `wanted`, or -1."""
+        rows = self._free.get(file, [])
+        index = bisect_right(rows, wanted.offset, key=_start) - 1
+        return index if index >= 0 and rows[index].end >= wanted.offset + wanted.nbytes else -1
+
+    def has(self, file: Identity, wanted: ByteRange) -> bool:
+        """Whether `claim` would succeed."""
         with self._lock:
-            rows = self._free.get(file)
-            if not rows or not piece.nbytes or self._flight is None:
+            return self._find(file, wanted) >= 0
+
+    def claim(self, file: Identity, wanted: ByteRange, *, mapped: bool = True) -> Claim | None:
+        """Claims a range if one free range contains it; None otherwise. Without `mapped`, ranges
+        in the page cache do not count."""
+        with self._lock:
+            index = self._find(file, wanted)
+            if index < 0 or not wanted.nbytes or self._batch is None:
                 return None
-            place = bisect_right(rows, piece.offset, key=_start) - 1
-            end = piece.offset + piece.nbytes
-            if place < 0 or rows[place].end < end:
-                return None
-            found = rows[place]
+            found = self._free[file][index]
             if found.view is None and not mapped:
                 return None
-            self.claimed_bytes += piece.nbytes
-            if found.view is None:
-                return Claim(piece, None, self._flight, found.first, found.last)
-            region, offset = found.view
-            rest = []
-            if found.start < piece.offset:
-                rest.append(found._replace(end=piece.offset))
-            if end < found.end:
+            self.claimed_bytes += wanted.nbytes
+            view = None
+            if found.view is not None:
+                region, offset = found.view
+                end = wanted.offset + wanted.nbytes
+                view = BufferView(region, offset + wanted.offset - found.start)
                 after = BufferView(region, offset + end - found.start)
-                rest.append(found._replace(start=end, view=after))
-            rows[place : place + 1] = rest
-            view = BufferView(region, offset + piece.offset - found.start)
-            return Claim(piece, view, self._flight, found.first, found.last)
-
-    def has(self, file: Identity, piece: ByteRange) -> bool:
-        """Whether `claim` would give it."""
-        with self._lock:
-            rows = self._free.get(file, [])
-            place = bisect_right(rows, piece.offset, key=_start) - 1
-            return place >= 0 and rows[place].end >= piece.offset + piece.nbytes
-
-
-def _start(row: OfferedRange) -> int:
-    return row.start
+                rest = [found._replace(end=wanted.offset), found._replace(start=end, view=after)]
+                self._free[file][index : index + 1] = [row for row in rest if row.start < row.end]
+            return Claim(wanted, view, self._batch, found.first, found.last)
 
 
 _lock = fork_safe_lock(sys.modules[__name__])
 _offered: list[Offer] = []
 
 
-def offer(landing: Offer) -> None:
-    """Lets loads find it, from now on."""
+def offer(new: Offer) -> None:
+    """Registers an offer: loads find it from now on."""
     with _lock:
-        _offered.append(landing)
+        _offered.append(new)
 
 
-def withdraw(landing: Offer) -> None:
-    """Undoes `offer`; also where it was withdrawn before."""
+def withdraw(old: Offer) -> None:
+    """Undoes `offer`. May be called again."""
     with _lock:
-        if landing in _offered:
-            _offered.remove(landing)
-    landing.clear()
+        if old in _offered:
+            _offered.remove(old)
+    old.clear()
 
 
 def offered() -> list[Offer]:
-    """What is offered in this process, oldest first. What a fork has copied is not."""
-    pid = os.getpid()
+    """The offers of this process, oldest first."""
     with _lock:
-        return [landing for landing in _offered if landing.pid == pid]
+        return list(_offered)
 
 
-def _opened(checkpoint: Checkpoint, seconds: float) -> list[Offer]:
-    """What is offered, once it is known of each what it holds that may be of these files."""
+def _filled(checkpoint: Checkpoint, seconds: float) -> list[Offer]:
+    """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
-    for landing in found:
-        if any(landing.may_hold(shard.path) for shard in checkpoint.shards):
-            landing.await_opening(seconds)
+    for each in found:
+        if any(each.may_hold(shard.path) for shard in checkpoint.shards):
+            each.await_opening(seconds)
     return found
 
 
-def claim_pieces(
-    checkpoint: Checkpoint, pieces: Sequence[ByteRange], seconds: float, *, mapped: bool = True,
+def claim_ranges(
+    checkpoint: Checkpoint,
+    ranges: Sequence[ByteRange],
+    seconds: float,
+    *,
+    mapped: bool = True,
     device: str = "cpu",
-) -> tuple[dict[str, Claim], list[Offer]]:  # fmt: skip
-    """What others have read ahead of these pieces, by the pieces' names, and whose it was: into the
-    memory of this device, or of the host.
+) -> tuple[dict[str, Claim], list[Offer]]:
+    """Claims what prefetches have read of these ranges into this device's or the host's memory.
 
-    Waits up to `seconds` for a prefetch that is still opening what may be the same files. Without
-    `mapped`, what lands in the page cache is left.
+    Args:
+        checkpoint: The checkpoint of the ranges.
+        ranges: What the load needs.
+        seconds: How long to wait for a prefetch that is opening what may be the same files.
+        mapped: Claim ranges in the page cache as well.
+        device: The device of the load.
+
+    Returns:
+        The claims by the names of their ranges, and the offers that they are from.
     """
     imports_done()
     claims: dict[str, Claim] = {}
-    givers: list[Offer] = []
-    shards = checkpoint.shards
-    landings = [found for found in _opened(checkpoint, seconds) if found.device in ("cpu", device)]
-    # What is on the device itself comes before what would have to be copied there.
-    for landing in sorted(landings, key=lambda found: found.device != device):
+    used: list[Offer] = []
+    found = [each for each in _filled(checkpoint, seconds) if each.device in ("cpu", device)]
+    # Ranges that are on the device come before those that would have to be copied to it.
+    for each in sorted(found, key=lambda offer: offer.device != device):
         before = len(claims)
-        for piece in pieces:
-            if piece.name in claims:
-                continue
-            claim = landing.claim(shards[piece.shard].identity, piece, mapped=mapped)
-            if claim is not None:
-                claims[piece.name] = claim
+        for wanted in ranges:
+            if wanted.name not in claims:
+                file = checkpoint.shards[wanted.shard].identity
+                claim = each.claim(file, wanted, mapped=mapped)
+                if claim is not None:
+                    claims[wanted.name] = claim
         if len(claims) > before:
-            givers.append(landing)
-    for flight in {id(claim.flight): claim.flight for claim in claims.values()}.values():
-        flight.hurry()
-    return claims, givers
+            used.append(each)
+    for batch in {id(claim.batch): claim.batch for claim in claims.values()}.values():
+        batch.hurry()
+    return claims, used
 
 
 def waiting_on(
-    device: str, checkpoint: Checkpoint, pieces: Iterable[ByteRange], seconds: float
+    device: str, checkpoint: Checkpoint, ranges: Iterable[ByteRange], seconds: float
 ) -> set[str]:
-    """The names of those pieces that are in the memory of this device, or on their way there.
+    """The names of the ranges that a prefetch has read, or is reading, into this device's memory.
 
-    Waits as `claim_pieces` does, and takes nothing.
+    Waits as `claim_ranges` does, and claims nothing.
     """
-    landings = [found for found in _opened(checkpoint, seconds) if found.device == device]
-    shards = checkpoint.shards
+    found = [each for each in _filled(checkpoint, seconds) if each.device == device]
     return {
-        piece.name
-        for piece in pieces
-        if any(landing.has(shards[piece.shard].identity, piece) for landing in landings)
+        wanted.name
+        for wanted in ranges
+        if any(each.has(checkpoint.shards[wanted.shard].identity, wanted) for each in found)
     }
 
 

@@ -1,10 +1,14 @@
-"""Loads into the memory of a GPU: tensors are taken from torch's allocator, one by one and in the
-order of the file, and the bytes land in them by way of a ring. Nothing but the ring passes through
-anybody else's memory. What was read ahead into blocks of the device becomes tensors where it lies.
+"""Loads into the memory of a GPU. Tensors are taken from torch's allocator in file order, and a
+staging ring brings their bytes. Ranges that a prefetch has read into blocks of the device become
+tensors where they are.
 
-torch carves tensors that are asked for one after the other out of one block where it has one, as it
-has after transformers' warm-up, or when a load has asked for it: what lies side by side in the file
-then lies side by side on the device, and goes there in one copy. Each still goes back on its own.
+    slices ──► DeviceTensors: a torch tensor each ──► targets of the plan as shares ──► DeviceBatch
+
+torch's allocator carves tensors that are asked for one after the other out of one block, if it has
+one. Tensors that are neighbours in the file are then neighbours on the device, and one copy brings
+several of them. Each is still freed on its own.
+
+Not responsible for: the staging ring (`backends`), blocks of the device (`memory.device_buffers`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory import device_buffers
 from gdsload.memory.host_buffers import (
     BufferView,
@@ -28,7 +33,7 @@ from gdsload.memory.host_buffers import (
     packed_shape,
     torch_dtype_of,
 )
-from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -38,41 +43,43 @@ if TYPE_CHECKING:
 
     from gdsload.checkpoint import Checkpoint
 
-# A load of so much asks for one block first. Each tensor of more than 10 MiB would be a cudaMalloc
-# otherwise; for models of 16 GB these were reported to take several times as long as all the rest
-# (transformers' caching_allocator_warmup was made for that). Not measured by us.
+# A load of this many bytes asks torch's allocator for one block first. Otherwise each tensor of
+# more than 10 MiB would be a cudaMalloc of its own; transformers' caching_allocator_warmup exists
+# for the same reason. Not measured by us.
 WHOLE_BYTES = 256 << 20
-# Of torch's allocator: what a tensor's memory is rounded to, and what comes from other blocks.
+# torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
+# other blocks.
 _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 
 def reached(target: str, backend: str) -> str:
-    """The device that reads can go to for this target: itself, or "cpu" where what was read has to
-    be moved on by torch. Raises BackendUnavailable after a fork."""
+    """The device that reads for this target go to: the target itself, or "cpu" if torch has to move
+    the tensors there. Raises BackendUnavailable after a fork."""
     if target.partition(":")[0] != "cuda" or not reaches(backend, VRAM):
         return "cpu"
-    gpu.refuse_after_fork()  # torch could not move anything there either
-    if backend in ("auto", "posix"):
-        return "cpu" if gpu.why_not(target) else target
-    return target  # it was asked for by name, and says itself what is in its way
+    gpu.refuse_after_fork()  # torch could not move tensors there either
+    # Any other backend was asked for by name, and reports itself why it cannot work.
+    return "cpu" if backend in ("auto", "posix") and gpu.why_not(target) else target
 
 
 def session_for(
-    checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **how: Any
+    checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **settings: Any
 ) -> Session:
-    """A session whose reads go as near to the target as they can; `nbytes` are expected of it."""
+    """A session whose reads go as near to the target as they can; `nbytes` will be read in all.
+    `settings` are those of `Session`."""
     device = reached(target, backend)
     return Session(
-        checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **how
-    )  # fmt: skip
+        checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **settings
+    )
 
 
 @collector_paused()
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
-    """Puts whole tensors on their way to the session's device, and returns at once."""
+    """Posts the reads of whole tensors to the session's device and returns without waiting."""
+    slices = [whole(info) for info in infos]
     if session.device == "cpu":
-        return session.start(runs_of(map(whole, infos)))
-    return DeviceBatch.of(session, [whole(info) for info in infos])
+        return Batch(session, *session.arrange(runs_of(slices)))
+    return DeviceBatch(session, *session.arrange(runs_of(slices)), slices)
 
 
 def load(
@@ -89,7 +96,7 @@ def load(
 
 
 class DeviceBatch(Batch):
-    """Cuts on their way into tensors of a device."""
+    """Tensor slices that are being read into tensors of a device."""
 
     def __init__(
         self,
@@ -98,124 +105,111 @@ class DeviceBatch(Batch):
         views: dict[str, BufferView],
         slices: Sequence[TensorSlice],
     ) -> None:
-        """Raises PlacementError, before anything is read, where the device is too full."""
-        self._shelf = DeviceTensors(session, slices, views)
+        """Raises PlacementError, before anything is read, if the device is too full."""
+        self._tensors = DeviceTensors(session, slices, views)
         super().__init__(session, plan, views)
 
-    @classmethod
-    def of(cls, session: Session, slices: Sequence[TensorSlice]) -> DeviceBatch:
-        """Puts them on their way and returns at once."""
-        return cls(session, *session.arrange(runs_of(slices)), slices)
-
     def _take_memory(self) -> list[Memory]:
-        return self._shelf.memory(self.plan)
+        return self._tensors.memory(self.plan)
 
-    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
-        return read_to_blocks(self.session, pieces)
+    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
+        return read_to_blocks(self.session, ranges)
 
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
-        tensors = self._shelf.give([whole(info) for info in infos], self.views)
+        tensors = self._tensors.give([whole(info) for info in infos], self.views)
         self.views.clear()
         return tensors
 
 
-def read_to_blocks(session: Session, pieces: Sequence[ByteRange]) -> Batch:
-    """Puts pieces on their way into memory of the session's device that is no tensor's yet. Raises
-    PlacementError where the device is too full."""
-    plan = session.plan(pieces)
-    return Batch(session, plan, *in_blocks(session, plan, pieces))
+def read_to_blocks(session: Session, ranges: Sequence[ByteRange]) -> Batch:
+    """Posts reads into blocks of the session's device that belong to no tensor yet. Raises
+    PlacementError if the device is too full."""
+    plan = session.plan(ranges)
+    return Batch(session, plan, *in_blocks(session, plan, ranges))
 
 
 def in_blocks(
-    session: Session, plan: ReadPlan, pieces: Sequence[ByteRange]
+    session: Session, plan: ReadPlan, ranges: Sequence[ByteRange]
 ) -> tuple[dict[str, BufferView], list[Memory]]:
-    """Memory of the session's device for what a plan reads: where each piece will lie, and what is
-    behind each target. Raises PlacementError where the
-    device is too full."""
-    device = session.device
-    views = device_buffers.take(gpu.ordinal_of(device), pieces)
-    runs = [
-        (piece.name, piece.nbytes, view.region.address + view.offset)
-        for piece in pieces
-        if (view := views.get(piece.name)) is not None
+    """Blocks of the session's device for a plan: a view for each range, and the memory of each
+    target. Raises PlacementError if the device is too full."""
+    views = device_buffers.take(gpu.ordinal_of(session.device), ranges)
+    placed = [
+        (each.name, each.nbytes, view.region.address + view.offset)
+        for each in ranges
+        if (view := views.get(each.name)) is not None
     ]
-    memory = memory_of(device, plan, runs, {view.region for view in views.values()})
-    return views, memory
+    owners = {view.region for view in views.values()}
+    return views, memory_of(session.device, plan, placed, owners)
 
 
 @collector_paused()
 def memory_of(
-    device: str, plan: ReadPlan, runs: Iterable[tuple[str, int, int]], owners: object
+    device: str, plan: ReadPlan, placed: Iterable[tuple[str, int, int]], owners: object
 ) -> list[Memory]:
-    """The memory behind each target of the plan, in shares that are as long as they can be.
+    """The memory of each target of the plan, in shares that are as long as possible.
 
-    `runs` are (name, bytes, address) for pieces of it; `owners` keep all of that alive.
+    `placed` are (name, bytes, device address) of ranges; `owners` keep their memory alive.
     """
     owner = gpu.device(gpu.ordinal_of(device))
     rows = []
-    for name, nbytes, address in runs:
+    for name, nbytes, address in placed:
         location = plan.locations.get(name)
         if location is not None and location.target >= 0:
             rows.append((location.target, location.offset, nbytes, address))
-    rows.sort()
     shares: list[list[tuple[int, int, int]]] = [[] for _ in plan.targets]
-    at = held = to = limit = 0
-    last = -1
-    for target, offset, nbytes, address in rows:
-        # Two allocations may touch each other, and no copy may cross from one to the next.
-        if (target, offset, address) == (last, at + held, to + held):
-            if address + nbytes > limit:
-                limit = sum(owner.range_of(to))
-            if address + nbytes <= limit:
-                held += nbytes
-                shares[target][-1] = (at, held, to)
-                continue
-        last, at, held, to = target, offset, nbytes, address
-        shares[target].append((at, held, to))
+    limit = 0  # where the allocation of the last share ends
+    for target, offset, nbytes, address in sorted(rows):
+        if shares[target]:
+            start, held, to = shares[target][-1]
+            if (offset, address) == (start + held, to + held):
+                # Allocations may be neighbours, but no copy may cross from one to the next.
+                limit = limit or sum(owner.range_of(to))
+                if address + nbytes <= limit:
+                    shares[target][-1] = (start, held + nbytes, to)
+                    continue
+        limit = 0
+        shares[target].append((offset, nbytes, address))
     return [
-        # They are kept by their batch and by the request, whichever ends last.
         Memory(VRAM, 0, target.length, owners, device=device, shares=shares[number])
         for number, target in enumerate(plan.targets)
     ]
 
 
 class DeviceTensors:
-    """Tensors of a device for some slices, by their keys, and where in them each run of bytes goes.
+    """Tensors of a device for some slices, by key, and the addresses of their byte ranges.
 
-    The runs of a cut lie one behind the other in one tensor, so that nothing has to be stacked.
-    What a prefetch brings to the device is a tensor where it lies, if that is
-    on a border; what is not, or a run among others, or in the memory of the host, is copied.
+    The parts of a slice are neighbours in one tensor, so that nothing has to be stacked. A slice of
+    one part that a prefetch has read to the device, at an aligned address, becomes a tensor where
+    it is. Other parts that are in memory already are copied into their tensor.
     """
 
     def __init__(
         self, session: Session, slices: Sequence[TensorSlice], views: Mapping[str, BufferView]
     ) -> None:
-        """Takes memory for what is not on the device: it is first asked whether there is room for
-        all of it. `spots` are where others have runs of these slices.
+        """Takes memory for all slices that cannot stay where `views` has them.
 
-        Raises PlacementError where the device is too full, CheckpointError for a dtype that this
-        torch lacks.
+        Raises:
+            PlacementError: The device is too full. Nothing was taken.
+            CheckpointError: This torch lacks a dtype.
         """
         self.device = session.device
-        self.tensors: dict[str, torch.Tensor] = {}
         self._session = session
-        self._cuts = [
-            tensor_slice for tensor_slice in slices if not _lies_there(tensor_slice, views)
-        ]
-        ordinal = gpu.ordinal_of(self.device)
-        nbytes = sum(tensor_slice.nbytes for tensor_slice in self._cuts)
-        if nbytes:
+        self._slices = sorted(
+            (each for each in slices if not _stays(each, views)),
+            key=lambda each: FILE_ORDER(each.parts[0]),
+        )
+        sizes = [each.nbytes for each in self._slices]
+        if sum(sizes):
+            ordinal = gpu.ordinal_of(self.device)
             reusable = reusable_bytes(ordinal)
-            free = gpu.require_room(ordinal, nbytes, reusable)
-            have_whole(
-                self.device, [tensor_slice.nbytes for tensor_slice in self._cuts], free, reusable
-            )
-        for tensor_slice in sorted(
-            self._cuts, key=lambda tensor_slice: tensor_slice.parts[0].place
-        ):
-            self.tensors[tensor_slice.key] = self._take(tensor_slice)
+            free = gpu.require_room(ordinal, sum(sizes), reusable)
+            have_whole(self.device, sizes, free, reusable)
+        self.tensors: dict[str, torch.Tensor] = {
+            each.key: self._empty(each) for each in self._slices
+        }
 
-    def _take(self, tensor_slice: TensorSlice) -> torch.Tensor:
+    def _empty(self, tensor_slice: TensorSlice) -> torch.Tensor:
         first = tensor_slice.parts[0]
         shape = first.shape if tensor_slice.shape is None else tensor_slice.shape
         if first.dtype == "F4":
@@ -223,7 +217,7 @@ class DeviceTensors:
         try:
             return empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, under several names
-            if "out of memory" not in str(error):  # and not "an illegal memory access"
+            if "out of memory" not in str(error):  # such as "an illegal memory access"
                 raise
             why = str(error).partition("\n")[0]
             raise PlacementError(
@@ -233,56 +227,53 @@ class DeviceTensors:
             ) from error
 
     def memory(self, plan: ReadPlan) -> list[Memory]:
-        """The memory behind each target of the plan, whose reads are about to be posted."""
+        """The memory of each target of a plan whose reads are about to be posted."""
         follow(self._session)
-        runs = []
-        for tensor_slice in self._cuts:
+        placed = []
+        for tensor_slice in self._slices:
             address = self.tensors[tensor_slice.key].data_ptr()
             for part in tensor_slice.parts:
-                runs.append((part.name, part.nbytes, address))
+                placed.append((part.name, part.nbytes, address))
                 address += part.nbytes
-        return memory_of(self.device, plan, runs, self.tensors)
+        return memory_of(self.device, plan, placed, self.tensors)
 
     def give(
         self, slices: Sequence[TensorSlice], views: dict[str, BufferView]
     ) -> dict[str, torch.Tensor]:
-        """The tensors of these slices, by their keys, when all bytes are there; each once."""
+        """The tensors of these slices by key, when all bytes are there. Each is returned once."""
         tensors: dict[str, torch.Tensor] = {}
-        lying: list[TensorSlice] = []
+        staying: list[TensorSlice] = []
         for tensor_slice in slices:
             tensor = self.tensors.pop(tensor_slice.key, None)
             if tensor is None:
-                lying.append(tensor_slice)
+                staying.append(tensor_slice)
             else:
-                self._complete(tensor, tensor_slice, views)
+                _copy_parts(tensor, tensor_slice, views)
                 tensors[tensor_slice.key] = tensor
-        mine = {
-            tensor_slice.parts[0].name: views.pop(tensor_slice.parts[0].name)
-            for tensor_slice in lying
-        }
-        tensors.update(hand_over([tensor_slice.parts[0] for tensor_slice in lying], mine))
-        for tensor_slice in lying:
+        infos = [tensor_slice.parts[0] for tensor_slice in staying]
+        tensors |= hand_over(infos, {info.name: views.pop(info.name) for info in infos})
+        for tensor_slice in staying:
             if tensor_slice.shape is not None:
-                tensors[tensor_slice.key] = tensors.pop(tensor_slice.parts[0].name).view(
-                    tensor_slice.shape
-                )
+                tensor = tensors.pop(tensor_slice.parts[0].name)
+                tensors[tensor_slice.key] = tensor.view(tensor_slice.shape)
         return tensors
 
-    def _complete(
-        self, tensor: torch.Tensor, tensor_slice: TensorSlice, views: dict[str, BufferView]
-    ) -> None:
-        """Copies the runs that were not read to where they belong."""
-        place = 0
-        for part in tensor_slice.parts:
-            view = views.pop(part.name, None)
-            if view is not None and part.nbytes:
-                raw = tensor.reshape(-1).view(torch_dtype("U8"))[place : place + part.nbytes]
-                raw.copy_(bytes_at(view, part.nbytes))
-            place += part.nbytes
+
+def _copy_parts(
+    tensor: torch.Tensor, tensor_slice: TensorSlice, views: dict[str, BufferView]
+) -> None:
+    """Copies the parts that were in memory already into their tensor."""
+    offset = 0
+    for part in tensor_slice.parts:
+        view = views.pop(part.name, None)
+        if view is not None and part.nbytes:
+            raw = tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + part.nbytes]
+            raw.copy_(bytes_at(view, part.nbytes))
+        offset += part.nbytes
 
 
-def _lies_there(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
-    """Whether a cut is one run that comes to the device by itself, to where a tensor may lie."""
+def _stays(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> bool:
+    """Whether a slice is one range in a block of the device, at an address that suits a tensor."""
     view = views.get(tensor_slice.parts[0].name) if len(tensor_slice.parts) == 1 else None
     return (
         view is not None
@@ -292,10 +283,11 @@ def _lies_there(tensor_slice: TensorSlice, views: Mapping[str, BufferView]) -> b
 
 
 def follow(session: Session) -> None:
-    """Memory from torch's allocator may still be in use by what its last owner gave the device to
-    do: nothing is copied there before that is done. The device is told so, and nobody waits.
+    """Orders copies after all work that torch's current stream has now: memory from torch's
+    allocator may still be in use by work of its last owner. The host does not wait, unless the
+    backend cannot order its copies.
 
-    Raises PlacementError while a graph is captured: copies would become a part of it.
+    Raises PlacementError while a CUDA graph is captured: copies would become a part of it.
     """
     cuda = _torch_cuda()
     if not cuda.is_initialized():
@@ -317,22 +309,22 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def have_whole(device: str, sizes: Sequence[int], free_bytes: int, reusable: int) -> None:
-    """Lets torch's allocator take memory for many tensors at once, where there is so much: it keeps
-    that, and they are carved out of it. Where it cannot, each is asked for alone."""
+def have_whole(device: str, sizes: Sequence[int], free_bytes: int, reusable_bytes: int) -> None:
+    """Makes torch's allocator take one block for many tensors, if there is room. It caches the
+    block and carves the tensors out of it. Without room each tensor is allocated on its own."""
     large = [size for size in sizes if size > _SMALL_BYTES]
     total = sum(-(-size // _ROUND_BYTES) * _ROUND_BYTES for size in large)
-    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
+    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable_bytes
     if len(large) > 1 and fits and _carves(os.environ):
         with suppress(RuntimeError):
             empty((total,), torch_dtype("U8"), device)
 
 
 def _carves(environ: Mapping[str, str]) -> bool:
-    """Whether torch's allocator keeps memory, and splits blocks of any size: else it would hold a
-    whole one that it gives no tensor of."""
-    told = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return "max_split_size" not in told and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
+    """Whether torch's allocator caches memory and splits blocks of any size. Otherwise it would
+    keep a large block and carve no tensor out of it."""
+    settings = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "max_split_size" not in settings and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
 
 
 def reusable_bytes(ordinal: int) -> int:

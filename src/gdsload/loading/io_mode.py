@@ -1,8 +1,10 @@
-"""Which road each byte of a checkpoint takes, and the descriptors that its roads need.
+"""The I/O mode of each byte of a checkpoint, and the descriptors that direct reads need.
 
 cache      wholly in the page cache      partly, or not at all
-"auto"     mapped                        copied where warm, direct where cold
+"auto"     mapped                        buffered where warm, direct where cold
 others     as the name says, whatever the page cache holds
+
+Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -26,116 +27,102 @@ CACHES = ("auto", "direct", "buffered", "mapped")
 
 
 class ShardAccess:
-    """The shards of one checkpoint, registered with a backend as they are first read."""
+    """The shards of one checkpoint: their I/O modes, and their registrations with a backend."""
 
     def __init__(self, checkpoint: Checkpoint, report: LoadReport, cache: str) -> None:
         if cache not in CACHES:
             raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
         self.cache = cache
-        self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
+        self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
         self._checkpoint = checkpoint
         self._report = report
-        self._known: list[Registration | None] = [None] * len(checkpoint.shards)
-        self._twins: list[int] = []
-        self._warm: dict[int, bool] = {}
+        self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
+        self._direct_fds: list[int] = []
+        self._partly_warm: dict[int, bool] = {}
 
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""
-        return [entry or NO_FILE for entry in self._known]
+        return [entry or NO_FILE for entry in self._registered]
 
-    def mapped(self, shard: int, pieces: Sequence[ByteRange]) -> bool:
-        """Whether these pieces of a shard are mapped rather than read."""
-        if self.cache != "auto":
-            return self.cache == "mapped"
+    def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
+        """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
+        them here, because page faults would read them one by one."""
+        if self.cache not in ("auto", "mapped"):
+            return False
         fd = self._checkpoint.shards[shard].fd
-        return all(
-            page_cache.mostly_resident(fd, extent.offset, extent.length)
-            for extent in merged_ranges_of(pieces)
-        )
-
-    def read_ahead(self, shard: int, pieces: Sequence[ByteRange]) -> None:
-        """Starts the kernel reading what was mapped cold: page faults would come one by one."""
-        fd = self._checkpoint.shards[shard].fd
-        with suppress(OSError):  # only a hint
-            for extent in merged_ranges_of(pieces):
-                os.posix_fadvise(fd, extent.offset, extent.length, os.POSIX_FADV_WILLNEED)
+        merged = merged_ranges_of(ranges)
+        if self.cache == "auto":
+            return all(page_cache.mostly_resident(fd, each.offset, each.length) for each in merged)
+        for each in merged:
+            with suppress(OSError):  # only a hint
+                os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
+        return True
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
-        """The cheapest road for a transfer: warm bytes are copied, cold ones go direct."""
+        """The cheapest I/O mode for a transfer: buffered if it is warm, direct if it is cold."""
         if self.cache != "auto":
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self._checkpoint.shards[shard]
-        if shard not in self._warm:
-            self._warm[shard] = page_cache.partly_resident(opened.fd)
-        if not self._warm[shard]:
-            return "direct"
+        if shard not in self._partly_warm:
+            self._partly_warm[shard] = page_cache.partly_resident(opened.fd)
         length = min(length, opened.size - offset)
-        return "buffered" if page_cache.wholly_resident(opened.fd, offset, length) else "direct"
+        warm = self._partly_warm[shard] and page_cache.wholly_resident(opened.fd, offset, length)
+        return "buffered" if warm else "direct"
 
     def register(self, backend: Backend, shard: int) -> None:
-        """Makes a shard known to the backend, once."""
-        if self._known[shard] is not None:
+        """Registers a shard with the backend, once. Raises ReadError if cache="direct" and the
+        file cannot be read directly."""
+        if self._registered[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
-        direct = self._direct_twin(shard) if self.cache in ("auto", "direct") else -1
+        direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
         try:
-            self._known[shard] = backend.register(
-                OpenFile(opened.path, opened.fd, opened.size, direct, self.blocks[shard])
+            self._registered[shard] = backend.register(
+                OpenFile(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard])
             )
         except BaseException:
-            if direct >= 0:
-                self._twins.remove(direct)
-                os.close(direct)
+            if direct_fd >= 0:
+                self._direct_fds.remove(direct_fd)
+                os.close(direct_fd)
             raise
 
-    def _direct_twin(self, shard: int) -> int:
-        """A descriptor for direct reads of a shard, or -1 with the reason in the report."""
+    def _open_direct(self, shard: int) -> int:
+        """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
         opened = self._checkpoint.shards[shard]
-        twin, self.blocks[shard], refusal = open_direct(opened)
-        if twin is None:
-            if self.cache == "direct":
-                raise ReadError(
-                    f"{opened.path}: cache='direct', but {refusal}",
-                    path=opened.path,
-                    errno=errno.EINVAL,
-                    hint="cache='auto' reads it through the page cache",
-                )
-            self._report.refusals[f"direct I/O on {opened.name}"] = refusal
-            return -1
-        self._twins.append(twin)
-        return twin
+        direct_fd, self.blocks[shard], refusal = _open_direct(opened)
+        if direct_fd is not None:
+            self._direct_fds.append(direct_fd)
+            return direct_fd
+        if self.cache == "direct":
+            raise ReadError(
+                f"{opened.path}: cache='direct', but {refusal}",
+                path=opened.path,
+                errno=errno.EINVAL,
+                hint="cache='auto' reads it through the page cache",
+            )
+        self._report.refusals[f"direct I/O on {opened.name}"] = refusal
+        return -1
 
     def close(self, backend: Backend | None) -> None:
-        """Gives registrations and twins back. May be called again; registering starts anew."""
-        for registration in self._known:
+        """Gives registrations and direct descriptors back. A later `register` starts anew."""
+        for registration in self._registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
-        self._known = [None] * len(self._known)
-        for twin in self._twins:
-            os.close(twin)
-        self._twins.clear()
+        self._registered = [None] * len(self._registered)
+        for direct_fd in self._direct_fds:
+            os.close(direct_fd)
+        self._direct_fds.clear()
 
 
-class DirectFile(NamedTuple):
-    """A second descriptor of a file, which bypasses the page cache and is its taker's to close; or
-    None and the reason. Direct reads start and end on multiples of `block` bytes, in the file and
-    in memory."""
-
-    fd: int | None
-    block: int
-    refusal: str
-
-
-def open_direct(shard: Shard) -> DirectFile:
-    """Opens a shard's twin; where there can be none, it says why."""
+def _open_direct(shard: Shard) -> tuple[int | None, int, str]:
+    """Opens a shard again with O_DIRECT: the descriptor or None, the block size in bytes, and the
+    reason for None. Direct reads start and end on a multiple of the block, in file and memory."""
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
-        refusal = "its filesystem says that it does no direct I/O"
-        return DirectFile(None, DEFAULT_BLOCK_BYTES, refusal)
+        return None, DEFAULT_BLOCK_BYTES, "its filesystem says that it does no direct I/O"
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
     try:
-        twin, refusal = shard.reopen_direct(), "its filesystem does no direct I/O"
+        return shard.reopen_direct(), block, "its filesystem does no direct I/O"
     except OSError as error:
-        twin, refusal = None, f"it cannot be opened for direct I/O: {error.strerror}"
-    return DirectFile(twin, block, refusal)
+        return None, block, f"it cannot be opened for direct I/O: {error.strerror}"

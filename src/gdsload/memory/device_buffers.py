@@ -8,11 +8,13 @@ from them as from any memory of ours (`arena.hand_over`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from gdsload._native.block import Block
 from gdsload._native.cuda import CudaFailure
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
+from gdsload.planning.grouping import grouped as grouped_by_size
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -32,18 +34,11 @@ def grouped(pieces: Sequence[ByteRange]) -> list[tuple[int, list[tuple[str, int]
     In file order, so that what is read by one request lies side by side. No piece is split.
     """
     most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
-    groups: list[tuple[int, list[tuple[str, int]]]] = []
-    held, members = 0, list[tuple[str, int]]()
-    for piece in sorted(pieces, key=FILE_ORDER):
-        if not piece.nbytes:
-            continue
-        if members and held + piece.nbytes > most:
-            groups.append((held, members))
-            held, members = 0, []
-        members.append((piece.name, held))
-        held += _room(piece)
-    if members:
-        groups.append((held, members))
+    groups = []
+    wanted = sorted((piece for piece in pieces if piece.nbytes), key=FILE_ORDER)
+    for group in grouped_by_size(wanted, most, size=_room):
+        *offsets, length = accumulate(map(_room, group), initial=0)
+        groups.append((length, [(p.name, at) for p, at in zip(group, offsets, strict=True)]))
     return groups
 
 

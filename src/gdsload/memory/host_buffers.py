@@ -1,21 +1,21 @@
-"""The memory that tensors live in: regions to read into or to map, and tensors that view them.
+"""Host buffers: memory that is read into or mapped, and the tensors that view it.
 
-Each target of a plan becomes one anonymous region whose addresses are congruent to the file's
-offsets, so that direct reads land in place and nothing is copied. A tensor owns its share: it
-outlives the loader, and when it dies its pages go back to the system. torch is imported when the
-first tensor is made, not before.
+Each target of a read plan is one anonymous region. Its addresses are congruent to the file offsets,
+so that direct reads need no copy. Every tensor holds a reference to its region: it outlives the
+loader, and its pages return to the system when it is freed. torch is imported when the first tensor
+is made. Not responsible for memory kept between loads (`gdsload.memory.host_pool`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError, PlacementError
+from gdsload.memory.available import require_room
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.system.gc_control import collector_paused
 
@@ -24,51 +24,41 @@ if TYPE_CHECKING:
 
     from gdsload._native.block import Block
 
-# Left to the rest of the system when it is asked whether a model fits.
-SPARE_BYTES = 64 << 20
-# How memory is made ready before bytes come to it: by so many threads, since more of them wait for
-# each other on the locks of the address space, and no further ahead than this, where they would
-# take the cores that reads and copies need.
+# Threads that populate pages before reads. More of them only wait for the locks of the address
+# space.
 POPULATE_THREADS = 2
+# Populated memory that no read has reached yet. More would take processor time from the reads.
 POPULATED_AHEAD_BYTES = 256 << 20
 
 
 class BufferView(NamedTuple):
-    """Where the bytes of a tensor are: a region, or a block of a device, and the place in it."""
+    """The memory of a tensor: a host or device buffer, and the offset in it in bytes."""
 
     region: Region | Block
     offset: int
 
 
-class _Recipe(NamedTuple):
-    """How DLPack carries a dtype: its own code, or that of an integer to be viewed as it."""
-
-    code: int
-    bits: int
-    align: int
-    viewed_as: Any
-
-
-# DLPack's codes for what every torch takes. The others travel as integers of their size.
-_CODES = {
+# DLPack type codes and bits of the dtypes that every torch accepts from DLPack. The others are
+# exported as unsigned or signed integers of their size, and viewed as their dtype afterwards.
+_DLPACK_TYPES = {
     "I8": (0, 8), "I16": (0, 16), "I32": (0, 32), "I64": (0, 64), "U8": (1, 8),
     "F16": (2, 16), "F32": (2, 32), "F64": (2, 64), "BF16": (4, 16), "C64": (5, 64),
 }  # fmt: skip
 
 
 class HostBuffers:
-    """Regions for the targets of a plan, in their order."""
+    """A region for each target of a plan, in the order of the targets."""
 
     def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
-        """Takes address space, not memory: that comes with the reads. From `pool`, where
-        it has some that was used before.
+        """Reserves address space; memory is taken as the reads progress.
 
-        Raises PlacementError where the machine (or its cgroup) has less memory than the plan
-        reads.
+        Args:
+            plan: the reads to make room for.
+            pool: regions that were used before and are reused first.
+
+        Raises:
+            PlacementError: the plan reads more than the machine or its cgroup has available.
         """
-        keeper = current_pool()
-        if keeper is not None:
-            keeper.make_room(plan.read_bytes)
         require_room(plan.read_bytes - (pool.idle if pool is not None else 0))
         take = Region.anonymous if pool is None else pool.take
         try:
@@ -78,7 +68,7 @@ class HostBuffers:
 
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
-        """Where each piece of the plan lies; those of no bytes are left out."""
+        """The memory of each byte range of the plan, by name. Empty ranges are left out."""
         regions = self.regions
         return {
             name: BufferView(regions[location.target], location.offset)
@@ -88,13 +78,13 @@ class HostBuffers:
 
 
 def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
-    """A private mapping of a whole shard, shared with the page cache until it is written to."""
+    """A private mapping of a whole shard. Its pages are those of the page cache until a write."""
     opened = checkpoint.shards[shard]
     try:
         return Region.file(opened.fd, opened.size)
     except OSError as error:
         raise CheckpointError(
-            f"{opened.path}: it cannot be mapped: {error.strerror}", path=opened.path
+            f"{opened.path}: cannot be mapped: {error.strerror}", path=opened.path
         ) from error
 
 
@@ -102,42 +92,51 @@ def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
 def hand_over(
     infos: Iterable[TensorInfo], views: Mapping[str, BufferView]
 ) -> dict[str, torch.Tensor]:
-    """A tensor for each info, over the memory where its bytes are.
+    """Makes a tensor over the bytes of each info.
 
-    Tensors whose file offset does not fit their dtype are copied to where it does; a tensor of no
-    bytes has memory of its own. Raises CheckpointError for a dtype that this torch lacks; then no
-    tensor was made, and none has dropped its bytes.
+    A tensor whose address is not a multiple of its dtype's alignment is copied. An empty tensor
+    gets memory of its own.
+
+    Args:
+        infos: the tensors to make.
+        views: the memory of each tensor, by name; not needed for empty tensors.
+
+    Returns:
+        The tensors, by name.
+
+    Raises:
+        CheckpointError: this torch lacks a dtype. No tensor was made, and no memory was released.
     """
     import torch
 
     infos = list(infos)
-    recipes: dict[str, _Recipe] = {}
+    formats: dict[str, tuple[int, int, torch.dtype | None]] = {}
     for info in infos:
-        if info.dtype not in recipes:
-            recipes[info.dtype] = _recipe(info)
+        if info.dtype not in formats:
+            formats[info.dtype] = _dlpack_format(info)
         if info.dtype == "F4":
             packed_shape(info)
     tensors: dict[str, torch.Tensor] = {}
     for info in infos:
         name, dtype, shape, _, _, nbytes = info
-        recipe = recipes[dtype]
         if dtype == "F4":
             shape = packed_shape(info)
         if nbytes == 0:
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
         region, offset = views[name]
-        if (region.address + offset) % recipe.align:
+        if (region.address + offset) % DTYPES[dtype].align:
             raw = bytes_at(views[name], nbytes)
             tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
             continue
-        tensor = tensor_of(region.view(offset, nbytes, shape, recipe.code, recipe.bits))
-        tensors[name] = tensor if recipe.viewed_as is None else tensor.view(recipe.viewed_as)
+        code, bits, viewed_as = formats[dtype]
+        tensor = tensor_of(region.view(offset, nbytes, shape, code, bits))
+        tensors[name] = tensor if viewed_as is None else tensor.view(viewed_as)
     return tensors
 
 
 def tensor_of(capsule: object) -> torch.Tensor:
-    """The tensor that a DLPack capsule tells of; torch opens the device that it is on."""
+    """The tensor described by a DLPack capsule. torch initialises the device of its memory."""
     import torch
 
     found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
@@ -145,22 +144,22 @@ def tensor_of(capsule: object) -> torch.Tensor:
 
 
 def bytes_at(view: BufferView, nbytes: int) -> torch.Tensor:
-    """A tensor of bytes over memory whose bytes are there, whatever they are of."""
-    return tensor_of(view.region.view(view.offset, nbytes, (nbytes,), 1, 8))
+    """A uint8 tensor over `nbytes` of memory."""
+    return tensor_of(view.region.view(view.offset, nbytes, (nbytes,), *_DLPACK_TYPES["U8"]))
 
 
-def _recipe(info: TensorInfo) -> _Recipe:
-    dtype = DTYPES[info.dtype]
+def _dlpack_format(info: TensorInfo) -> tuple[int, int, torch.dtype | None]:
+    """DLPack's type code and bits, and the dtype to view the result as."""
     target = torch_dtype_of(info)
-    if info.dtype in _CODES:
-        return _Recipe(*_CODES[info.dtype], dtype.align, None)
-    # BOOL, the unsigned and the 8-bit floats: torch's versions disagree on their DLPack codes.
-    bits = max(dtype.bits, 8)
-    return _Recipe(0 if bits > 8 else 1, bits, dtype.align, target)
+    if info.dtype in _DLPACK_TYPES:
+        return *_DLPACK_TYPES[info.dtype], None
+    # BOOL, unsigned integers and 8-bit floats: their DLPack codes differ between torch versions.
+    bits = max(DTYPES[info.dtype].bits, 8)
+    return int(bits == 8), bits, target
 
 
 def torch_dtype_of(info: TensorInfo) -> torch.dtype:
-    """The torch dtype of a tensor. Raises CheckpointError, naming it, where this torch has none."""
+    """The torch dtype of a tensor. Raises CheckpointError, naming it, if this torch has none."""
     try:
         return torch_dtype(info.dtype)
     except CheckpointError as error:
@@ -168,9 +167,9 @@ def torch_dtype_of(info: TensorInfo) -> torch.dtype:
 
 
 def packed_shape(info: TensorInfo) -> tuple[int, ...]:
-    """The shape that torch gives an F4 tensor: two elements share a byte of the last dimension.
+    """The shape of an F4 tensor in torch, where one byte of the last dimension holds two elements.
 
-    Raises CheckpointError where the last dimension is odd.
+    Raises CheckpointError if the last dimension is odd.
     """
     shape = info.shape
     if not shape or shape[-1] % 2:
@@ -180,109 +179,3 @@ def packed_shape(info: TensorInfo) -> tuple[int, ...]:
             tensor=info.name,
         )
     return (*shape[:-1], shape[-1] // 2)
-
-
-class Keeper(Protocol):
-    """The host pool, as far as this module knows it (`gdsload.memory.host_pool`)."""
-
-    pid: int
-
-    def make_room(self, nbytes: int) -> None:
-        """Gives back what nobody uses where the machine has no room for so many bytes."""
-
-
-_pools: list[Keeper] = []
-
-
-def current_pool() -> Keeper | None:
-    """The pool that this process's loads go through, if any: the one that was opened last."""
-    for pool in reversed(_pools):
-        if pool.pid == os.getpid():  # what a fork has copied belongs to the parent's tensors
-            return pool
-    return None
-
-
-def use_pool(pool: Keeper) -> None:
-    """Loads go through it from now on, until `drop_pool`."""
-    _pools.append(pool)
-
-
-def drop_pool(pool: Keeper) -> None:
-    """Undoes `use_pool`; also where it was undone before."""
-    _pools[:] = [other for other in _pools if other is not pool]
-
-
-def require_room(nbytes: int) -> None:
-    """Raises PlacementError, with the bytes that are missing, where memory is too small."""
-    available = available_bytes()
-    if available is not None and nbytes + SPARE_BYTES > available:
-        missing = nbytes + SPARE_BYTES - available
-        raise PlacementError(
-            f"{nbytes:,} bytes are to be loaded into memory, but only {available:,} are available:"
-            f" {missing:,} bytes are missing",
-            missing_bytes=missing,
-        )
-
-
-def available_bytes() -> int | None:
-    """Memory that a load may take: the machine's, or less where a cgroup allows less."""
-    limits = [limit for limit in (_machine_bytes(), _cgroup_bytes()) if limit is not None]
-    return min(limits, default=None)
-
-
-def _machine_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None
-
-
-def _cgroup_bytes() -> int | None:
-    """What the tightest cgroup above this process leaves, not counting reclaimable page cache."""
-    try:
-        with open("/proc/self/cgroup") as lines:
-            rows = [line.rstrip("\n").split(":", 2) for line in lines]
-    except OSError:
-        return None
-    rooms: list[int] = []
-    for _, controllers, path in rows:
-        if controllers == "":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", "file", "shmem")
-        elif "memory" in controllers.split(","):
-            root = "/sys/fs/cgroup/memory"
-            names = (
-                "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem",
-            )  # fmt: skip
-        else:
-            continue
-        # In a container the path of the host is not there, and the root is our own group.
-        group = os.path.normpath(root + path)
-        while group.startswith(root):
-            room = _group_bytes(group, *names)
-            if room is not None:
-                rooms.append(room)
-            group = os.path.dirname(group)
-    return min(rooms, default=None)
-
-
-def _group_bytes(
-    group: str, limit_name: str, used_name: str, cache_name: str, shared_name: str
-) -> int | None:
-    try:
-        with open(f"{group}/{limit_name}") as knob:
-            text = knob.read().strip()
-        if text == "max" or int(text) >= 1 << 60:
-            return None
-        with open(f"{group}/{used_name}") as knob:
-            used = int(knob.read())
-        with open(f"{group}/memory.stat") as lines:
-            stat = dict(line.split() for line in lines)
-    except (OSError, ValueError):
-        return None
-    # Memory files are counted among the cache, and cannot be dropped like it.
-    cache = max(int(stat.get(cache_name, 0)) - int(stat.get(shared_name, 0)), 0)
-    return max(int(text) - used + cache, 0)

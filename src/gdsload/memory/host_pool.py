@@ -1,12 +1,12 @@
-"""Host memory that keeps what was loaded, for the next load of the same files.
+"""Host pool: host memory that keeps loaded bytes for the next load of the same files.
 
     load ── reads into ──► Segment (a memory file) ── mapped privately ──► tensors
                               └── the next load of the same version ──────► tensors of its own
 
-While a pool is open, loads of this process read into segments of it. Tensors are private mappings:
-who writes to one gets a copy of that page, and the segment stays what the file was. When the last
-tensor is gone the segment stays, until the least recently used makes room for others. Files are
-told apart by their identity, so that a changed one is read anew.
+While a pool is open, loads of this process read into its segments. Tensors are private mappings: a
+write copies the page, and the segment keeps the bytes of the file. A segment stays when its last
+tensor is freed, until the least recently used one makes room for others. Files are identified by
+device, inode, size and times, so that a changed file is read again.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from gdsload._native.cuda import CudaFailure, Device
-from gdsload._native.memory import Region
+from gdsload._native.memory import Lease, Region
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import GdsloadError, PlacementError
-from gdsload.memory import host_buffers, page_cache
+from gdsload.memory import available, page_cache
 from gdsload.memory.host_buffers import BufferView
-from gdsload.memory.pool_segments import Intake, Run, Segment, whole_units
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
-# A segment whose content made room is used again for one that is smaller by a fifth at most.
-_WASTE = 1.25
+# Alignment of the targets in a segment: the unit in which memory is populated.
+UNIT_BYTES = 2 << 20
+# A segment whose bytes are dropped is reused for a new one of this share of its length or more.
+_LEAST_REUSED_SHARE = 0.8
 
 
 class Held(NamedTuple):
-    """What a pool has of one checkpoint. `lent_bytes` are in segments that tensors live in;
-    `resident_bytes` is what the kernel says; `idle_seconds` since a load last took from it."""
+    """The memory that a pool holds of one checkpoint, in bytes. `lent_bytes` are in segments with
+    living tensors, `resident_bytes` are in memory according to the kernel. `idle_seconds` have
+    passed since a load last used them."""
 
     source: str
     held_bytes: int
@@ -44,38 +46,126 @@ class Held(NamedTuple):
     idle_seconds: float
 
 
-class _Stored(NamedTuple):
-    """Bytes of a file: where they start, how many, and where they are."""
+class Segment:
+    """A memory file that holds the bytes of one batch of reads."""
+
+    def __init__(self, length: int) -> None:
+        """Raises OSError if the system has no memory files, or no descriptor left."""
+        self.length = length
+        self.fd = os.memfd_create("gdsload-pool", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, length)
+            self.lease = Lease()
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.source = ""
+        self.used = time.monotonic()
+        self.stored: set[Identity] = set()  # the files with bytes in it
+        self.pinned: Region | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True if no tensor, `PoolBuffers` or read in progress refers to it."""
+        return self.lease.lent == (self.pinned is not None)
+
+
+class _StoredRange(NamedTuple):
+    """Bytes of a file, and their offset in a segment."""
 
     start: int
     nbytes: int
     segment: Segment
-    place: int
+    offset: int
 
 
-class HostPool:
-    """Host memory kept between models: while it is open, all loads of this process read into it,
-    and a load of what it holds takes it from there. Use it as a context, or close it.
+class PoolBuffers:
+    """Buffers for the reads of one batch. The pool keeps their bytes if all reads succeed.
 
-    It holds `limit_bytes` at most, in use and idle; what does not fit is loaded as without a pool.
-    What no tensor lives in is given back, the least recently used first, to make room, and where
-    the machine or the cgroup runs short. Where this process has opened a CUDA device, memory is
-    pinned once it is filled; `pinned` False leaves that, True opens one and refuses to do without.
+    Reads go to shared mappings of a segment. Tensors get a private one, so that no write to a
+    tensor changes the bytes for the next load.
+    """
+
+    def __init__(self, pool: HostPool, segment: Segment, plan: ReadPlan) -> None:
+        """Raises OSError if the segment cannot be mapped."""
+        self._pool, self._segment, self._plan = pool, segment, plan
+        self._offsets = _offsets(plan)
+        lend = segment.lease.lend
+        self.regions = [
+            lend(segment.fd, offset, target.length, True)
+            for offset, target in zip(self._offsets, plan.targets, strict=False)
+        ]
+        self._private = lend(segment.fd, 0, segment.length, False)
+
+    def views(self, plan: ReadPlan) -> dict[str, BufferView]:
+        """The memory of each byte range of the plan, by name. Empty ranges are left out."""
+        return {
+            name: BufferView(self._private, self._offsets[location.target] + location.offset)
+            for name, location in plan.locations.items()
+            if location.target >= 0
+        }
+
+    def end(self, checkpoint: Checkpoint | None) -> None:
+        """Gives the buffers to the pool: with the bytes of this checkpoint, or, with None, without
+        any, because a read has failed."""
+        self.regions.clear()
+        rows: list[tuple[int, _StoredRange]] = []
+        for transfer in self._plan.transfers:
+            offset = self._offsets[transfer.target] + transfer.target_offset
+            row = _StoredRange(transfer.offset, transfer.wanted, self._segment, offset)
+            if rows:
+                shard, last = rows[-1]
+                end = last.start + last.nbytes, last.offset + last.nbytes
+                if (shard, *end) == (transfer.shard, row.start, row.offset):
+                    row = last._replace(nbytes=last.nbytes + row.nbytes)
+                    rows.pop()
+            rows.append((transfer.shard, row))
+        self._pool._fill(self._segment, checkpoint, rows)
+
+
+def _offsets(plan: ReadPlan) -> list[int]:
+    """The offset of each target in a segment, and the length of the segment."""
+    offsets = [0]
+    for target in plan.targets:
+        offsets.append(offsets[-1] + -(-target.length // UNIT_BYTES) * UNIT_BYTES)
+    return offsets
+
+
+class HostPool(quiesce.Holder):
+    """Host memory kept between loads. While it is open, all loads of this process read into it,
+    and take from it the bytes that it holds. Use it as a context, or close it.
+
+    Loads that do not fit proceed as without a pool. Memory without living tensors is freed, the
+    least recently used first, to make room for other loads, and when the machine or its cgroup runs
+    short.
+
+    Args:
+        limit_bytes: the most that it holds, in use and idle.
+        pinned: None pins memory with CUDA once it is filled, if this process has opened a device.
+            True opens device 0 and fails without CUDA; False never pins.
+
+    Raises:
+        ValueError: a limit below 1.
+        BackendUnavailable: `pinned` is True and there is no CUDA.
+
+    Example:
+        >>> with gdsload.warmup.HostPool(64 << 30):
+        ...     first = gdsload.load_file("model")
+        ...     again = gdsload.load_file("model")  # reads nothing
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
-        """Raises ValueError for a limit below 1, BackendUnavailable for `pinned` without CUDA."""
         if limit_bytes < 1:
             raise ValueError(f"a pool of {limit_bytes} bytes holds nothing")
         self.pid = os.getpid()
         self.limit_bytes = limit_bytes
-        self.notes: list[str] = []  # what it has to do without
+        self.notes: list[str] = []  # refusals
         self._pinned = pinned
         self._device: Device | None = gpu.device(0) if pinned else None
         self._lock = fork_safe_lock(self)
         self._segments: list[Segment] = []  # the least recently used first
-        self._stored: dict[Identity, list[_Stored]] = {}
-        host_buffers.use_pool(self)
+        self._stored: dict[Identity, list[_StoredRange]] = {}
+        _pools.append(self)
         quiesce.register(self)
 
     @property
@@ -86,7 +176,7 @@ class HostPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of segments that no tensor lives in."""
+        """Bytes of segments without living tensors."""
         with self._lock:
             return sum(segment.length for segment in self._segments if segment.idle)
 
@@ -97,7 +187,7 @@ class HostPool:
             return sum(segment.length for segment in self._segments if segment.pinned)
 
     def held(self) -> list[Held]:
-        """What it holds, checkpoint by checkpoint, the least recently used first."""
+        """The memory that it holds, by checkpoint, the least recently used first."""
         with self._lock:
             groups: dict[str, list[Segment]] = {}
             for segment in self._segments:
@@ -106,28 +196,45 @@ class HostPool:
             return [
                 Held(
                     source,
-                    sum(one.length for one in some),
-                    sum(one.length for one in some if not one.idle),
-                    sum(page_cache.resident_bytes(one.fd) for one in some),
-                    sum(one.length for one in some if one.pinned),
-                    now - max(one.used for one in some),
+                    sum(one.length for one in group),
+                    sum(one.length for one in group if not one.idle),
+                    sum(page_cache.resident_bytes(one.fd) for one in group),
+                    sum(one.length for one in group if one.pinned),
+                    now - max(one.used for one in group),
                 )
-                for source, some in groups.items()
+                for source, group in groups.items()
             ]
 
     def find(
-        self, checkpoint: Checkpoint, pieces: Iterable[ByteRange], mappings: dict[Segment, Region],
-        *, pinned: bool = False,
-    ) -> dict[str, BufferView]:  # fmt: skip
-        """Where those of the pieces are that it holds. `mappings` are the caller's own, by segment;
-        with `pinned`, what is pinned is that memory itself, which nobody may write to."""
+        self,
+        checkpoint: Checkpoint,
+        ranges: Iterable[ByteRange],
+        mappings: dict[Segment, Region],
+        *,
+        pinned: bool = False,
+    ) -> dict[str, BufferView]:
+        """The byte ranges that it holds.
+
+        Args:
+            checkpoint: the files of the ranges.
+            ranges: the byte ranges to look for.
+            mappings: the caller's private mappings; missing ones are added.
+            pinned: return pinned memory itself, which must not be written to.
+
+        Returns:
+            The memory of the ranges that were found, by name.
+        """
         views: dict[str, BufferView] = {}
         with self._lock:
-            for piece in pieces:
-                found = self._at(checkpoint.shards[piece.shard].identity, piece)
-                if found is None:
+            for wanted in ranges:
+                rows = self._stored.get(checkpoint.shards[wanted.shard].identity)
+                if not rows or not wanted.nbytes:
                     continue
-                segment = found.segment
+                row = rows[max(bisect_right(rows, wanted.offset, key=_start) - 1, 0)]
+                skipped = wanted.offset - row.start
+                if skipped < 0 or skipped + wanted.nbytes > row.nbytes:
+                    continue
+                segment = row.segment
                 region = (segment.pinned if pinned else None) or mappings.get(segment)
                 if region is None:
                     try:
@@ -135,19 +242,9 @@ class HostPool:
                     except OSError:  # no room to map it: the load reads the files
                         continue
                     mappings[segment] = region
-                views[piece.name] = BufferView(region, found.place + piece.offset - found.start)
+                views[wanted.name] = BufferView(region, row.offset + skipped)
                 self._use(segment)
         return views
-
-    def _at(self, file: Identity, piece: ByteRange) -> _Stored | None:
-        rows = self._stored.get(file)
-        if not rows or not piece.nbytes:
-            return None
-        found = rows[max(bisect_right(rows, piece.offset, key=_start) - 1, 0)]
-        inside = found.start <= piece.offset
-        return (
-            found if inside and piece.offset + piece.nbytes <= found.start + found.nbytes else None
-        )
 
     def _use(self, segment: Segment) -> None:
         segment.used = time.monotonic()
@@ -155,80 +252,67 @@ class HostPool:
             self._segments.remove(segment)
             self._segments.append(segment)
 
-    def keep(self, plan: ReadPlan) -> Intake | None:
-        """Memory of the pool for these reads; None where it has no room for them. Raises
-        PlacementError where the machine has none."""
-        length = sum(whole_units(target.length) for target in plan.targets)
+    def allocate(self, plan: ReadPlan) -> PoolBuffers | None:
+        """Buffers for these reads, or None if the pool has no room for them.
+
+        Raises:
+            PlacementError: the machine has too little memory.
+        """
         with self._lock:
             self.make_room(plan.read_bytes)
-            segment = self._take(length, plan.read_bytes)
-            if segment is None:
-                return None
-            self._segments.append(segment)
+            segment = None
             try:
-                return Intake(segment, plan, self._fill)
+                segment = self._take(_offsets(plan)[-1], plan.read_bytes)
+                return None if segment is None else PoolBuffers(self, segment, plan)
             except BaseException as error:
-                self._drop(segment)
+                if segment is not None:
+                    self._drop(segment)
                 if not isinstance(error, OSError):
                     raise
-                self.notes.append(f"a segment of {length} bytes is not mapped: {error.strerror}")
+                self.notes.append(f"no memory for a load: {error.strerror}")
                 return None
 
     def _take(self, length: int, wanted_bytes: int) -> Segment | None:
         if length > self.limit_bytes:
             return None
-        used = None
-        while used is None and self.held_bytes + length > self.limit_bytes:
-            victim = next((one for one in self._segments if one.idle), None)
-            if victim is None:
+        while self.held_bytes + length > self.limit_bytes:
+            idle = next((one for one in self._segments if one.idle), None)
+            if idle is None:
                 return None
-            if length <= victim.length <= length * _WASTE:
-                used = victim
-            else:
-                self._drop(victim)
-        if used is None:
-            host_buffers.require_room(wanted_bytes)
-            try:
-                return Segment(length)
-            except OSError as error:
-                self.notes.append(f"no segment of {length} bytes: {error.strerror}")
-                return None
-        # Its memory is there already, which on many machines is the dearer half of a read.
-        self._forget(used)
-        self._segments.remove(used)
-        return used
+            if idle.length * _LEAST_REUSED_SHARE <= length <= idle.length:
+                # Reused with its pages: on many machines, populating takes longer than reading.
+                self._forget(idle)
+                return idle
+            self._drop(idle)
+        available.require_room(wanted_bytes)
+        self._segments.append(Segment(length))
+        return self._segments[-1]
 
-    def _fill(self, segment: Segment, checkpoint: Checkpoint | None, runs: Sequence[Run]) -> None:
+    def _fill(
+        self, segment: Segment, checkpoint: Checkpoint | None, rows: list[tuple[int, _StoredRange]]
+    ) -> None:
         with self._lock:
             if checkpoint is None or segment not in self._segments:
                 self._drop(segment)
                 return
             segment.source = checkpoint.source
-            for shard, offset, nbytes, place in runs:
+            for shard, row in rows:
                 file = checkpoint.shards[shard].identity
-                row = _Stored(offset, nbytes, segment, place)
                 insort(self._stored.setdefault(file, []), row, key=_start)
-                segment.stored.append(file)
+                segment.stored.add(file)
             self._use(segment)
-            pinner = self._pinner()
-            if pinner is None or segment.pinned is not None:
+            if self._device is None and self._pinned is not False:
+                # Opening a device would create a context, which loads to the CPU do not need.
+                self._device = gpu.any_open()
+            if self._pinned is False or self._device is None or segment.pinned is not None:
                 return
             try:
                 region = segment.lease.lend(segment.fd, 0, segment.length, True)
             except OSError as error:
                 self.notes.append(f"its memory is not pinned: {error}")
                 return
-        # Pinning takes 0.1 s for each GiB: other loads do not wait for it.
-        self._pin(segment, region, pinner)
-
-    def _pinner(self) -> Device | None:
-        """The device that memory is pinned by: one that is open, since opening one makes a context
-        there, which a load to the CPU has no use for."""
-        if self._pinned is False:
-            return None
-        if self._device is None:
-            self._device = gpu.any_open()
-        return self._device
+        # Pinning takes 0.1 s for each GiB, so it is done without the lock.
+        self._pin(segment, region, self._device)
 
     def _pin(self, segment: Segment, region: Region, device: Device) -> None:
         try:
@@ -241,68 +325,57 @@ class HostPool:
             if segment in self._segments:
                 segment.pinned = region
                 return
-        device.unpin(region.address)  # it was given back meanwhile
-
-    def _unpin(self, segment: Segment) -> None:
-        if segment.pinned is not None and self._device is not None:
-            self._device.unpin(segment.pinned.address)
-            segment.pinned = None
+        device.unpin(region.address)  # the segment was dropped meanwhile
 
     def _forget(self, segment: Segment) -> None:
-        for file in set(segment.stored):
-            rows = [row for row in self._stored.get(file, ()) if row.segment is not segment]
+        """Drops the bytes of a segment, not its memory."""
+        for file in segment.stored:
+            rows = [row for row in self._stored.pop(file) if row.segment is not segment]
             if rows:
                 self._stored[file] = rows
-            else:
-                self._stored.pop(file, None)
         segment.stored.clear()
 
     def _drop(self, segment: Segment) -> None:
-        """Forgets a segment. What tensors have of it stays theirs."""
+        """Frees a segment. The pages of living tensors stay."""
         self._forget(segment)
         if segment in self._segments:
             self._segments.remove(segment)
-            self._unpin(segment)
+            if segment.pinned is not None and self._device is not None:
+                self._device.unpin(segment.pinned.address)
+                segment.pinned = None
             os.close(segment.fd)
 
     def make_room(self, nbytes: int) -> None:
-        """Gives idle memory back where the machine, or its cgroup, would run short of it."""
+        """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""
         with self._lock:
             for segment in list(self._segments):
-                available = host_buffers.available_bytes()
-                if available is None or nbytes + host_buffers.SPARE_BYTES <= available:
+                room = available.available_bytes()
+                if room is None or nbytes + available.SPARE_BYTES <= room:
                     return
                 if segment.idle:
                     self._drop(segment)
 
     def trim(self, most_bytes: int = 0) -> None:
-        """Gives idle memory back, the least recently used first, until no more than so many bytes
-        are held."""
+        """Frees idle segments, the least recently used first, until at most `most_bytes` are held
+        or no segment is idle."""
         with self._lock:
             for segment in list(self._segments):
                 if self.held_bytes > most_bytes and segment.idle:
                     self._drop(segment)
 
     def close(self) -> None:
-        """Gives all of it back; what tensors live in, when they die. May be called again."""
-        host_buffers.drop_pool(self)
+        """Frees all of it; the memory of living tensors is freed with them. May be called again."""
+        _pools[:] = [other for other in _pools if other is not self]
         quiesce.unregister(self)
         self.quiesce()
 
-    def busy(self) -> str:
-        """For `quiesce`: whoever reads into it says so himself."""
-        return ""
-
     def quiesce(self) -> None:
-        """Lets go of what a dump cannot carry: its memory files and its pins."""
+        """Releases memory files and pins. The next loads fill the pool again."""
         if self.pid != os.getpid():
             return
         with self._lock:
             for segment in list(self._segments):
                 self._drop(segment)
-
-    def resume(self) -> None:
-        """It fills again with the next loads."""
 
     def __enter__(self) -> HostPool:
         return self
@@ -311,43 +384,49 @@ class HostPool:
         self.close()
 
 
-def keep(plan: ReadPlan) -> Intake | None:
-    """Memory of the open pool for these reads, where there is one and it has room."""
-    pool = current()
-    return pool.keep(plan) if pool is not None and plan.transfers else None
+_pools: list[HostPool] = []
 
 
-def require(pieces: Iterable[ByteRange]) -> None:
-    """Raises PlacementError where the open pool is too small for these, even when it is empty."""
+def current() -> HostPool | None:
+    """The open pool of this process, the last one that was opened; None if absent."""
+    for pool in reversed(_pools):
+        if pool.pid == os.getpid():  # after a fork, pools belong to the parent
+            return pool
+    return None
+
+
+def allocate(plan: ReadPlan) -> PoolBuffers | None:
+    """Buffers of the open pool for these reads, if there is a pool and it has room."""
     pool = current()
-    wanted = sum(piece.nbytes for piece in pieces)
+    return pool.allocate(plan) if pool is not None and plan.transfers else None
+
+
+def require(ranges: Iterable[ByteRange]) -> None:
+    """Raises PlacementError if the open pool, even when empty, is too small for these ranges."""
+    pool = current()
+    wanted = sum(one.nbytes for one in ranges)
     limit = pool.limit_bytes if pool is not None else 0
     if wanted > limit:
         raise PlacementError(
-            f"{wanted:,} bytes are to be kept in a pool of {limit:,} bytes",
+            f"{wanted:,} bytes do not fit into a pool of {limit:,} bytes",
             missing_bytes=wanted - limit,
         )
 
 
 def find(
     checkpoint: Checkpoint,
-    pieces: Iterable[ByteRange],
+    ranges: Iterable[ByteRange],
     mappings: dict[Segment, Region],
-    **words: Any,
+    *,
+    pinned: bool = False,
 ) -> dict[str, BufferView]:
-    """`HostPool.find` of the open pool; nothing where there is none."""
+    """`HostPool.find` of the open pool; empty without a pool."""
     pool = current()
-    return {} if pool is None else pool.find(checkpoint, pieces, mappings, **words)
-
-
-def current() -> HostPool | None:
-    """The pool that is open in this process, if any."""
-    pool = host_buffers.current_pool()
-    return pool if isinstance(pool, HostPool) else None
+    return {} if pool is None else pool.find(checkpoint, ranges, mappings, pinned=pinned)
 
 
 def unchanged(checkpoint: Checkpoint) -> bool:
-    """Whether the files are still those that were opened."""
+    """True if the files are still those that were opened."""
     try:
         checkpoint.verify_unchanged()
     except GdsloadError:
@@ -355,5 +434,5 @@ def unchanged(checkpoint: Checkpoint) -> bool:
     return True
 
 
-def _start(row: _Stored) -> int:
+def _start(row: _StoredRange) -> int:
     return row.start

@@ -1,1 +1,1 @@
-"""Which bytes are read, in which order, and to where. Pure arithmetic: no files, no memory."""
+"""Plans which bytes are read, in which order, and to where. Opens no files, allocates no memory."""

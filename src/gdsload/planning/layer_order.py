@@ -1,4 +1,4 @@
-"""The order in which a model uses its tensors, as far as their names tell."""
+"""The order in which a model uses its tensors, derived from their names."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
 
-
-# What comes before the first layer: embeddings of tokens and places, and what images begin with.
+# What precedes the first layer: embeddings of tokens and positions, and the first layer for images.
 _FIRST = re.compile(r"(^|\.)(embed|wte|wpe|word_emb|position_emb|tok_emb|patch_emb|conv1)")
 _DIGITS = re.compile(r"(\d+)")
 
 
 def in_layers(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """Embeddings, then layer after layer, then the rest (norms and heads), each in natural order.
+    """Sorts tensors: embeddings, then layer after layer, then the rest (norms and heads).
 
-    Of several stacks of layers an encoder comes before a decoder. It is a guess from names: right
-    for what a caller may do early, never needed for what it gets in the end.
+    An encoder precedes a decoder. The order is a guess from names: use it for what may be done
+    early, never for what must be correct.
     """
-    return sorted(infos, key=lambda info: _place(info.name))
+    return sorted(infos, key=lambda info: _sort_key(info.name))
 
 
-def _place(name: str) -> tuple[int, int, list[tuple[int, int, str]]]:
+def _sort_key(name: str) -> tuple[int, bool, list[tuple[int, int, str]]]:
     parts = name.split(".")
+    # Numbers are compared as numbers and precede words.
     natural = [
         (0, int(word), "") if word.isdecimal() else (1, 0, word)
         for part in parts
         for word in _DIGITS.split(part)
         if word
     ]
-    decoder = int("decoder" in parts)
+    group = 0 if _FIRST.search(name) else 2
     if any(part.isdecimal() for part in parts):
-        return 1, decoder, natural
-    return (0 if _FIRST.search(name) else 2), decoder, natural
+        group = 1
+    return group, "decoder" in parts, natural

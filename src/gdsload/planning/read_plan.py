@@ -1,13 +1,12 @@
-"""Which bytes to read, in which order, and where to: arithmetic, and nothing but.
+"""Plans reads: which bytes, in which order, to which memory. Pure arithmetic.
 
-    pieces (in the caller's order)
-      -> windows   so many bytes of pieces at a time, so that the first wanted come first
-      -> merged_ranges   inside a window: sorted by file and offset, joined over small gaps
-      -> transfers aligned to the direct-I/O block, cut to the backend's largest request
-      -> targets   the memory that merged_ranges of a window land in, congruent to their file
-      offsets
+    byte ranges (in the caller's order)
+      -> windows        up to `window_bytes` each: the first wanted are read first
+      -> merged ranges  inside a window: sorted by file and offset, joined over small gaps
+      -> transfers      aligned to the direct-I/O block, split at the backend's largest request
+      -> targets        the memory for merged ranges, congruent to their file offsets
 
-The same input gives the same plan. Nothing is read and no memory is taken here.
+The same input gives the same plan. Nothing is read and no memory is allocated here.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdsload.errors import CheckpointError, shown
+from gdsload.planning.grouping import grouped
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
-    from gdsload.checkpoint import Checkpoint, TensorInfo
+    from gdsload.checkpoint import Checkpoint
 
-# Two pieces are read as one where no more than this lies between them: at 2 to 14 GB/s it costs
-# 5 to 30 us, which is what one more request costs (benchmarks/gap.py).
+# Byte ranges are read together if the gap between them is at most this: at 2 to 14 GB/s it costs 5
+# to 30 us, as much as one more request (benchmarks/gap.py).
 GAP_BYTES = 64 << 10
-# Extents that lie further apart than this do not share a target: address space is cheap, but a
-# system that does not overcommit counts it.
+# Merged ranges with a larger gap do not share a target: address space is cheap, but a system that
+# does not overcommit counts it.
 TARGET_GAP_BYTES = 64 << 20
-# The alignment of direct I/O where a file does not say, and of cuFile. It is not the page size.
+# The alignment of direct I/O if a file does not report one, and of cuFile. Not the page size.
 DEFAULT_BLOCK_BYTES = 4096
 
 
 class ByteRange(NamedTuple):
-    """Bytes that somebody wants: a tensor, or consecutive rows of one."""
+    """Wanted bytes in one file: a tensor, or consecutive rows of one."""
 
     name: str
     shard: int
@@ -42,12 +41,12 @@ class ByteRange(NamedTuple):
     nbytes: int
 
 
-# What puts pieces in the order of the files; plans sort a hundred thousand of them by it.
+# The sort key for file order, of byte ranges and of tensors.
 FILE_ORDER = attrgetter("shard", "offset")
 
 
 class MergedRange(NamedTuple):
-    """A run of bytes in one shard."""
+    """Bytes of one shard that are read together."""
 
     shard: int
     offset: int
@@ -59,7 +58,7 @@ class MergedRange(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Memory that a stretch of a shard lands in: byte 0 of it is byte `offset` of the file."""
+    """Memory to read into. Its byte 0 is byte `offset` of the file."""
 
     shard: int
     offset: int
@@ -67,8 +66,11 @@ class Target(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One read. `wanted` bytes must arrive; `length` may reach past them, and past the file's end,
-    to the next multiple of the block. `road` is "direct" or "buffered"; `tag` is its number."""
+    """One read: `length` bytes of a file to `target_offset` in a target.
+
+    `length` is a multiple of the block and may reach past the end of the file; `wanted` bytes must
+    arrive. `io_mode` is "direct" or "buffered". `tag` is the number of the transfer.
+    """
 
     shard: int
     offset: int
@@ -81,8 +83,10 @@ class Transfer(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a piece will be: its target, the place in it, and the transfers that bring it (both
-    ends included; first > last for a piece of no bytes)."""
+    """Where a byte range is read to: a target, and the offset in it.
+
+    Transfers `first` to `last` (included) read it; first > last if it is empty.
+    """
 
     target: int
     offset: int
@@ -92,7 +96,13 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a backend accepts. Bytes, except `depth`: how many requests it keeps in flight."""
+    """The requests that a backend accepts.
+
+    Attributes:
+        max_request: The largest request in bytes.
+        block: The alignment of requests in bytes, a power of two.
+        depth: The number of requests in flight.
+    """
 
     max_request: int = 4 << 20
     block: int = DEFAULT_BLOCK_BYTES
@@ -102,14 +112,19 @@ class Limits:
         if self.block < 1 or self.block & (self.block - 1):
             raise ValueError(f"a block of {self.block} bytes is not a power of two")
         if self.max_request < self.block or self.max_request % self.block:
-            raise ValueError(f"requests of {self.max_request} bytes do not fit {self.block}")
+            raise ValueError(
+                f"requests of {self.max_request} bytes are not multiples of a block of {self.block}"
+            )
         if self.depth < 1:
-            raise ValueError(f"a depth of {self.depth} reads nothing")
+            raise ValueError(f"a depth of {self.depth} is not positive")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The ordered transfers and what each completes. `windows` are (first, end) of transfers."""
+    """The ordered transfers, and the locations of the wanted byte ranges by name.
+
+    Each of `windows` is (first, end), a range of transfers.
+    """
 
     transfers: tuple[Transfer, ...] = ()
     targets: tuple[Target, ...] = ()
@@ -120,16 +135,16 @@ class ReadPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that will come from storage: the wanted ones, gaps and aligned edges."""
+        """Bytes to read from storage: the wanted ones, gaps and aligned edges."""
         return sum(transfer.wanted for transfer in self.transfers)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """A few lines of text for the user."""
         sizes = [transfer.length for transfer in self.transfers]
         over = self.read_bytes - self.wanted_bytes
         lines = [
             f"{len(self.locations)} tensors, {self.wanted_bytes:,} bytes wanted",
-            f"{len(self.merged_ranges)} merged_ranges in {len(self.targets)} targets,"
+            f"{len(self.merged_ranges)} merged ranges in {len(self.targets)} targets,"
             f" {len(self.windows)} windows",
             f"{len(sizes)} requests, {self.read_bytes:,} bytes to read"
             f" ({over / max(self.wanted_bytes, 1):.3%} over)",
@@ -141,41 +156,19 @@ class ReadPlan:
 
 @collector_paused()
 def byte_ranges_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[ByteRange]:
-    """The whole tensors of these names, in that order; all, in file order, where None.
+    """The byte ranges of whole tensors, in the order of `names`; all, in file order, if None.
 
     Raises CheckpointError for a name that the checkpoint does not have.
     """
     return [
         ByteRange(info.name, info.shard, info.offset, info.nbytes)
-        for info in wanted_infos(checkpoint, names)
+        for info in checkpoint.infos(names)
     ]
-
-
-def wanted_infos(checkpoint: Checkpoint, names: Iterable[str] | None) -> list[TensorInfo]:
-    """The tensors of these names, each once, in that order; all, in file order, where None.
-
-    Raises CheckpointError for a name that the checkpoint does not have.
-    """
-    if names is None:
-        return list(checkpoint.tensors.values())
-    if isinstance(names, str):
-        raise TypeError(f"names is a list of tensor names, not the string {names!r}")
-    return [wanted_info(checkpoint, name) for name in dict.fromkeys(names)]
-
-
-def wanted_info(checkpoint: Checkpoint, name: str) -> TensorInfo:
-    """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
-    info = checkpoint.tensors.get(name)
-    if info is None:
-        raise CheckpointError(
-            f"{checkpoint.source}: there is no tensor {shown(str(name))} in it", tensor=str(name)
-        )
-    return info
 
 
 @collector_paused()
 def plan_reads(
-    pieces: Sequence[ByteRange],
+    ranges: Sequence[ByteRange],
     sizes: Sequence[int],
     limits: Limits,
     *,
@@ -184,43 +177,55 @@ def plan_reads(
     gap_bytes: int = GAP_BYTES,
     io_mode_of: Callable[[int, int, int], str] | None = None,
 ) -> ReadPlan:
-    """Plans the reads that bring `pieces`, given in the order in which they will be asked for.
+    """Plans the reads of byte ranges.
 
-    `sizes` are the shards' file sizes, `blocks` their direct-I/O blocks where they differ from
-    `limits.block`. A window closes when it holds `window_bytes` (0: one window for all).
-    `io_mode_of(shard, offset, length)` says "direct" or "buffered" for each transfer.
+    Args:
+        ranges: The wanted byte ranges, in the order in which they will be used.
+        sizes: The file size of each shard in bytes.
+        limits: The requests that the backend accepts.
+        blocks: The direct-I/O block of each shard in bytes; `limits.block` if None.
+        window_bytes: The size of a read window; 0 for one window.
+        gap_bytes: The largest gap in bytes that is read rather than skipped.
+        io_mode_of: Returns "direct" or "buffered" for (shard, offset, length); None for "direct".
+
+    Example:
+        >>> plan = plan_reads([ByteRange("w", 0, 100, 5000)], [5100], Limits())
+        >>> [(transfer.offset, transfer.length, transfer.wanted) for transfer in plan.transfers]
+        [(0, 8192, 5100)]
     """
     transfers: list[Transfer] = []
     targets: list[Target] = []
     merged_ranges: list[MergedRange] = []
     locations: dict[str, Location] = {}
     windows: list[tuple[int, int]] = []
-    wanted = 0
-    for window in _windows(pieces, window_bytes):
+    for window in grouped(ranges, window_bytes) if window_bytes else (ranges,):
         first = len(transfers)
         ordered = sorted(window, key=FILE_ORDER)
-        for extent, members in _extents(ordered, gap_bytes, limits.block):
-            wanted += sum(piece.nbytes for piece in members)
-            merged_ranges.append(extent)
-            block = blocks[extent.shard] if blocks else limits.block
-            align = max(block, DEFAULT_BLOCK_BYTES)
-            start = extent.offset // align * align
-            end = -(-extent.end // align) * align
-            fresh = len(transfers) == first
-            target = _place_target(targets, extent.shard, start, end, fresh=fresh)
-            base = targets[target].offset
+        for merged, members in _merged(ordered, gap_bytes, limits.block):
+            merged_ranges.append(merged)
+            shard = merged.shard
+            align = max(blocks[shard] if blocks else limits.block, DEFAULT_BLOCK_BYTES)
+            start = merged.offset // align * align
+            end = -(-merged.end // align) * align
             number = len(transfers)
+            # A window shares no target with another one: its reads must not touch memory that was
+            # handed out with an earlier window.
+            shares = number > first and targets[-1].shard == shard
+            gap = start - targets[-1].offset - targets[-1].length if shares else -1
+            if 0 <= gap <= TARGET_GAP_BYTES:
+                targets[-1] = targets[-1]._replace(length=end - targets[-1].offset)
+            else:
+                targets.append(Target(shard, start, end - start))
+            target, base = len(targets) - 1, targets[-1].offset
             step = max(limits.max_request // align * align, align)
             for offset in range(start, end, step):
                 length = min(step, end - offset)
-                road = io_mode_of(extent.shard, offset, length) if io_mode_of else "direct"
-                need = min(offset + length, sizes[extent.shard]) - offset
+                wanted = min(length, sizes[shard] - offset)
+                mode = io_mode_of(shard, offset, length) if io_mode_of else "direct"
+                tag = len(transfers)
                 transfers.append(
-                    Transfer(
-                        extent.shard, offset, length, need, target, offset - base, road,
-                        len(transfers),
-                    )
-                )  # fmt: skip
+                    Transfer(shard, offset, length, wanted, target, offset - base, mode, tag)
+                )
             for name, _, offset, nbytes in members:
                 locations[name] = Location(
                     target,
@@ -228,76 +233,49 @@ def plan_reads(
                     number + (offset - start) // step,
                     number + (offset + nbytes - 1 - start) // step,
                 )
-        for piece in ordered:
-            if piece.nbytes == 0:
-                locations[piece.name] = Location(-1, 0, 0, -1)
+        for item in ordered:
+            if item.nbytes == 0:
+                locations[item.name] = Location(-1, 0, 0, -1)
         if len(transfers) > first:
             windows.append((first, len(transfers)))
     return ReadPlan(
-        tuple(transfers), tuple(targets), tuple(merged_ranges), locations, tuple(windows), wanted
+        tuple(transfers),
+        tuple(targets),
+        tuple(merged_ranges),
+        locations,
+        tuple(windows),
+        sum(item.nbytes for item in ranges),
     )
 
 
-def merged_ranges_of(pieces: Sequence[ByteRange], gap_bytes: int = GAP_BYTES) -> list[MergedRange]:
-    """The runs of bytes that these pieces make up, in file order."""
-    ordered = sorted(pieces, key=FILE_ORDER)
-    return [extent for extent, _ in _extents(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
+def merged_ranges_of(ranges: Sequence[ByteRange], gap_bytes: int = GAP_BYTES) -> list[MergedRange]:
+    """Byte ranges in file order, joined over gaps of up to `gap_bytes`."""
+    ordered = sorted(ranges, key=FILE_ORDER)
+    return [merged for merged, _ in _merged(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
 
 
-def _windows(pieces: Sequence[ByteRange], window_bytes: int) -> Iterator[Sequence[ByteRange]]:
-    if not window_bytes:
-        yield pieces
-        return
-    window: list[ByteRange] = []
-    held = 0
-    for piece in pieces:
-        if window and held + piece.nbytes > window_bytes:
-            yield window
-            window, held = [], 0
-        window.append(piece)
-        held += piece.nbytes
-    if window:
-        yield window
-
-
-def _extents(
+def _merged(
     ordered: Sequence[ByteRange], gap_bytes: int, block: int
 ) -> Iterator[tuple[MergedRange, list[ByteRange]]]:
-    """Joins pieces that lie close together. Pieces of no bytes are left out.
+    """Joins ranges with small gaps, and yields their members, too. Skips empty ranges.
 
-    The merge gap is at least one block. Otherwise two ranges could both read a shared block, and
-    the later read would overwrite a tensor that its owner has modified already.
+    The gap is at least two blocks. Otherwise two merged ranges could both read a shared block, and
+    the later read would overwrite a tensor that its owner has already modified.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
     members: list[ByteRange] = []
     shard = start = end = -1
-    for piece in ordered:
-        _, its_shard, offset, nbytes = piece
+    for item in ordered:
+        _, item_shard, offset, nbytes = item
         if nbytes == 0:
             continue
-        if members and its_shard == shard and offset <= end + gap:
-            members.append(piece)
+        if members and item_shard == shard and offset <= end + gap:
+            members.append(item)
             end = max(end, offset + nbytes)
             continue
         if members:
             yield MergedRange(shard, start, end - start), members
-        members = [piece]
-        shard, start, end = its_shard, offset, offset + nbytes
+        members = [item]
+        shard, start, end = item_shard, offset, offset + nbytes
     if members:
         yield MergedRange(shard, start, end - start), members
-
-
-def _place_target(targets: list[Target], shard: int, start: int, end: int, *, fresh: bool) -> int:
-    """The target for file bytes start to end: the last one where they lie close to it.
-
-    Every window has targets of its own (`fresh`): its reads must not touch memory that was handed
-    out with an earlier one.
-    """
-    if targets and not fresh:
-        last = targets[-1]
-        reach = last.offset + last.length
-        if last.shard == shard and reach <= start <= reach + TARGET_GAP_BYTES:
-            targets[-1] = last._replace(length=end - last.offset)
-            return len(targets) - 1
-    targets.append(Target(shard, start, end - start))
-    return len(targets) - 1

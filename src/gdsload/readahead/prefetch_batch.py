@@ -13,10 +13,12 @@ from gdsload._native.memory import Region
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.errors import ReadError
+from gdsload.loading.batch import Batch
 from gdsload.loading.claims import COMING, LANDED, LOST, OfferedRange
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.session import Session
 from gdsload.memory import page_cache
-from gdsload.memory.host_buffers import BufferView, HostBuffers, available_bytes
+from gdsload.memory.available import available_bytes
+from gdsload.memory.host_buffers import BufferView, HostBuffers
 from gdsload.planning.read_plan import (
     ByteRange,
     Location,
@@ -33,7 +35,7 @@ SCRATCH_BYTES = 64 << 20
 
 
 class PrefetchBatch(Batch):
-    """Pieces on their way into memory that nobody has asked for yet. A `claims.Flight`."""
+    """Ranges that are read into memory before a load asks for them."""
 
     ahead = True
 

@@ -1,8 +1,8 @@
-"""A process made still, so that it can be dumped: by CRIU, cuda-checkpoint, or a snapshot.
+"""Quiesce and resume: prepare a process for a snapshot (CRIU, cuda-checkpoint), and continue.
 
-Whoever holds what a dump cannot carry (rings, contexts, descriptors, pins) registers itself here
-and gives it back when asked; it takes it again when it is next used. Nothing here knows what the
-holders are.
+Objects that hold something that a snapshot cannot carry (rings, contexts, descriptors, pins)
+register here as holders. They release it on `quiesce`, and acquire it again when they are next
+used. Not responsible for what a holder holds.
 """
 
 from __future__ import annotations
@@ -10,91 +10,92 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gdsload.errors import GdsloadError
 from gdsload.system import lifecycle
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 
-
-# How deep a holder lies: a load uses the rings, and a ring is registered with cuFile's driver.
+# The depth of a holder. Loads use the rings, and rings are registered with the cuFile driver.
 LOAD, RING, DRIVER = 0, 1, 2
 
 
 class Holder(Protocol):
-    """Somebody who holds what a dump cannot carry."""
+    """An object that holds something that a snapshot cannot carry."""
 
     def busy(self) -> str:
-        """What is under way, in a few words; empty where it can be made still now."""
+        """The work in progress, in a few words; empty if it can be quiesced now."""
+        return ""
 
     def quiesce(self) -> None:
-        """Gives everything back. What is asked of it later takes it again."""
+        """Releases everything. Later use acquires it again."""
 
     def resume(self) -> None:
-        """Takes back what it can only have if the world is still the same; raises if not."""
+        """Acquires again what depends on the outside, such as files; raises if that has changed."""
+        return
 
 
 def quiesce(timeout: float = 30.0) -> None:
-    """Closes every ring, AIO context, descriptor, pin and native thread of gdsload, and the driver
-    of cuFile.
+    """Releases every ring, AIO context, descriptor, pin and native thread of gdsload, and closes
+    the cuFile driver.
 
-    Reads under way are waited for, `timeout` seconds at most. What is in memory stays there:
-    tensors, and what a prefetch has landed. What is held beyond it (an opened `safe_open`, a
-    `Checkpoint`) opens its files again when it is next used, or with `resume`, and raises
-    FileChanged where they are not the same any more. Call it while no thread starts a load.
+    Waits for reads in progress. Memory that was read stays, in tensors and in prefetches. An open
+    `safe_open` or `Checkpoint` opens its files again when it is next used, or with `resume`, and
+    raises FileChanged if they have changed. Start no load in other threads meanwhile.
 
-    Raises GdsloadError, having closed nothing, where a load or a prefetch is still under way after
-    `timeout` seconds: a stream that is half-way does not end by itself.
+    Args:
+        timeout: seconds to wait for loads and prefetches.
+
+    Raises:
+        GdsloadError: a load or a prefetch is still in progress, for example a stream that is not
+            consumed. Nothing was released.
+
+    Example:
+        >>> gdsload.quiesce()  # now dump the process; in the restored process:
+        >>> gdsload.resume()
     """
     deadline = time.monotonic() + timeout
-    held = holders()
-    while reasons := [reason for holder in held if (reason := holder.busy())]:
+    found = holders()
+    while reasons := [reason for holder in found if (reason := holder.busy())]:
         if time.monotonic() >= deadline:
-            raise GdsloadError(f"this process cannot be made still: {'; '.join(reasons)}")
-        time.sleep(_LOOK_SECONDS)
-    for holder in held:
+            raise GdsloadError(f"cannot quiesce: {'; '.join(reasons)}")
+        time.sleep(_POLL_SECONDS)
+    for holder in found:
         holder.quiesce()
 
 
 def resume() -> None:
-    """Opens again what `quiesce` closed and somebody still holds. Loads do so by themselves; this
-    finds out at once whether the files are still what they were.
+    """Opens again the files of objects that were open at `quiesce`.
 
-    Raises FileChanged, CheckpointNotFound and their kinds where they are not.
+    Loads do so by themselves; this reports at once whether the files are unchanged.
+
+    Raises:
+        CheckpointError: a file has changed (FileChanged) or is missing (CheckpointNotFound).
     """
     for holder in holders():
         holder.resume()
 
 
 def register(holder: Holder, depth: int = LOAD) -> None:
-    """Registers somebody, for as long as it lives. What others use is deeper, and rests later."""
+    """Registers a holder for as long as it lives. Deeper holders are quiesced later."""
     with _lock:
-        _holders.append(_Held(weakref.ref(holder), depth))
+        _holders[holder] = depth
 
 
 def holders() -> list[Holder]:
-    """Who is registered and alive, in the order in which they rest: the users of a thing before
-    the thing, and of one depth the oldest first."""
+    """The registered holders in the order of quiescing: by depth, then oldest first."""
     with _lock:
-        alive = [(each, holder) for each in _holders if (holder := each.ref()) is not None]
-        _holders[:] = [each for each, _ in alive]
-    return [holder for _, holder in sorted(alive, key=lambda pair: pair[0].depth)]
+        found = list(_holders.items())
+    return [holder for holder, _ in sorted(found, key=lambda item: item[1])]
 
 
 def unregister(holder: Holder) -> None:
-    """Undoes `hold`; also where it was undone before."""
+    """Undoes `register`. May be called again."""
     with _lock:
-        _holders[:] = [each for each in _holders if each.ref() not in (None, holder)]
-
-
-class _Held(NamedTuple):
-    ref: weakref.ref[Holder]
-    depth: int
+        _holders.pop(holder, None)
 
 
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
-_holders: list[_Held] = []
-
-
+_holders: weakref.WeakKeyDictionary[Holder, int] = weakref.WeakKeyDictionary()
 lifecycle.in_child(_holders.clear)

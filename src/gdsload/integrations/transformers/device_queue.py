@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from gdsload.backends import Memory
 from gdsload.integrations.transformers.readahead_queue import WINDOW_BYTES, ReadWindow
+from gdsload.loading.batch import Batch
 from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of

@@ -24,6 +24,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
     kinds_of,
     target_of,
 )
+from gdsload.planning.read_plan import FILE_ORDER
 from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.system.device_name import device_name
 
@@ -202,7 +203,7 @@ def _label(
             if target is not None
         ]
     # In the order of the file, as they will be filled.
-    found.targets.sort(key=lambda t: min(infos[kind.keys[0]].place for kind in t.kinds))
+    found.targets.sort(key=lambda t: min(FILE_ORDER(infos[kind.keys[0]]) for kind in t.kinds))
     found.placed = {key for target in found.targets for kind in target.kinds for key in kind.keys}
     found.kept = {
         tensor_slice.key

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload._native.memory import Region
 from gdsload._native.populate import Populator
 from gdsload.errors import PlacementError
+from gdsload.memory.available import require_room
 from gdsload.memory.host_buffers import (
     POPULATE_THREADS,
     POPULATED_AHEAD_BYTES,
     BufferView,
     bytes_at,
-    require_room,
 )
 
 if TYPE_CHECKING:

@@ -30,10 +30,12 @@ from gdsload.integrations.transformers.readahead_queue import (
     QueueClosed,
     Taken,
 )
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory import host_pool
 from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
-from gdsload.planning.read_plan import ReadPlan
+from gdsload.planning.grouping import grouped
+from gdsload.planning.read_plan import FILE_ORDER, ReadPlan
 from gdsload.planning.tensor_slices import rows_of, runs_of, whole
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -230,17 +232,9 @@ class ParameterWriter:
 
 
 def _windows(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Piece]]:
-    windows: list[list[_Piece]] = []
-    held = 0
-    for info in sorted(infos, key=lambda info: info.place):
-        for piece in _pieces(info, window_bytes):
-            nbytes = piece.info.nbytes
-            if not windows or held + nbytes > window_bytes:
-                windows.append([])
-                held = 0
-            windows[-1].append(piece)
-            held += nbytes
-    return windows
+    ordered = sorted(infos, key=FILE_ORDER)
+    pieces = (piece for info in ordered for piece in _pieces(info, window_bytes))
+    return list(grouped(pieces, window_bytes, size=lambda piece: piece.info.nbytes))
 
 
 def _pieces(info: TensorInfo, most_bytes: int) -> Iterator[_Piece]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
-from gdsload.loading.session import Batch, Session
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of

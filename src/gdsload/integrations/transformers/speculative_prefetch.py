@@ -88,7 +88,7 @@ def _first_names(
         return []
     try:
         # Headers are parsed only for files that there is something to read of.
-        files = [place.path for place in locate(source, **where).places]
+        files = [shard.path for shard in locate(source, **where).shards]
         if sum(map(os.path.getsize, files)) < SMALL_BYTES or (
             options.cache == "auto" and any(map(_is_warm, files))
         ):

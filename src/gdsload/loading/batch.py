@@ -1,0 +1,241 @@
+"""A batch: byte ranges that are read by one request, from posting the reads to the last byte.
+
+    session.arrange(ranges) ──► Batch ──► wait ──► tensors_of ──► release
+
+The session decides what has to be read (`session`). A batch takes the memory, follows the request,
+turns failures into errors, and takes over ranges that a prefetch is still reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gdsload.backends import Backend, Memory, Registration
+from gdsload.backends.base import DRAM, Failure, Progress
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.errors import ReadError, StallError
+from gdsload.loading.accounting import describe, note, read_error, silence_error, stall_error
+from gdsload.loading.claims import COMING, LOST
+from gdsload.loading.session import Session
+from gdsload.memory import host_pool
+from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
+from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
+
+
+class Batch:
+    """Byte ranges that are being read: their memory, one request, and its result."""
+
+    memory_of: ClassVar[type[HostBuffers]] = HostBuffers
+    ahead: ClassVar[bool] = False  # True: the reads yield to those of a load
+
+    def __init__(
+        self,
+        session: Session,
+        plan: ReadPlan,
+        views: dict[str, BufferView],
+        memory: list[Memory] | None = None,
+    ) -> None:
+        """Posts the reads and returns without waiting for them.
+
+        Args:
+            session: The open session. Its checkpoint stays open until `release`.
+            plan: The reads, from `Session.arrange`.
+            views: Ranges that need no read, from `Session.arrange`. The batch adds its own.
+            memory: One entry for each target of the plan. None: the batch takes host memory.
+        """
+        self.session = session
+        self.plan = plan
+        self.views = views
+        self.claims = session.claims_of(views)
+        self._memory: list[Registration] = []
+        # Tells the host pool, once, whether all bytes have arrived in the memory that it lent.
+        self._end_intake: Callable[[Checkpoint | None], None] | None = None
+        self._backend: Backend | None = None  # of the request
+        self._request: Any = None
+        self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
+        self._failure: Failure | None = None  # the first one
+        if plan.transfers:
+            try:
+                with session.report.phase("prepare"):
+                    self._post(self._take_memory() if memory is None else memory)
+            except BaseException:
+                self.release()
+                raise
+
+    def _take_memory(self) -> list[Memory]:
+        """Memory for each target of the plan."""
+        intake = host_pool.allocate(self.plan) if self.memory_of is HostBuffers else None
+        self._end_intake = None if intake is None else intake.end
+        buffers = intake or self.memory_of(self.plan)
+        self.views.update(buffers.views(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in buffers.regions]
+
+    def _post(self, memory: list[Memory]) -> None:
+        backend = self._backend = self.session.open()
+        for entry in memory:
+            self._memory.append(backend.register(entry))
+        self.session.posted.add(self)
+        request = backend.prepare(self.plan.transfers, self.session.files, self._memory)
+        self._request = request
+        if self.ahead:
+            backend.yield_to_loads(request, True)
+        backend.post(request)
+        describe(self.session.report, backend)  # the engine may be another one since `prepare`
+
+    def settled(self, name: str) -> bool:
+        """Whether the bytes of a range that a prefetch reads are there; True for other ranges.
+
+        Ranges that the prefetch has lost (it failed or was cancelled) are read here, before this
+        returns. Raises StallError when the prefetch has read nothing for `stall_seconds`.
+        """
+        claim = self.claims.get(name)
+        if claim is None:
+            return True
+        state = claim.state()
+        if state == COMING:
+            idle_seconds = claim.batch.idle_seconds()
+            if idle_seconds > self.session.stall_seconds:
+                raise silence_error(self.session.checkpoint, claim.range, idle_seconds)
+            return False
+        if state == LOST:
+            self._read_lost()
+        else:
+            del self.claims[name]
+            self.session.count_bytes("prefetched", claim.range.nbytes)
+        return True
+
+    def _read_lost(self) -> None:
+        lost = [claim.range for claim in self.claims.values() if claim.state() == LOST]
+        again = self._start_anew(lost)
+        try:
+            again.wait()
+            self.views.update(again.views)
+        finally:
+            again.release()
+        for lost_range in lost:
+            del self.claims[lost_range.name]
+
+    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
+        return Batch(self.session, self.session.plan(ranges), {})
+
+    @property
+    def complete(self) -> bool:
+        """Whether all transfers of the plan have arrived."""
+        return self._failure is None and self._arrived.find(0) < 0
+
+    def _note_progress(self) -> Progress | None:
+        """Asks the backend for news. None after `release`.
+
+        A backend reports a failure once. It is stored here, so that every later caller gets it too.
+        """
+        request, backend = self._request, self._backend
+        if request is None or backend is None:
+            return None
+        progress = backend.check(request)
+        failed = {failure.transfer for failure in progress.failures}
+        for number in progress.settled:
+            if number not in failed:
+                self._arrived[number] = 1
+        if progress.failures and self._failure is None:
+            self._failure = progress.failures[0]
+        return progress
+
+    def _require_progress(self, progress: Progress | None) -> None:
+        """Raises ReadError if a transfer has failed, or if one will never be read."""
+        if self._failure is not None:
+            raise self._error(self._failure)
+        if (progress is None or progress.finished) and not self.complete:
+            source = self.session.checkpoint.source
+            raise ReadError(
+                f"{source}: the request ended with {self._arrived.count(0)} reads undone",
+                path=source,
+            )
+
+    def wait(
+        self,
+        moved: Callable[[int], None] | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits until all bytes have arrived.
+
+        Args:
+            moved: Called with the number of bytes that have arrived since the last call.
+            watch: Called ten times a second. An exception from it ends the wait.
+
+        Raises:
+            ReadError: A read failed. The error names file, offset and tensor; later calls raise it
+                again.
+            StallError: No byte arrived for the session's `stall_seconds`.
+        """
+        with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
+            for claim in list(self.claims.values()):
+                while not self.settled(claim.range.name):
+                    watch()
+                    claim.pause(_POLL_SECONDS)
+                if moved is not None:
+                    moved(claim.range.nbytes)
+        backend, request = self._backend, self._request
+        if backend is None or request is None or self.complete:
+            self._require_progress(None)
+            return
+        transfers, stall_seconds = self.plan.transfers, self.session.stall_seconds
+        silent = False
+        with self.session.report.phase("read"):
+            while True:
+                progress = self._note_progress()
+                if moved is not None and progress is not None and progress.settled:
+                    moved(sum(transfers[number].wanted for number in progress.settled))
+                self._require_progress(progress)
+                if progress is None or progress.finished:
+                    return
+                # An error only at the second look: a process that was stopped (SIGSTOP) sees a long
+                # silence when it continues, although bytes are about to be counted.
+                was_silent = silent
+                silent = progress.idle_seconds > stall_seconds and not self.complete
+                if silent and was_silent:
+                    raise self._stall(transfers[self._arrived.find(0)], progress.idle_seconds)
+                watch()
+                backend.wait(request, _POLL_SECONDS)
+
+    def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+        """The tensors by name, after `wait`. Each owns its memory and is handed out once."""
+        # The views go first: if this is interrupted, tensors that exist already free their bytes.
+        views, self.views = self.views, {}
+        return hand_over(infos, views)
+
+    def _error(self, failure: Failure) -> ReadError:
+        return read_error(self.session.checkpoint, self.plan, failure)
+
+    def _stall(self, transfer: Transfer, idle_seconds: float) -> StallError:
+        return stall_error(self.session.checkpoint, self.plan, transfer, idle_seconds)
+
+    def release(self) -> None:
+        """Ends the request, finished or not, and adds its counts to the report. Gives memory back,
+        also if no request was made. May be called again."""
+        session, backend = self.session, self._backend
+        request, self._request = self._request, None
+        released = False
+        try:
+            if request is not None and backend is not None:
+                backend.release(request)
+                session.posted.discard(self)
+                note(session.report, backend, session.checkpoint, self.plan, request)
+            released = True
+        finally:
+            session.posted.discard(self)
+            memory, self._memory = self._memory, []
+            for registration in memory:
+                if backend is not None:
+                    backend.deregister(registration)
+            end_intake, self._end_intake = self._end_intake, None
+            if end_intake is not None:
+                checkpoint = session.checkpoint
+                whole = released and self.complete and host_pool.unchanged(checkpoint)
+                end_intake(checkpoint if whole else None)

@@ -1,0 +1,76 @@
+"""Host memory that a load may take: what the machine has available, or less where a cgroup limits
+this process.
+
+Read from /proc and /sys without psutil, whose import takes longer than the first reads. Not
+responsible for the memory of GPUs (`gdsload.system.gpu`), nor for giving any back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from gdsload.errors import PlacementError
+
+SPARE_BYTES = 64 << 20  # left to the rest of the system
+
+# Of both versions of cgroups: the root; the files with the limit and the usage; in memory.stat the
+# page cache, and the part of it that is shared memory.
+_V1 = (
+    "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache",
+    "total_shmem",
+)  # fmt: skip
+_V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem")
+
+
+def require_room(nbytes: int) -> None:
+    """Checks that `nbytes` of host memory are available.
+
+    Raises:
+        PlacementError: too little memory; with the number of missing bytes.
+    """
+    available = available_bytes()
+    if available is not None and nbytes + SPARE_BYTES > available:
+        missing = nbytes + SPARE_BYTES - available
+        raise PlacementError(
+            f"{nbytes:,} bytes are to be loaded into memory, but only {available:,} are available:"
+            f" {missing:,} bytes are missing",
+            missing_bytes=missing,
+        )
+
+
+def available_bytes() -> int | None:
+    """Bytes of host memory that a load may take. None if the system does not report them."""
+    limits: list[int] = []
+    with suppress(OSError), open("/proc/meminfo") as lines:
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError), open("/proc/self/cgroup") as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if not controllers:
+                limits += _cgroup_bytes(path, *_V2)
+            elif "memory" in controllers.split(","):
+                limits += _cgroup_bytes(path, *_V1)
+    return min(limits, default=None)
+
+
+def _cgroup_bytes(path: str, root: str, *names: str) -> Iterator[int]:
+    """Bytes left in a cgroup and in each cgroup above it."""
+    # Inside a container the host's path does not exist. The root is then the container's cgroup.
+    group = os.path.normpath(root + path)
+    while group.startswith(root):
+        with suppress(OSError, ValueError):  # no such file, or the limit "max"
+            yield _group_bytes(Path(group), *names)
+        group = os.path.dirname(group)
+
+
+def _group_bytes(
+    group: Path, limit_name: str, used_name: str, cache_name: str, shared_name: str
+) -> int:
+    limit, used = (int((group / name).read_text()) for name in (limit_name, used_name))
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # The kernel can drop page cache, but not memory files, which it counts as page cache too.
+    droppable = max(int(stat.get(cache_name, 0)) - int(stat.get(shared_name, 0)), 0)
+    return max(limit - used + droppable, 0)
