@@ -26,9 +26,9 @@ NAMES = {
         "source_and_device", "status",
     ],
     backends: [
-        "API_VERSION", "DRAM", "VRAM", "Backend", "Failure", "Limits", "Memory", "OpenFile",
-        "Option", "Progress", "Registration", "Support", "Transfer", "choose", "find", "names",
-        "probe_all", "reaches", "register_backend",
+        "API_VERSION", "DRAM", "VRAM", "Backend", "BackendStatus", "Failure", "Limits", "Memory",
+        "OpenFile", "Option", "Progress", "Registration", "RequestFacts", "Support", "Transfer",
+        "choose", "find", "names", "probe_all", "reaches", "register_backend",
     ],
 }  # fmt: skip
 LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
