@@ -344,7 +344,7 @@ def grow(path: Path) -> None:
         file.write(b"!")
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, 9)
 
 
@@ -365,12 +365,12 @@ def old_time(path: Path) -> None:
     "change,fragment",
     [
         (grow, r"its size went from \d+ to \d+ bytes"),
-        (cut, r"its size went from \d+ to 9 bytes"),
+        (truncate, r"its size went from \d+ to 9 bytes"),
         (rewrite, "its modification time moved"),
         (old_time, "ctime moved"),
         (Path.unlink, "it was deleted or replaced"),
     ],
-    ids=["grown", "cut", "rewritten", "rewritten, time set back", "deleted"],
+    ids=["grown", "truncated", "rewritten", "rewritten, time set back", "deleted"],
 )
 def test_changed_file_raises_file_changed(
     two: Path, change: Callable[[Path], None], fragment: str
@@ -459,12 +459,12 @@ def test_parallel_map_keeps_order_and_raises_the_first_error() -> None:
     assert list(file_io.parallel_map(lambda n: n * n, range(200), path_of=str)) == [
         n * n for n in range(200)
     ]
-    kept: list[int] = []
+    finished: list[int] = []
 
     def work(number: int) -> int:
         if number >= 50:
             raise CheckpointError(f"item {number}")
-        kept.append(number)
+        finished.append(number)
         return number
 
     taken, discarded = [], []
@@ -472,7 +472,7 @@ def test_parallel_map_keeps_order_and_raises_the_first_error() -> None:
         for result in file_io.parallel_map(work, range(200), path_of=str, discard=discarded.append):
             taken.append(result)
     assert taken == list(range(50))
-    assert sorted(taken + discarded) == sorted(kept)
+    assert sorted(taken + discarded) == sorted(finished)
 
 
 def test_parallel_map_closed_early_discards_results() -> None:

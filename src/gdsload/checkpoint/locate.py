@@ -190,7 +190,7 @@ def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
 
 
 def shard_name_fault(name: str) -> str:
-    """Why an index may not name a shard like this; "" if it may. Shards lie beside their index."""
+    """Why an index may not name a shard like this; "" if it may. Shards are in its directory."""
     if any(character in name for character in "/\\\0"):
         return "is not the plain name of a file beside the index"
     return "" if name.endswith(_SUFFIX) else f"does not end with {_SUFFIX}"

@@ -57,12 +57,8 @@ class MergedRange(NamedTuple):
         return self.offset + self.length
 
 
-class Target(NamedTuple):
+class Target(MergedRange):
     """Memory to read into. Its byte 0 is byte `offset` of the file."""
-
-    shard: int
-    offset: int
-    length: int
 
 
 class Transfer(NamedTuple):
@@ -140,18 +136,15 @@ class ReadPlan:
 
     def summary(self) -> str:
         """A few lines of text for the user."""
-        sizes = [transfer.length for transfer in self.transfers]
-        over = self.read_bytes - self.wanted_bytes
-        lines = [
-            f"{len(self.locations)} tensors, {self.wanted_bytes:,} bytes wanted",
+        lengths = [transfer.length for transfer in self.transfers] or [0]
+        over = (self.read_bytes - self.wanted_bytes) / max(self.wanted_bytes, 1)
+        return (
+            f"{len(self.locations)} tensors, {self.wanted_bytes:,} bytes wanted\n"
             f"{len(self.merged_ranges)} merged ranges in {len(self.targets)} targets,"
-            f" {len(self.windows)} windows",
-            f"{len(sizes)} requests, {self.read_bytes:,} bytes to read"
-            f" ({over / max(self.wanted_bytes, 1):.3%} over)",
-        ]
-        if sizes:
-            lines.append(f"request sizes {min(sizes):,} to {max(sizes):,} bytes")
-        return "\n".join(lines)
+            f" {len(self.windows)} windows\n"
+            f"{len(self.transfers)} requests of {min(lengths):,} to {max(lengths):,} bytes,"
+            f" {self.read_bytes:,} bytes to read ({over:.3%} over)"
+        )
 
 
 @collector_paused()
@@ -211,7 +204,7 @@ def plan_reads(
             # A window shares no target with another one: its reads must not touch memory that was
             # handed out with an earlier window.
             shares = number > first and targets[-1].shard == shard
-            gap = start - targets[-1].offset - targets[-1].length if shares else -1
+            gap = start - targets[-1].end if shares else -1
             if 0 <= gap <= TARGET_GAP_BYTES:
                 targets[-1] = targets[-1]._replace(length=end - targets[-1].offset)
             else:
