@@ -52,7 +52,7 @@ def nothing_stays() -> Iterator[None]:
     before = names_replaced()
     yield
     assert names_replaced() == before
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
 
 
 def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
@@ -85,19 +85,19 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     asked: list[str] = []
     foreseen: list[str] = []
-    take, forecast = ReadaheadQueue.take, load_plan.forecast
+    take, load_plan_of = ReadaheadQueue.take, load_plan.load_plan_of
 
     def noted_take(self: ReadaheadQueue, cut: Any) -> Any:
         asked.append(cut.key)
         return take(self, cut)
 
-    def noted_forecast(*args: Any) -> Any:
-        found = forecast(*args)
-        foreseen.extend(cut.key for cut in found.slices)
+    def noted_plan(*args: Any) -> Any:
+        found = load_plan_of(*args)
+        foreseen.extend(cut.key for cut in found.slices["cpu"])
         return found
 
     monkeypatch.setattr(ReadaheadQueue, "take", noted_take)
-    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", noted_forecast)
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", noted_plan)
     with equal.by_transformers_alone():
         model = tinymodels.build(name)
         model.save_pretrained(tmp_path)
@@ -122,7 +122,7 @@ def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:
 def test_the_way_is_in_the_report_and_in_the_log(
     qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_said", set())
+    monkeypatch.setattr(hooks, "_logged", set())
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
             gdsload.from_pretrained(qwen)
@@ -139,8 +139,8 @@ def test_the_second_way_where_inner_parts_are_strange(
     def broken(*_: Any) -> Any:
         raise AttributeError("'LoadStateDictConfig' object has no attribute 'weight_mapping'")
 
-    monkeypatch.setattr(hooks, "_said", set())
-    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", broken)
+    monkeypatch.setattr(hooks, "_logged", set())
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", broken)
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
@@ -261,7 +261,7 @@ def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReadWindow, "look", lambda _: None)
+    monkeypatch.setattr(ReadWindow, "poll", lambda _: None)
     monkeypatch.setattr(ReadWindow, "pause", interrupted)
     with pytest.raises(KeyboardInterrupt), gdsload.accelerated(cache="buffered"):
         transformers.AutoModelForCausalLM.from_pretrained(qwen)

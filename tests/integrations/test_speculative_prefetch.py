@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import gdsload
+from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.memory import page_cache
@@ -30,7 +31,11 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
     """Direct, because the headers of so small a file bring half of it into the page cache."""
-    return speculative_prefetch._first_names(source, Options(cache=cache), kwargs, {})
+    checkpoint = speculative_prefetch._open(source, Options(cache=cache), kwargs)
+    if checkpoint is None:
+        return []
+    with checkpoint:
+        return speculative_prefetch._first_names(checkpoint, kwargs)
 
 
 def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
@@ -40,7 +45,7 @@ def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
         sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     assert set(first_names(cold)) == sizes.keys()
     bound = sum(sizes.values()) // 2
-    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", bound)
+    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", bound)
     names = first_names(cold)
     assert names[0] == "model.embed_tokens.weight"
     assert 0 < sum(sizes[name] for name in names) <= bound
@@ -49,9 +54,16 @@ def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
 def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
-    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", total // 2)
+    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", total // 2)
     started: list[list[str]] = []
-    real = speculative_prefetch.prefetch
+    parsed: list[str] = []
+    real, parse = speculative_prefetch.prefetch, checkpoint_module.parse_header
+
+    def counted(text: bytes, size: int, *, path: str, shard: int) -> Any:
+        parsed.append(path)
+        return parse(text, size, path=path, shard=shard)
+
+    monkeypatch.setattr(checkpoint_module, "parse_header", counted)
 
     def watched(source: Any, **named: Any) -> Any:
         started.append(named["names"])
@@ -62,6 +74,7 @@ def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> N
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
     assert len(started) == 1 and started[0]
+    assert len(parsed) == len(set(parsed)) == len(list(cold.glob("*.safetensors")))
     assert "prefetched" not in report.paths, "the bytes took a road, and that is what is reported"
     assert total <= sum(report.paths.values()) <= 2 * total
     assert report.requests >= 2

@@ -13,7 +13,7 @@ from transformers import modeling_utils
 
 import gdsload
 import tinymodels
-from gdsload.integrations.transformers.ties import surely_equal
+from gdsload.integrations.transformers.patches import surely_equal
 
 KNOWN = hasattr(modeling_utils, "_tied_params_are_equal")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -242,13 +242,13 @@ def test_models(
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     stock = type(model).from_pretrained(tmp_path, dtype=dtype)
-    begin, settled = ModelReader.begin, set[str]()
+    begin, settled = ModelReader.begin_device_reads, set[str]()
 
     def noted(self: ModelReader) -> None:
-        settled.update(self.settled_parameters())
+        settled.update(self.parameters_in_memory())
         begin(self)
 
-    monkeypatch.setattr(ModelReader, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin_device_reads", noted)
     with gdsload.accelerated(options={**IN_PLACE, **SMALL}, window_bytes=1 << 14):
         ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
     report = gdsload.last_report()

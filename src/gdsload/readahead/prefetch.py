@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,14 @@ class Prefetch:
     def __init__(
         self, source: str, device: str, tier: str, session: Mapping[str, Any],
         names: Iterable[str] | None, limit_bytes: int | None, keep: bool, where: Mapping[str, Any],
+        checkpoint: Checkpoint | None = None,
     ) -> None:  # fmt: skip
         self.source = source
         self.tier = tier
         self.report = LoadReport(source, device=device)
         self._arguments = dict(session), None if names is None else tuple(names), dict(where)
         self._limit_bytes = limit_bytes
+        self._checkpoint = checkpoint  # of the caller, who closes it
         self._landing = claims.Offer(source, keep=keep)
         self._ahead: PrefetchBatch | None = None
         self._error: GdsloadError | None = None
@@ -114,7 +116,7 @@ class Prefetch:
         opening: DeviceInit | None = None
         try:
             opening = self._open_device(session)
-            with self.report.phase("open"), Checkpoint.open(self.source, **where) as checkpoint:
+            with self.report.phase("open"), self._opened(where) as checkpoint:
                 pieces = byte_ranges_of(checkpoint, names)
                 if self.tier == "pagecache":
                     pieces = fitting(pieces, self._limit_bytes)
@@ -141,6 +143,12 @@ class Prefetch:
                 if opening.refusal:
                     self.report.refusals[self.report.device] = opening.refusal
             self._end(LANDED)
+
+    def _opened(self, where: Mapping[str, Any]) -> AbstractContextManager[Checkpoint]:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        return (
+            Checkpoint.open(self.source, **where) if checkpoint is None else nullcontext(checkpoint)
+        )
 
     def _open_device(self, session: Mapping[str, Any]) -> DeviceInit | None:
         """Makes a GPU ready meanwhile: its context, and the ring that only its load will need."""
@@ -344,7 +352,7 @@ class Prefetch:
 
 
 def prefetch(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Checkpoint,
     device: str | int | torch.device = "cpu",
     *,
     tier: str = "memory",
@@ -358,6 +366,8 @@ def prefetch(
     **where: Any,
 ) -> Prefetch:
     """Starts reading a checkpoint, and returns within milliseconds; torch is not imported.
+
+    `source` may be an open Checkpoint, which stays open: close it after the prefetch.
 
     `tier` "memory" reads into memory that a later `load_file`, `stream`, `safe_open` or
     `from_pretrained` of the same files takes over: what has landed at once, the rest as it lands.
@@ -397,7 +407,9 @@ def prefetch(
     session = {
         "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
     }  # fmt: skip
-    made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
+    opened = source if isinstance(source, Checkpoint) else None
+    title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
+    made = Prefetch(title, name, tier, session, names, limit_bytes, keep, where, opened)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which holds the collector back now and then
     made._begin()

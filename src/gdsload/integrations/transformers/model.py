@@ -16,10 +16,10 @@ from typing import Any
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
-from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, watching
+from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.integrations.transformers.speculative_prefetch import head_start
+from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.loading.session import CACHES, STALL_SECONDS
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
@@ -61,12 +61,14 @@ def from_pretrained(
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    watcher = None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
+    callbacks = (
+        None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
+    )
     with (
         report.whole(),
-        watching(watcher),
+        held(current, callbacks),
         _entered(inherited),
-        head_start(source, inherited, report, kwargs),
+        speculative_prefetch(source, inherited, report, kwargs),
     ):
         if cls is None:
             with report.phase("architecture"):
@@ -76,8 +78,8 @@ def from_pretrained(
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.integration:
             hooks.note(report, hooks.STOCK, "transformers did not come to where weights are loaded")
-        if watcher is not None:
-            watcher.finish(model)
+        if callbacks is not None:
+            callbacks.finish(model)
         return model
 
 
@@ -156,11 +158,11 @@ def install(
     wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
     with _lock:
         try:
-            hooks.swaps.enter("install")
+            hooks.patcher.enter("install")
             hooks.installed.options = wanted
         except BaseException:
             hooks.installed.options = None
-            hooks.swaps.leave("install")
+            hooks.patcher.leave("install")
             raise
 
 
@@ -168,7 +170,7 @@ def uninstall() -> None:
     """Undoes `install`; without one it does nothing."""
     with _lock:
         hooks.installed.options = None
-        hooks.swaps.leave("install")
+        hooks.patcher.leave("install")
 
 
 def _options(
@@ -188,8 +190,8 @@ def _options(
 def _entered(options: Options) -> Iterator[None]:
     user = object()
     try:
-        hooks.swaps.enter(user)
+        hooks.patcher.enter(user)
         with held(hooks.chosen, options):
             yield
     finally:
-        hooks.swaps.leave(user)
+        hooks.patcher.leave(user)
