@@ -34,7 +34,7 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.session import STALL_SECONDS, Session
+from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
@@ -46,7 +46,7 @@ opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How weights are read: the arguments of `accelerated`."""
+    """How weights are read: the arguments of `accelerated`. Raises ValueError."""
 
     backend: str = "auto"
     cache: str = "auto"
@@ -54,6 +54,12 @@ class Options:
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache!r} is none of {', '.join(CACHES)}")
+        if self.window_bytes < 1 or self.ahead_bytes < 1:
+            raise ValueError("window_bytes and ahead_bytes are at least 1")
 
 
 @contextmanager
@@ -95,13 +101,9 @@ class ModelReader:
             # A backend for devices only cannot read to the host.
             to_host = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
-                Session(
-                    self.checkpoint,
-                    report,
+                self._session(
                     backend=options.backend if to_host else "auto",
-                    cache=options.cache,
                     options=options.options if to_host else {},
-                    stall_seconds=options.stall_seconds,
                 )
             )
             self.queue = ReadaheadQueue(self.session)
@@ -126,8 +128,18 @@ class ModelReader:
         if not devices and not reaches(options.backend, DRAM):
             choose("cpu", options.backend, options.options)  # raises with the reasons
         for device in devices:
-            session = self._device_session(device, plan.slices.get(device, []))
-            self._device_queues[device] = self._queue(session, plan.slices.get(device, []))
+            slices = plan.slices.get(device, [])
+            expected = sum(one.nbytes for one in slices)
+            session = self._stack.enter_context(
+                self._session(
+                    device=device,
+                    backend=options.backend,
+                    expected_bytes=expected,
+                    options=options.options,
+                )
+            )
+            session.open()  # its reads begin after transformers has warmed up the allocator
+            self._device_queues[device] = self._queue(session, slices)
         if devices:
             read = len(plan.fates) - plan.count()[SKIP]
             self.report.device = ",".join(["cpu"] * (len(plan.devices) < read) + devices)
@@ -155,23 +167,11 @@ class ModelReader:
             )
         return self._devices[device]
 
-    def _device_session(self, device: str, slices: Sequence[TensorSlice]) -> Session:
-        """An open session; its reads begin after transformers has warmed up the allocator."""
-        options = self.options
-        session = self._stack.enter_context(
-            Session(
-                self.checkpoint,
-                self.report,
-                device=device,
-                backend=options.backend,
-                expected_bytes=sum(one.nbytes for one in slices),
-                cache=options.cache,
-                options=options.options,
-                stall_seconds=options.stall_seconds,
-            )
+    def _session(self, **how: Any) -> Session:
+        cache, stall_seconds = self.options.cache, self.options.stall_seconds
+        return Session(
+            self.checkpoint, self.report, cache=cache, stall_seconds=stall_seconds, **how
         )
-        session.open()
-        return session
 
     def _queue(self, session: Session, slices: Sequence[TensorSlice]) -> ReadaheadQueue:
         return self._stack.enter_context(
