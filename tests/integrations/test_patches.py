@@ -164,7 +164,7 @@ def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
     assert report.integration == expected
 
 
-def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
+def test_callbacks_without_set_param_run_at_the_end(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename(monkeypatch, "transformers.core_model_loading.set_param_for_module")
@@ -174,7 +174,7 @@ def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
     assert "at the end" in gdsload.last_report().modules_ready
 
 
-def test_nothing_is_reported_of_this_transformers(mixture: Path) -> None:
+def test_current_transformers_has_no_misfits(mixture: Path) -> None:
     gdsload.from_pretrained(mixture)
     report = gdsload.last_report()
     assert not [name for name in report.refusals if name.startswith("transformers.")]
@@ -216,7 +216,7 @@ def refuse(*_: Any) -> Any:
     raise KeyError("weights")
 
 
-def test_each_patch_is_judged_alone(package: types.ModuleType) -> None:
+def test_misfit_of_one_patch_does_not_affect_others(package: types.ModuleType) -> None:
     def swap(module: types.ModuleType, name: str, *front: str) -> list[Replacement]:
         function_of(module, name, *front)
         return [Replacement(module, name, None)]

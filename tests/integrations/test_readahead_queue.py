@@ -1,4 +1,4 @@
-"""The feed: any order, any thread, bounded, and ended cleanly."""
+"""The readahead queue: any order, any thread, bounded memory, and a clean end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wholes(session: Session) -> list[TensorSlice]:
 
 @pytest.mark.parametrize("window_bytes", [0, 1, 10_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_by_many_threads(
+def test_queue_any_order_by_many_threads_gives_every_tensor(
     session: Session, expected: dict[str, torch.Tensor], window_bytes: int, seed: int
 ) -> None:
     slices = wholes(session)
@@ -59,7 +59,7 @@ def test_any_order_by_many_threads(
     assert feed.taken_tensors == len(slices)
 
 
-def test_no_more_is_on_its_way_than_is_allowed(session: Session) -> None:
+def test_queue_windows_in_flight_stay_within_the_limit(session: Session) -> None:
     slices = wholes(session)
     with ReadaheadQueue(session, slices, window_bytes=10_000, ahead_bytes=40_000) as feed:
         feed.start()
@@ -71,7 +71,7 @@ def test_no_more_is_on_its_way_than_is_allowed(session: Session) -> None:
         assert feed._posted == {}
 
 
-def test_the_same_twice_and_what_nobody_expected(
+def test_queue_unexpected_slices_are_read_anew(
     session: Session, expected: dict[str, torch.Tensor]
 ) -> None:
     """Each tensor owns its memory: changing one does not change what is read after it."""
@@ -94,14 +94,18 @@ def test_the_same_twice_and_what_nobody_expected(
     assert torch.equal(second, wanted)
 
 
-def test_a_mapped_tensor(session: Session, expected: dict[str, torch.Tensor]) -> None:
+def test_queue_mapped_tensor_has_the_bytes_of_the_file(
+    session: Session, expected: dict[str, torch.Tensor]
+) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
     with ReadaheadQueue(session) as feed:
         tensor = feed.mapped(info)
     assert torch.equal(tensor, expected[info.name])
 
 
-def test_closing_wakes_whoever_waits(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_close_wakes_waiting_threads(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slices = wholes(session)
     feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()

@@ -38,7 +38,7 @@ def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]
         return speculative_prefetch._first_names(checkpoint, kwargs)
 
 
-def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
+def test_prefetch_takes_first_layers_up_to_the_limit(
     cold: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
@@ -51,7 +51,9 @@ def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
     assert 0 < sum(sizes[name] for name in names) <= bound
 
 
-def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_claims_the_prefetch_and_parses_each_header_once(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
     monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", total // 2)
@@ -84,7 +86,7 @@ def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(tensor, stock[name]), name
 
 
-def test_what_is_warm_is_left_to_be_mapped(cold: Path) -> None:
+def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     for file in cold.glob("*.safetensors"):
         file.read_bytes()
     assert first_names(cold, cache="auto") == []
@@ -96,11 +98,11 @@ def test_what_is_warm_is_left_to_be_mapped(cold: Path) -> None:
     [{"device_map": "auto"}, {"use_safetensors": False}, {"gguf_file": "x"}, {"tp_plan": "auto"}],
     ids=str,
 )
-def test_it_stays_out_of_what_it_does_not_know(cold: Path, kwargs: dict[str, Any]) -> None:
+def test_unknown_arguments_prevent_the_prefetch(cold: Path, kwargs: dict[str, Any]) -> None:
     assert first_names(cold, **kwargs) == []
 
 
-def test_small_models_and_broken_ones_have_none(
+def test_small_or_missing_models_are_not_prefetched(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert first_names(tmp_path / "nothing") == []
@@ -108,7 +110,7 @@ def test_small_models_and_broken_ones_have_none(
     assert first_names(cold) == []
 
 
-def test_it_ends_with_a_load_that_fails(cold: Path) -> None:
+def test_failed_load_ends_the_prefetch(cold: Path) -> None:
     (cold / "config.json").write_text("{")
     with pytest.raises((OSError, ValueError)):
         gdsload.from_pretrained(cold, cls=transformers.AutoModelForCausalLM)
