@@ -104,7 +104,7 @@ def test_cancelled_it_stops_and_frees_everything(source: Path, landed: int) -> N
     assert after[0] == before[0], "descriptors"
     gc.collect()
     assert [module for module in told if module() is not None] == []
-    assert prefetches() == [] and not hooks.swaps.in_place
+    assert prefetches() == [] and not hooks.patcher.in_place
     assert gdsload.last_report().failure, "it did not end by itself"
 
 
@@ -131,7 +131,7 @@ def test_cancelled_from_its_own_callback(source: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     assert len(seen) == 3, "nobody is told of a module after the load was cancelled"
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
 
 
 def test_a_timeout_is_a_cancellation(source: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_timeout_is_a_cancellation(source: Path) -> None:
         with pytest.raises((asyncio.TimeoutError, TimeoutError)):
             asyncio.run(main())
         assert all(request.released for request in gate.requests)
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
 
 
 def test_the_context_is_that_of_who_awaits(source: Path) -> None:

@@ -52,10 +52,10 @@ def nothing_stays() -> Iterator[None]:
     before = names_replaced()
     yield
     assert names_replaced() == before
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
 
 
-def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
+def test_skipped_tensors_are_not_read(qwen: Path) -> None:
     """A model without its head: the labels say what is materialised, and no more is read."""
     with gdsload.accelerated(cache="buffered"):
         model = gdsload.from_pretrained(qwen, cls=transformers.Qwen3Model)
@@ -72,8 +72,10 @@ def test_nothing_is_read_that_is_skipped(qwen: Path) -> None:
 
 @pytest.mark.skipif(not NEW, reason="transformers 4.57 says what it wants shard by shard")
 @pytest.mark.parametrize("name", sorted(tinymodels.ARCHITECTURES))
-def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was foreseen is what is asked for, in that order; nothing else."""
+def test_load_plan_equals_the_requests_in_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers requests exactly the planned slices, in that order."""
     if not hasattr(transformers, tinymodels.ARCHITECTURES[name][0]):
         pytest.skip(f"this transformers has no {name}")
     from transformers import core_model_loading as loading
@@ -85,19 +87,19 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     asked: list[str] = []
     foreseen: list[str] = []
-    take, forecast = ReadaheadQueue.take, load_plan.forecast
+    take, load_plan_of = ReadaheadQueue.take, load_plan.load_plan_of
 
     def noted_take(self: ReadaheadQueue, cut: Any) -> Any:
         asked.append(cut.key)
         return take(self, cut)
 
-    def noted_forecast(*args: Any) -> Any:
-        found = forecast(*args)
-        foreseen.extend(cut.key for cut in found.slices)
+    def noted_plan(*args: Any) -> Any:
+        found = load_plan_of(*args)
+        foreseen.extend(cut.key for cut in found.slices["cpu"])
         return found
 
     monkeypatch.setattr(ReadaheadQueue, "take", noted_take)
-    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", noted_forecast)
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", noted_plan)
     with equal.by_transformers_alone():
         model = tinymodels.build(name)
         model.save_pretrained(tmp_path)
@@ -113,16 +115,16 @@ def test_the_forecast_is_exact(name: str, tmp_path: Path, monkeypatch: pytest.Mo
             assert sorted(asked) == sorted(foreseen)
 
 
-def test_marks_are_as_stock_leaves_them(mixture: Path) -> None:
+def test_marks_of_transforms_equal_those_of_transformers(mixture: Path) -> None:
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     ours = gdsload.from_pretrained(mixture)
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_the_way_is_in_the_report_and_in_the_log(
+def test_entry_point_is_reported_and_logged_once(
     qwen: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_said", set())
+    monkeypatch.setattr(hooks, "_logged", set())
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
             gdsload.from_pretrained(qwen)
@@ -133,14 +135,14 @@ def test_the_way_is_in_the_report_and_in_the_log(
 
 
 @pytest.mark.skipif(not NEW, reason="4.57 has no first way")
-def test_the_second_way_where_inner_parts_are_strange(
+def test_unknown_internals_fall_back_to_safe_open(
     mixture: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
         raise AttributeError("'LoadStateDictConfig' object has no attribute 'weight_mapping'")
 
-    monkeypatch.setattr(hooks, "_said", set())
-    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.forecast", broken)
+    monkeypatch.setattr(hooks, "_logged", set())
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", broken)
     stock = transformers.AutoModelForCausalLM.from_pretrained(mixture)
     with caplog.at_level(logging.WARNING, "gdsload"):
         for _ in range(2):
@@ -155,7 +157,7 @@ def test_the_second_way_where_inner_parts_are_strange(
 
 
 @pytest.mark.skipif(not NEW, reason="4.57 has no first way")
-def test_the_second_way_where_the_seam_is_gone(
+def test_missing_hook_falls_back_to_safe_open(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = transformers.PreTrainedModel
@@ -174,7 +176,7 @@ def test_the_second_way_where_the_seam_is_gone(
     assert open_files(mixture) == []
 
 
-def test_the_third_way(tmp_path: Path) -> None:
+def test_other_weights_are_left_to_transformers(tmp_path: Path) -> None:
     model = tinymodels.build("gpt2")
     model.save_pretrained(tmp_path)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -192,13 +194,15 @@ def test_the_third_way(tmp_path: Path) -> None:
     assert "transformers had the weights already" in gdsload.last_report().integration_reason
 
 
-def test_zero3_is_left_alone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero3_is_left_to_transformers(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZeRO-3" in hooks.refusal(None, ["a.safetensors"], True)
     assert hooks.refusal(None, ["a.safetensors"], False) == ""
     assert "no checkpoint files" in hooks.refusal(None, [], False)
 
 
-def test_no_backend(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_backend_is_an_error_only_by_name(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In `auto` transformers reads by itself; asked for by name it is an error."""
     if NEW:
 
@@ -238,7 +242,9 @@ def breaking() -> Iterator[None]:
 
 @pytest.mark.usefixtures("breaking")
 @pytest.mark.parametrize("which", ["qwen", "mixture"])
-def test_an_error_in_the_middle(which: str, request: pytest.FixtureRequest) -> None:
+def test_read_error_in_a_load_releases_everything(
+    which: str, request: pytest.FixtureRequest
+) -> None:
     path: Path = request.getfixturevalue(which)
     threads = threading.active_count()
     with (
@@ -255,20 +261,22 @@ def test_an_error_in_the_middle(which: str, request: pytest.FixtureRequest) -> N
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_ctrl_c_in_the_middle(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_load_closes_the_files(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gdsload.integrations.transformers.readahead_queue import ReadWindow
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReadWindow, "look", lambda _: None)
+    monkeypatch.setattr(ReadWindow, "poll", lambda _: None)
     monkeypatch.setattr(ReadWindow, "pause", interrupted)
     with pytest.raises(KeyboardInterrupt), gdsload.accelerated(cache="buffered"):
         transformers.AutoModelForCausalLM.from_pretrained(qwen)
     assert open_files(qwen) == []
 
 
-def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_changed_during_the_load_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tinymodels.build("qwen3").save_pretrained(tmp_path)
     from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 
@@ -283,7 +291,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         gdsload.from_pretrained(tmp_path)
 
 
-def test_a_broken_file(tmp_path: Path) -> None:
+def test_truncated_file_raises_and_is_closed(tmp_path: Path) -> None:
     tinymodels.build("qwen3").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -293,7 +301,7 @@ def test_a_broken_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NEW, reason="transformers 4.57 cannot load in two threads, stock either")
-def test_two_loads_and_a_stock_one_beside_them(
+def test_loads_in_threads_do_not_affect_each_other(
     qwen: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building a model changes what is global in transformers, so that two threads may not do it

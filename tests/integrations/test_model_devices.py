@@ -159,21 +159,21 @@ def test_several_devices_side_by_side(
     What is for the CPU does not go by a backend that reaches devices alone."""
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     live(spread)
-    begin = ModelReader.begin
+    begin = ModelReader.begin_device_reads
     filled: list[str] = []
 
     def noted(self: ModelReader) -> None:
         begin(self)
         deadline = time.monotonic() + 20
-        for device, feed in self._device_feeds.items():
-            (stage,) = feed._stages.values()
+        for device, feed in self._device_queues.items():
+            (stage,) = feed._posted.values()
             while not stage.arrived:
                 assert time.monotonic() < deadline
-                stage.look()
-            assert feed.taken.tensors == 0
+                stage.poll()
+            assert feed.taken_tensors == 0
             filled.append(device)
 
-    monkeypatch.setattr(ModelReader, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin_device_reads", noted)
     ours = loaded(qwen, backend)
     assert filled == ["cuda:0", "cuda:1"]
     report = gdsload.last_report()
@@ -279,7 +279,7 @@ def test_what_was_prefetched_is_not_read_again(
     second memory is taken, neither by torch's allocator nor ahead of it."""
     live(lambda _: "cuda:0")
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen, dtype=dtype)
-    begin = ModelReader.begin
+    begin = ModelReader.begin_device_reads
     gc.collect()
     before = doubles.cuda_log
     doubles.hold_copies(lands == "meanwhile")
@@ -292,9 +292,9 @@ def test_what_was_prefetched_is_not_read_again(
             assert ahead.progress().claimed_bytes > 0
             doubles.hold_copies(False)
 
-        monkeypatch.setattr(ModelReader, "begin", claimed)
+        monkeypatch.setattr(ModelReader, "begin_device_reads", claimed)
         ours = loaded(qwen, "posix", dtype=dtype)
-        monkeypatch.setattr(ModelReader, "begin", begin)
+        monkeypatch.setattr(ModelReader, "begin_device_reads", begin)
     report = gdsload.last_report()
     assert report.paths == {"prefetched": report.wanted_bytes}
     assert report.read_bytes == 0 and report.device == "cuda:0"
@@ -345,15 +345,15 @@ def test_no_memory_is_warmed_up_for_what_is_there(
         asked.append(expanded_device_map)
 
     inner.caching_allocator_warmup = warm_up  # type: ignore[attr-defined]
-    (swap,) = patches.replacements_of_warmup(inner)
-    begin = ModelReader.begin
+    (swap,) = patches._patch_warmup(inner)
+    begin = ModelReader.begin_device_reads
 
     def noted(self: ModelReader) -> None:
-        wanted = {name: spread(name) for name in self.forecast.parameters.values()}
+        wanted = {name: spread(name) for name in self.plan.parameters.values()}
         swap.value(None, wanted, None)
         begin(self)
 
-    monkeypatch.setattr(ModelReader, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin_device_reads", noted)
     loaded(qwen, "posix")
     with gdsload.prefetch(qwen, "cuda:1", cache="direct") as ahead:
         assert ahead.wait()
@@ -373,13 +373,13 @@ def test_reads_to_devices_begin_where_the_check_for_threads_does_not_fit(
 
     live(spread)
     begun: list[ModelReader] = []
-    begin, is_true = ModelReader.begin, core_model_loading.is_env_variable_true
+    begin, is_true = ModelReader.begin_device_reads, core_model_loading.is_env_variable_true
 
     def noted(self: ModelReader) -> None:
         begun.append(self)
         begin(self)
 
-    monkeypatch.setattr(ModelReader, "begin", noted)
+    monkeypatch.setattr(ModelReader, "begin_device_reads", noted)
     monkeypatch.setattr(core_model_loading, "is_env_variable_true", lambda *names: is_true(*names))
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     ours = loaded(qwen, "posix")

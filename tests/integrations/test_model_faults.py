@@ -21,7 +21,7 @@ import equal
 import gdsload
 import tinymodels
 from gdsload.integrations.transformers import hooks
-from gdsload.integrations.transformers.lazy_slices import LazySlice, PlacedSlice
+from gdsload.integrations.transformers.lazy_slices import LazySlice, WrittenSlice
 from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue, ReadWindow
@@ -51,7 +51,7 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
     yield
     gc.collect()
     assert equal.names_replaced() == before
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
     assert gc.isenabled()
     assert hooks.active() is None
     assert hooks.outer_report.get() is None
@@ -64,9 +64,9 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
 # Ours, and transformers' on the way: before the weights, among them, and after them.
 PLACES: dict[str, tuple[Any, str]] = {
     "opened": (ModelReader, "__init__"),
-    "foreseen": (ModelReader, "foresee"),
-    "posted": (ParameterWriter, "_batch_of") if equal.NEW else (ReadWindow, "of"),
-    "asked": (PlacedSlice, "placed") if equal.NEW else (LazySlice, "__getitem__"),
+    "foreseen": (ModelReader, "start"),
+    "posted": (ParameterWriter, "_advance") if equal.NEW else (ReadWindow, "of"),
+    "asked": (WrittenSlice, "written") if equal.NEW else (LazySlice, "__getitem__"),
     "taken": (ParameterWriter, "take") if equal.NEW else (ReadaheadQueue, "take"),
     "finished": (ModelReader, "finish"),
     "config": (transformers.MixtralConfig, "__init__"),
@@ -90,7 +90,7 @@ def test_broken_off(
     def broken(*args: Any, **named: Any) -> Any:
         calls.append(name)
         # In the middle, where there is more than one.
-        if len(calls) == (7 if name in ("__getitem__", "placed", "take", "to", "_cast") else 1):
+        if len(calls) == (7 if name in ("__getitem__", "written", "take", "to", "_cast") else 1):
             raise error("broken off here")
         return original(*args, **named)
 
@@ -157,7 +157,7 @@ def test_entered_and_left_in_any_order(mixture: Path) -> None:
         assert hooks.active().cache == "buffered"
         gdsload.install(cache="auto")
     assert hooks.active().cache == "auto"
-    assert hooks.swaps.in_place
+    assert hooks.patcher.in_place
     with gdsload.accelerated(cache="buffered"):
         gdsload.uninstall()
         gdsload.uninstall()

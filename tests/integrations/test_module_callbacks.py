@@ -73,7 +73,7 @@ class Told:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_told_is_final(kind: str, tmp_path: Path) -> None:
+def test_callback_sees_final_weights(kind: str, tmp_path: Path) -> None:
     source = saved(kind, tmp_path)
     told = Told()
     with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
@@ -85,7 +85,7 @@ def test_what_is_told_is_final(kind: str, tmp_path: Path) -> None:
     )
 
 
-def test_casts_are_told_when_they_are_made(tmp_path: Path) -> None:
+def test_cast_parameters_trigger_callbacks_when_set(tmp_path: Path) -> None:
     told = Told()
     source = saved("mixtral", tmp_path)
     model = gdsload.from_pretrained(source, dtype=torch.float16, on_module_ready=told)
@@ -107,7 +107,7 @@ def test_layers_come_before_the_end_in_the_order_of_the_load(tmp_path: Path) -> 
 
 
 @needs_new
-def test_a_layer_is_told_while_the_rest_is_not_there(tmp_path: Path) -> None:
+def test_layer_callback_runs_before_the_rest_is_read(tmp_path: Path) -> None:
     source = saved("qwen2", tmp_path)
     told = Told()
     first = threading.Event()
@@ -195,7 +195,7 @@ def test_it_may_load_another_model(tmp_path: Path) -> None:
     assert tinymodels.differences(stock, made[0]) == []
 
 
-def test_on_the_stock_road_all_are_told_at_the_end(tmp_path: Path) -> None:
+def test_stock_load_calls_back_at_the_end(tmp_path: Path) -> None:
     model = tinymodels.build("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -210,7 +210,7 @@ def test_on_the_stock_road_all_are_told_at_the_end(tmp_path: Path) -> None:
 
 @needs_new
 @pytest.mark.parametrize("place", ["disk"])
-def test_where_weights_are_offloaded_all_are_told_at_the_end(place: str, tmp_path: Path) -> None:
+def test_offloaded_load_calls_back_at_the_end(place: str, tmp_path: Path) -> None:
     told = Told()
     parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": place,
              "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
@@ -223,7 +223,7 @@ def test_where_weights_are_offloaded_all_are_told_at_the_end(place: str, tmp_pat
 
 
 @needs_new
-def test_what_the_checkpoint_lacks_is_told_at_the_end(tmp_path: Path) -> None:
+def test_missing_weights_call_back_at_the_end(tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     told = Told()
     model = gdsload.from_pretrained(

@@ -18,8 +18,8 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import (
     Kind,
     ParameterBuffers,
+    buffer_of,
     kinds_of,
-    target_of,
 )
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
@@ -35,7 +35,7 @@ def put(places: ParameterBuffers, key: str, dtype: torch.dtype, tensor: torch.Te
     """What a filling does with a tensor that has arrived, and with somebody who asks for it."""
     if not places.expects(key, dtype):
         return None
-    places.place_of(key).copy_(tensor)
+    places.part_of(key).copy_(tensor)
     return places.give(key)
 
 
@@ -50,7 +50,7 @@ def tensors(kind: Kind, first: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards: bool) -> None:
-    target = target_of(PAIR, dtype, merged=True)
+    target = buffer_of(PAIR, dtype, merged=True)
     assert target is not None
     assert target.shape == (3, 6, 6)
     gates, ups = tensors(PAIR[0], 0), tensors(PAIR[1], 100)
@@ -59,7 +59,7 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
         order = reversed(loaded) if backwards else iter(loaded)
         placed = {key: put(places, key, dtype, loaded[key]) for key in order}
         stacks = [places.stacked([placed[key] for key in kind.keys]) for kind in PAIR]
-        merged = places.joined(stacks)
+        merged = places.concatenated(stacks)
     assert merged is not None
     assert merged.data_ptr() == placed["g0"].data_ptr()
     wanted = torch.cat(
@@ -71,7 +71,7 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
 
 
 def test_only_what_lies_right_is_merged_without_a_copy() -> None:
-    target = target_of(PAIR, torch.bfloat16, merged=True)
+    target = buffer_of(PAIR, torch.bfloat16, merged=True)
     assert target is not None
     with ParameterBuffers([target]) as places:
         loaded = tensors(PAIR[0], 0) | tensors(PAIR[1], 9)
@@ -86,14 +86,14 @@ def test_only_what_lies_right_is_merged_without_a_copy() -> None:
         first, second = places.stacked(gates), places.stacked(ups)
         assert first is not None
         assert second is not None
-        assert places.joined([second, first]) is None
-        assert places.joined([first]) is None
-        assert places.joined([first, second.clone()]) is None
-        assert places.joined([first, second]) is not None
+        assert places.concatenated([second, first]) is None
+        assert places.concatenated([first]) is None
+        assert places.concatenated([first, second.clone()]) is None
+        assert places.concatenated([first, second]) is not None
 
 
 def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
-    target = target_of([Kind(("a",), (3,))], torch.float32, merged=False)
+    target = buffer_of([Kind(("a",), (3,))], torch.float32, merged=False)
     assert target is not None
     with ParameterBuffers([target]) as places:
         source = torch.tensor([1.5, 2.5, -0.0], dtype=torch.bfloat16)
@@ -112,13 +112,13 @@ def test_kinds_that_do_not_fit_have_no_place() -> None:
     assert kinds_of({"p": ["a", "c"]}, ["p"], shapes) is None
     assert kinds_of({"p": ["a", "b"]}, ["p", "q"], shapes) is None
     uneven = [Kind(("a", "b"), (2, 3)), Kind(("c",), (4, 3))]
-    assert target_of(uneven, torch.float32, merged=True) is None
-    assert target_of([Kind(("a",), (0, 3))], torch.float32, merged=False) is None
+    assert buffer_of(uneven, torch.float32, merged=True) is None
+    assert buffer_of([Kind(("a",), (0, 3))], torch.float32, merged=False) is None
 
 
 def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
     size = 8 << 20
-    targets = [target_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
+    targets = [buffer_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
     with ParameterBuffers([target for target in targets if target is not None]) as places:
         source = torch.ones(size, dtype=torch.int8)
         kept = put(places, "a", torch.uint8, source)
@@ -159,7 +159,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
         expected = safetensors_of(tiny_moe_checkpoint)
         infos = list(checkpoint.tensors.values())
         targets = [
-            target_of([Kind((info.name,), info.shape)], dtype, merged=False) for info in infos
+            buffer_of([Kind((info.name,), info.shape)], dtype, merged=False) for info in infos
         ]
         places = ParameterBuffers([target for target in targets if target is not None])
         filling = ParameterWriter(
@@ -167,7 +167,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
         )
         with places, filling:
             filling.start()
-            places.start()
+            places.populate()
             assert filling.take("nobody", dtype) is None
             assert filling.take(infos[0].name, torch.float16) is None
             for info in reversed(infos):
@@ -175,7 +175,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
                 assert found is not None
                 assert torch.equal(found, expected[info.name].to(dtype))
                 assert filling.take(info.name, dtype) is None
-        assert filling.taken == (len(infos), checkpoint.total_bytes)
+        assert (filling.taken_tensors, filling.taken_bytes) == (len(infos), checkpoint.total_bytes)
         with pytest.raises(QueueClosed, match="has ended"):
             ended(session, infos).take(infos[0].name, torch.float32)
 
@@ -187,7 +187,7 @@ def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.Monk
         Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
     ):
         info = next(iter(checkpoint.tensors.values()))
-        target = target_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
+        target = buffer_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
         assert target is not None
         filling = ParameterWriter(session, ParameterBuffers([target]), [info])
         filling.start()
@@ -208,7 +208,7 @@ def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.Monk
 
 def ended(session: Session, infos: list[TensorInfo]) -> ParameterWriter:
     """A filling that was closed before it had begun."""
-    target = target_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, merged=False)
+    target = buffer_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, merged=False)
     assert target is not None
     filling = ParameterWriter(session, ParameterBuffers([target]), infos[:1])
     filling.close()

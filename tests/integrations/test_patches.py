@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(not NEW, reason="4.57 has other inner parts")
 FUNCTIONS = [
     f"{module}.{patch.function}"
     for module in ("transformers.core_model_loading", "transformers.modeling_utils")
-    for patch in hooks.swaps._wanted[module]
-    if NEW and not patch.until < (6,) and patch.since < (5,)
+    for patch in hooks.patcher._patches[module]
+    if NEW and not patch.optional
 ]
 
 
@@ -52,15 +52,15 @@ def stock(mixture: Path) -> Any:
 def told_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    monkeypatch.setattr(hooks.swaps, "_told", set())
+    monkeypatch.setattr(hooks.patcher, "_logged", set())
     before = names_replaced()
     yield
-    assert not hooks.swaps.in_place
+    assert not hooks.patcher.in_place
     monkeypatch.undo()
     assert len(names_replaced()) == len(before)
     with gdsload.accelerated():
         pass
-    assert hooks.swaps.misfits == {}
+    assert hooks.patcher.misfits == {}
 
 
 def home_of(name: str) -> tuple[Any, str]:
@@ -131,7 +131,7 @@ def change_parameters(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
     "renamed": rename, "other parameters": change_parameters,
 }  # fmt: skip
-FORETELLING = {"rename_source_key", "dot_natural_key"}
+FORETELLING = {"rename_source_key"}
 # What is called whatever its parameters are.
 ANY_PARAMETERS = {"deepcopy", "safe_open"}
 
@@ -164,7 +164,7 @@ def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
     assert report.integration == expected
 
 
-def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
+def test_callbacks_without_set_param_run_at_the_end(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename(monkeypatch, "transformers.core_model_loading.set_param_for_module")
@@ -174,7 +174,7 @@ def test_modules_are_ready_at_the_end_where_parameters_are_not_told_of(
     assert "at the end" in gdsload.last_report().modules_ready
 
 
-def test_nothing_is_reported_of_this_transformers(mixture: Path) -> None:
+def test_current_transformers_has_no_misfits(mixture: Path) -> None:
     gdsload.from_pretrained(mixture)
     report = gdsload.last_report()
     assert not [name for name in report.refusals if name.startswith("transformers.")]
@@ -216,7 +216,7 @@ def refuse(*_: Any) -> Any:
     raise KeyError("weights")
 
 
-def test_each_patch_is_judged_alone(package: types.ModuleType) -> None:
+def test_misfit_of_one_patch_does_not_affect_others(package: types.ModuleType) -> None:
     def swap(module: types.ModuleType, name: str, *front: str) -> list[Replacement]:
         function_of(module, name, *front)
         return [Replacement(module, name, None)]
@@ -244,18 +244,15 @@ def test_each_patch_is_judged_alone(package: types.ModuleType) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("since", "until", "is_told"),
-    [((), (6,), True), ((5, 5), (6,), False), ((5, 4), (6,), True), ((), (5,), False)],
-)
-def test_absence_is_no_misfit_in_versions_that_lack_it(
-    package: types.ModuleType, since: tuple[int, ...], until: tuple[int, ...], is_told: bool
+@pytest.mark.parametrize("optional", [False, True])
+def test_absent_function_is_a_misfit_unless_optional(
+    package: types.ModuleType, optional: bool
 ) -> None:
-    swaps = patched(
-        package, Patch("gone", lambda module: [function_of(module, "gone")], since, until)
+    patcher = patched(
+        package, Patch("gone", lambda module: [function_of(module, "gone")], optional)
     )
-    assert bool(swaps.misfits) is is_told
-    swaps = patched(package, Patch("known", refuse, since, until))
-    assert swaps.misfits, "what is there and does not fit is told of in every version"
+    assert bool(patcher.misfits) is not optional
+    patcher = patched(package, Patch("known", refuse, optional))
+    assert patcher.misfits, "a function that exists and does not fit is always reported"
     with pytest.raises(Misfit, match="no such function"):
         function_of(package, "gone")

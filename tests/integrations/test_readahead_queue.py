@@ -1,4 +1,4 @@
-"""The feed: any order, any thread, bounded, and ended cleanly."""
+"""The readahead queue: any order, any thread, bounded memory, and a clean end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wholes(session: Session) -> list[TensorSlice]:
 
 @pytest.mark.parametrize("window_bytes", [0, 1, 10_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_by_many_threads(
+def test_queue_any_order_by_many_threads_gives_every_tensor(
     session: Session, expected: dict[str, torch.Tensor], window_bytes: int, seed: int
 ) -> None:
     slices = wholes(session)
@@ -55,24 +55,23 @@ def test_any_order_by_many_threads(
         found = dict(zip((c.key for c in asked), pool.map(feed.take, asked), strict=True))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert feed.untaken == []
-    assert feed.unexpected == []
-    assert feed.taken.tensors == len(slices)
+    assert feed._window_of == {} and not feed._unexpected
+    assert feed.taken_tensors == len(slices)
 
 
-def test_no_more_is_on_its_way_than_is_allowed(session: Session) -> None:
+def test_queue_windows_in_flight_stay_within_the_limit(session: Session) -> None:
     slices = wholes(session)
     with ReadaheadQueue(session, slices, window_bytes=10_000, ahead_bytes=40_000) as feed:
         feed.start()
-        assert 0 < len(feed._stages) < len(feed._sizes)
+        assert 0 < len(feed._posted) < len(feed._sizes)
         for wanted in slices:
             feed.take(wanted)
-            held = sum(feed._sizes[number] for number in feed._stages)
-            assert held <= 40_000 or len(feed._stages) == 1
-        assert feed._stages == {}
+            held = sum(feed._sizes[number] for number in feed._posted)
+            assert held <= 40_000 or len(feed._posted) == 1
+        assert feed._posted == {}
 
 
-def test_the_same_twice_and_what_nobody_expected(
+def test_queue_unexpected_slices_are_read_anew(
     session: Session, expected: dict[str, torch.Tensor]
 ) -> None:
     """Each tensor owns its memory: changing one does not change what is read after it."""
@@ -89,26 +88,30 @@ def test_the_same_twice_and_what_nobody_expected(
     assert torch.equal(rows, wanted[1:3])
     assert torch.equal(columns, wanted[:, :2])
     assert columns.is_contiguous()
-    assert len(feed.unexpected) == 3
+    assert feed.taken_tensors == 4
     del feed
     gc.collect()
     assert torch.equal(second, wanted)
 
 
-def test_a_mapped_tensor(session: Session, expected: dict[str, torch.Tensor]) -> None:
+def test_queue_mapped_tensor_has_the_bytes_of_the_file(
+    session: Session, expected: dict[str, torch.Tensor]
+) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
     with ReadaheadQueue(session) as feed:
         tensor = feed.mapped(info)
     assert torch.equal(tensor, expected[info.name])
 
 
-def test_closing_wakes_whoever_waits(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_close_wakes_waiting_threads(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slices = wholes(session)
     feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()
     monkeypatch.setattr(ReadaheadQueue, "_is_ready", lambda *_: False)
     monkeypatch.setattr(
-        "gdsload.integrations.transformers.readahead_queue.ReadWindow.look", lambda _: waiting.set()
+        "gdsload.integrations.transformers.readahead_queue.ReadWindow.poll", lambda _: waiting.set()
     )
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, slices[0])

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import gdsload
+from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.memory import page_cache
@@ -30,28 +31,41 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
     """Direct, because the headers of so small a file bring half of it into the page cache."""
-    return speculative_prefetch._first_names(source, Options(cache=cache), kwargs, {})
+    checkpoint = speculative_prefetch._open(source, Options(cache=cache), kwargs)
+    if checkpoint is None:
+        return []
+    with checkpoint:
+        return speculative_prefetch._first_names(checkpoint, kwargs)
 
 
-def test_it_begins_with_what_comes_first_and_ends_at_its_bound(
+def test_prefetch_takes_first_layers_up_to_the_limit(
     cold: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
     assert set(first_names(cold)) == sizes.keys()
     bound = sum(sizes.values()) // 2
-    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", bound)
+    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", bound)
     names = first_names(cold)
     assert names[0] == "model.embed_tokens.weight"
     assert 0 < sum(sizes[name] for name in names) <= bound
 
 
-def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_claims_the_prefetch_and_parses_each_header_once(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with gdsload.Checkpoint.open(cold) as checkpoint:
         total = checkpoint.total_bytes
-    monkeypatch.setattr(speculative_prefetch, "HEAD_START_BYTES", total // 2)
+    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", total // 2)
     started: list[list[str]] = []
-    real = speculative_prefetch.prefetch
+    parsed: list[str] = []
+    real, parse = speculative_prefetch.prefetch, checkpoint_module.parse_header
+
+    def counted(text: bytes, size: int, *, path: str, shard: int) -> Any:
+        parsed.append(path)
+        return parse(text, size, path=path, shard=shard)
+
+    monkeypatch.setattr(checkpoint_module, "parse_header", counted)
 
     def watched(source: Any, **named: Any) -> Any:
         started.append(named["names"])
@@ -62,6 +76,7 @@ def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> N
         model = gdsload.from_pretrained(cold, dtype="auto")
     report = gdsload.last_report()
     assert len(started) == 1 and started[0]
+    assert len(parsed) == len(set(parsed)) == len(list(cold.glob("*.safetensors")))
     assert "prefetched" not in report.paths, "the bytes took a road, and that is what is reported"
     assert total <= sum(report.paths.values()) <= 2 * total
     assert report.requests >= 2
@@ -71,7 +86,7 @@ def test_a_model_takes_it_over(cold: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(tensor, stock[name]), name
 
 
-def test_what_is_warm_is_left_to_be_mapped(cold: Path) -> None:
+def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:
     for file in cold.glob("*.safetensors"):
         file.read_bytes()
     assert first_names(cold, cache="auto") == []
@@ -83,11 +98,11 @@ def test_what_is_warm_is_left_to_be_mapped(cold: Path) -> None:
     [{"device_map": "auto"}, {"use_safetensors": False}, {"gguf_file": "x"}, {"tp_plan": "auto"}],
     ids=str,
 )
-def test_it_stays_out_of_what_it_does_not_know(cold: Path, kwargs: dict[str, Any]) -> None:
+def test_unknown_arguments_prevent_the_prefetch(cold: Path, kwargs: dict[str, Any]) -> None:
     assert first_names(cold, **kwargs) == []
 
 
-def test_small_models_and_broken_ones_have_none(
+def test_small_or_missing_models_are_not_prefetched(
     cold: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert first_names(tmp_path / "nothing") == []
@@ -95,7 +110,7 @@ def test_small_models_and_broken_ones_have_none(
     assert first_names(cold) == []
 
 
-def test_it_ends_with_a_load_that_fails(cold: Path) -> None:
+def test_failed_load_ends_the_prefetch(cold: Path) -> None:
     (cold / "config.json").write_text("{")
     with pytest.raises((OSError, ValueError)):
         gdsload.from_pretrained(cold, cls=transformers.AutoModelForCausalLM)

@@ -13,14 +13,14 @@ from transformers import modeling_utils
 
 import gdsload
 import tinymodels
-from gdsload.integrations.transformers.ties import surely_equal
+from gdsload.integrations.transformers.patches import surely_equal
 
 KNOWN = hasattr(modeling_utils, "_tied_params_are_equal")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_same_bytes(dtype: torch.dtype) -> None:
+def test_equal_bytes_are_surely_equal(dtype: torch.dtype) -> None:
     one = torch.randn(33, 7).to(dtype)
     assert surely_equal(one, one.clone())
     assert surely_equal(torch.nn.Parameter(one), one)
@@ -42,11 +42,11 @@ def test_the_same_bytes(dtype: torch.dtype) -> None:
     ],
     ids=["nan", "empty", "integers", "complex", "float8", "strided", "meta"],
 )
-def test_what_torch_is_left_to_say(one: torch.Tensor) -> None:
+def test_unusual_tensors_are_left_to_torch(one: torch.Tensor) -> None:
     assert not surely_equal(one, one)
 
 
-def test_what_differs_otherwise() -> None:
+def test_different_bytes_are_not_surely_equal() -> None:
     zeros = torch.zeros(4)
     assert not surely_equal(zeros, -zeros)  # equal, but not by their bytes
     assert not surely_equal(zeros, zeros.view(2, 2))
@@ -69,7 +69,7 @@ def tied(model: Any) -> bool:
 
 
 @pytest.mark.skipif(not KNOWN, reason="this transformers asks torch itself")
-def test_transformers_does_not_compare_number_by_number(
+def test_tied_weights_are_compared_without_torch_equal(
     twice: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, ...]] = []
@@ -90,7 +90,7 @@ def test_transformers_does_not_compare_number_by_number(
 
 
 @pytest.mark.parametrize("change", [1.0, float("nan")])
-def test_a_head_of_its_own_is_kept(twice: Path, change: float) -> None:
+def test_different_head_is_loaded_as_by_transformers(twice: Path, change: float) -> None:
     file = twice / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors[HEAD][1, 1] += change

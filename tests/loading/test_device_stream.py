@@ -24,7 +24,6 @@ from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import PlacementError
-from gdsload.integrations.transformers.device_queue import DeviceReadWindow
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
@@ -300,7 +299,7 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]
-        with ReadaheadQueue(session, slices, window_bytes=0, stages=DeviceReadWindow) as queue:
+        with ReadaheadQueue(session, slices, window_bytes=0) as queue:
             queue.start()
             deadline = time.monotonic() + PATIENCE_SECONDS
             while doubles.cuda_log["copies"] == copies:

@@ -25,7 +25,7 @@ from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
-from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, target_of
+from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, buffer_of
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.batch import Batch
@@ -113,7 +113,7 @@ def test_queue_after_a_failed_read_raises_the_same_error_for_every_taker(
         else:
             assert int(queue.take(slices[1])[0]) == 2
             same_error([lambda: queue.take(slices[0])])
-            assert slices[0].key in queue.untaken
+            assert slices[0].key in queue._window_of
     assert len(gate.requests) == 1
 
 
@@ -154,7 +154,7 @@ def test_parameter_writer_after_a_failed_read_raises_the_same_error_for_every_ta
     session: Session, gate: Gate
 ) -> None:
     infos = list(session.checkpoint.tensors.values())
-    found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+    found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
     with targets, ParameterWriter(session, targets, infos) as writer:
         writer.start()
@@ -167,7 +167,7 @@ def test_parameter_writer_after_an_interrupted_copy_copies_no_more(
 ) -> None:
     """Tensors that view the window have freed its bytes by then."""
     infos = list(session.checkpoint.tensors.values())
-    found = [target_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
+    found = [buffer_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
 
     def interrupted(*_: object) -> None:
@@ -359,7 +359,7 @@ def test_queue_whose_next_window_cannot_be_posted_raises_again(
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     queue.take(whole(infos[0]))
-        found = [target_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+        found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
         targets = ParameterBuffers([target for target in found if target is not None])
         with targets, ParameterWriter(session, targets, infos, window_bytes=1) as writer:
             for _ in range(2):

@@ -248,7 +248,6 @@ def test_other_devices_read_for_themselves(
 
 def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
     """Rows are a view of where they lie; columns are runs, which are copied side by side."""
-    from gdsload.integrations.transformers.device_queue import DeviceReadWindow
     from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
     from gdsload.planning.tensor_slices import slice_of
     from gdsload.report import LoadReport
@@ -273,7 +272,7 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
             assert ahead.wait(PATIENCE_SECONDS)
             wanted = slice_of(checkpoint.tensors["a"], index)
             assert len(wanted.parts) == 8
-            with ReadaheadQueue(session, [wanted], stages=DeviceReadWindow) as feed:
+            with ReadaheadQueue(session, [wanted]) as feed:
                 feed.start()
                 tensor = feed.take(wanted)
             assert torch.equal(tensor, values[index]) and on_device(doubles, tensor)
@@ -283,7 +282,6 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
 def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     doubles: Doubles, tmp_path: Path
 ) -> None:
-    from gdsload.integrations.transformers.device_queue import DeviceReadWindow
     from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
     from gdsload.planning.tensor_slices import whole
     from gdsload.report import LoadReport
@@ -298,7 +296,7 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]
-        with ReadaheadQueue(session, slices, stages=DeviceReadWindow) as feed:
+        with ReadaheadQueue(session, slices) as feed:
             feed.start()
             errors = []
             for tensor_slice in (*slices, *slices):

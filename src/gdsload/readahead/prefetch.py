@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +96,7 @@ class Prefetch(quiesce.Holder):
         limit_bytes: int | None,
         keep: bool,
         where: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.source = source
         self.tier = tier
@@ -103,6 +104,7 @@ class Prefetch(quiesce.Holder):
         self._session, self._where = session, where
         self._names = None if names is None else tuple(names)
         self._limit_bytes = limit_bytes
+        self._checkpoint = checkpoint  # the caller's, who closes it
         self._offer = claims.Offer(source, keep=keep)
         self._batch: PrefetchBatch | None = None
         self._error: GdsloadError | None = None
@@ -144,10 +146,7 @@ class Prefetch(quiesce.Holder):
         device_init: DeviceInit | None = None
         try:
             device_init = self._open_device()
-            with (
-                self.report.phase("open"),
-                Checkpoint.open(self.source, **self._where) as checkpoint,
-            ):
+            with self.report.phase("open"), self._opened() as checkpoint:
                 ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
                     ranges = fitting(ranges, self._limit_bytes)
@@ -186,6 +185,12 @@ class Prefetch(quiesce.Holder):
                 if device_init.refusal:
                     self.report.refusals[self.report.device] = device_init.refusal
             self._end(LANDED)
+
+    def _opened(self) -> AbstractContextManager[Checkpoint]:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            return nullcontext(checkpoint)
+        return Checkpoint.open(self.source, **self._where)
 
     def _open_device(self) -> DeviceInit | None:
         """Starts to open the GPU, and to pin the ring that only the load will need."""
@@ -427,7 +432,7 @@ lifecycle.at_exit(lifecycle.PREFETCHES, _close_all)
 
 
 def prefetch(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Checkpoint,
     device: str | int | torch.device = "cpu",
     *,
     tier: str = "memory",
@@ -457,7 +462,8 @@ def prefetch(
     one seventh faster.
 
     Args:
-        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        source: A file, a directory, an index file, or a model id, as for `load_file`; or an open
+            Checkpoint, which the caller closes after the prefetch.
         device: Where the load is expected. For a GPU, tier "memory" is memory of this GPU; if the
             GPU cannot be used, `report.refusals` has the reason and host memory is used. The other
             tiers initialise the GPU meanwhile.
@@ -507,7 +513,9 @@ def prefetch(
         "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
     }  # fmt: skip
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
-    made = Prefetch(os.fspath(source), name, tier, session, names, limit_bytes, keep, where)
+    opened = source if isinstance(source, Checkpoint) else None
+    title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
+    made = Prefetch(title, name, tier, session, names, limit_bytes, keep, where, opened)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()

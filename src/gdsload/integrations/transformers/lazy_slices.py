@@ -1,5 +1,6 @@
-"""Stand-ins for what safetensors gives out: slices that are read when they are indexed, and an
-opened file of such slices. Both may be used from any number of threads.
+"""Lazy replacements for what transformers gets from safetensors: slices that are read when they
+are indexed, a state dict of them, and an opened file. Any number of threads may use them. Not
+responsible for reading (`readahead_queue`, `parameter_writer`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
-from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.planning.tensor_slices import slice_of, whole
+from gdsload.planning.tensor_slices import slice_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 class LazySlice:
     """A tensor of a checkpoint that is read when it is indexed."""
 
-    __slots__ = ("_device", "_feed", "_info")
+    __slots__ = ("_device", "_info", "_queue")
 
-    def __init__(self, feed: ReadaheadQueue, info: TensorInfo, device: Any = None) -> None:
-        self._feed = feed
+    def __init__(self, queue: ReadaheadQueue, info: TensorInfo, device: Any = None) -> None:
+        self._queue = queue
         self._info = info
         self._device = device
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """What indexing the whole tensor gives, in memory of its own. Raises ReadError."""
-        wanted = whole(self._info) if index is Ellipsis else slice_of(self._info, index)
-        tensor = self._feed.take(wanted)
+        """The same values as indexing the whole tensor, in memory of its own. Raises ReadError."""
+        tensor = self._queue.take(slice_of(self._info, index))
         return tensor if self._device is None else tensor.to(self._device)
 
     def get_shape(self) -> list[int]:
@@ -55,89 +54,84 @@ class LazySlice:
 
 
 class MappedSlice(LazySlice):
-    """A tensor that is wanted as a view nobody reads: a mapping of its file."""
+    """A tensor that stays on disk: a view of a mapping of its file, which nobody reads."""
 
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._feed.mapped(self._info)[index]
+        return self._queue.mapped(self._info)[index]
 
 
-class PlacedSlice(LazySlice):
-    """A tensor that has a place in a parameter: whoever wants it there gets it there."""
+class WrittenSlice(LazySlice):
+    """A tensor that the parameter writer copies straight into its parameter."""
 
-    __slots__ = ("_filling",)
+    __slots__ = ("_writer",)
 
-    def __init__(self, feed: ReadaheadQueue, info: TensorInfo, filling: ParameterWriter) -> None:
-        super().__init__(feed, info)
-        self._filling = filling
+    def __init__(self, queue: ReadaheadQueue, info: TensorInfo, writer: ParameterWriter) -> None:
+        super().__init__(queue, info)
+        self._writer = writer
 
-    def placed(self, device: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """``self[...].to(device, dtype)`` in its place; None where that is not what it is for."""
+    def written(self, device: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """``self[...].to(device, dtype)`` in the memory of its parameter; None if the parameter has
+        another device or dtype."""
         if device is not None and str(device) != "cpu":
             return None
-        return self._filling.take(self._info.name, dtype)
+        return self._writer.take(self._info.name, dtype)
 
 
 class StateDict(dict[str, LazySlice]):
-    """Slices by name, in place of a state dict. `begin` is called once, when one is first looked
-    at: transformers does so after it has warmed up torch's allocator."""
+    """Slices by name. `begin` is called once, by the first access to a slice: transformers has
+    warmed up torch's allocator by then."""
 
     def __init__(self, slices: Mapping[str, LazySlice], begin: Callable[[], None]) -> None:
         super().__init__(slices)
         self._begin: Callable[[], None] | None = begin
 
-    def _look(self) -> None:
+    def _begin_once(self) -> None:
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
 
     def items(self) -> ItemsView[str, LazySlice]:  # type: ignore[override]
-        self._look()
+        self._begin_once()
         return super().items()
 
     def __getitem__(self, name: str) -> LazySlice:
-        self._look()
+        self._begin_once()
         return super().__getitem__(name)
 
 
 class OpenedFile:
-    """A checkpoint of one file, with the members of `safetensors.safe_open`. Whoever owns the feed
-    closes it; `leave`, if any, is called when the file is left."""
+    """A checkpoint of one file, with the members of `safetensors.safe_open`. `leave`, if any, is
+    called at the end of its `with` block."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        feed: ReadaheadQueue,
+        queue: ReadaheadQueue,
         device: Any = "cpu",
         leave: Callable[[], None] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._tensors: Mapping[str, TensorInfo] = checkpoint.tensors
-        self._feed = feed
+        self._queue = queue
         self._device = None if str(device) == "cpu" else device
         self._leave = leave
 
     def keys(self) -> list[str]:
         """The names, sorted."""
-        return sorted(self._tensors)
+        return sorted(self._checkpoint.tensors)
 
     def offset_keys(self) -> list[str]:
         """The names, in the order of the data."""
-        return list(self._tensors)
+        return list(self._checkpoint.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """What the header says under ``__metadata__``; None where it says nothing."""
+        """The header's ``__metadata__``; None if empty."""
         return dict(self._checkpoint.metadata) or None
 
     def get_slice(self, name: str) -> LazySlice:
-        """A tensor to be indexed. Raises CheckpointError where there is none of that name."""
-        info = self._tensors.get(name)
-        if info is None:
-            raise CheckpointError(
-                f"{self._checkpoint.source}: there is no tensor {name!r} in it", tensor=name
-            )
-        return LazySlice(self._feed, info, self._device)
+        """A tensor to be indexed. Raises CheckpointError for an unknown name."""
+        return LazySlice(self._queue, self._checkpoint.info(name), self._device)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """The whole tensor."""

@@ -1,7 +1,8 @@
-"""transformers models through gdsload: one line swapped, or none.
+"""transformers models through gdsload.
 
-`from_pretrained` stands where a class's own does; `accelerated` is for code that cannot be
-changed, and `install` for whole processes. Everything but the reading stays with transformers.
+`from_pretrained` replaces the call of a class's own `from_pretrained`; `accelerated` is for code
+that cannot be changed, and `install` for whole processes. Not responsible for building models:
+transformers does everything but the reading.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
-from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, watching
+from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.integrations.transformers.speculative_prefetch import head_start
-from gdsload.loading.session import CACHES, STALL_SECONDS
+from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
+from gdsload.loading.session import STALL_SECONDS
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
 
-# What a config is found by; the rest of from_pretrained's keywords is for the model.
+# Keywords of from_pretrained by which a config is found; the others are for the model.
 _CONFIG_WORDS = (
     "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
     "revision", "subfolder", "token", "trust_remote_code",
@@ -43,30 +44,45 @@ def from_pretrained(
 ) -> Any:
     """`cls.from_pretrained(source, *args, **kwargs)`, with the weights read by gdsload.
 
-    `cls` is any class of transformers with a `from_pretrained`, an Auto class included; None takes
-    the architecture that the config names. What comes back is what transformers gives: the same
-    keys, bytes, buffers and ties. `gdsload.last_report()` says which way was taken (`path`).
+    The result is the model that transformers would return: the same keys, bytes, buffers and ties.
+    `gdsload.last_report().integration` says through which entry point of transformers it was read.
 
-    `on_module_ready(name, module)` is called for every module, once, as soon as all parameters and
-    buffers in it have their final bytes, inner modules before outer ones, in transformers' order of
-    loading; by the thread that called this, so that loading goes on when it returns. What is not
-    final before the end (tied weights, buffers that no checkpoint holds; everything where there is
-    a quantizer, an adapter or offloading, or where transformers reads by itself) is told of then:
-    `last_report().modules_ready` says so. An exception in it ends the load and comes out of here.
+    Args:
+        source: A directory or a hub id, as for transformers.
+        *args: Passed to `cls.from_pretrained`.
+        cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
+            architecture that the config names.
+        backend: "auto" or the name of a backend.
+        on_module_ready: Called as `on_module_ready(name, module)` once for every module, as soon as
+            all parameters and buffers in it are final: inner modules before outer ones, in the
+            order in which transformers loads, by the calling thread, so that loading continues
+            when it returns. Modules that are final only at the end follow then: those with tied
+            weights or buffers that the checkpoint lacks, and all modules if there is a quantizer,
+            an adapter or offloading, or if transformers reads by itself.
+            `last_report().modules_ready` says which. An exception in it ends the load and is
+            raised.
+        **kwargs: Passed to `cls.from_pretrained`.
 
-    Raises what transformers raises; CheckpointError, ReadError, PlacementError and FileChanged for
-    the weights, BackendUnavailable for a `backend` that was asked for by name. No model escapes.
+    Raises:
+        CheckpointError, ReadError, PlacementError, FileChanged: The weights cannot be loaded.
+        BackendUnavailable: A backend that was asked for by name does not work here.
+        Exception: Any exception of transformers.
+
+    Example:
+        model = gdsload.from_pretrained("model", dtype="bfloat16")
     """
     inherited = hooks.active() or Options()
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
     report = LoadReport(str(source))
-    watcher = None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
+    callbacks = (
+        None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
+    )
     with (
         report.whole(),
-        watching(watcher),
+        held(current, callbacks),
         _entered(inherited),
-        head_start(source, inherited, report, kwargs),
+        speculative_prefetch(source, inherited, report, kwargs),
     ):
         if cls is None:
             with report.phase("architecture"):
@@ -76,17 +92,16 @@ def from_pretrained(
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.integration:
             hooks.note(report, hooks.STOCK, "transformers did not come to where weights are loaded")
-        if watcher is not None:
-            watcher.finish(model)
+        if callbacks is not None:
+            callbacks.finish(model)
         return model
 
 
 def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """The class that a checkpoint's config names; an Auto class where it names none of
-    transformers' own.
+    """The class that a checkpoint's config names; an Auto class if transformers has no such class.
 
-    Raises CheckpointError where it names none at all, and what transformers raises for a config
-    that cannot be found.
+    Raises CheckpointError if the config names none, and the error of transformers if there is no
+    config.
     """
     try:
         import transformers
@@ -136,15 +151,26 @@ def accelerated(
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
 ) -> Iterator[None]:
-    """Within it, this thread's `from_pretrained` calls (and accelerate's and diffusers' loading of
-    safetensors files) read by gdsload. Others are not touched; nothing stays behind.
+    """Inside the `with`, `from_pretrained` calls of this thread read by gdsload.
 
-    `backend`, `cache`, `options` and `stall_seconds` are those of `gdsload.load_file`. Tensors that
-    are converted or cast are read `ahead_bytes` ahead of transformers at most, in windows of
-    `window_bytes`.
+    So do accelerate's and diffusers' loading of safetensors files. Other threads are not affected,
+    and nothing stays replaced afterwards.
+
+    Args:
+        backend, cache, options, stall_seconds: As for `gdsload.load_file`.
+        window_bytes: Bytes that are read together, of tensors that are converted or cast.
+        ahead_bytes: Bytes of such tensors that are read before transformers requests them.
+
+    Raises:
+        ValueError: An unknown `cache`, or a size below 1.
+
+    Example:
+        with gdsload.accelerated():
+            model = AutoModelForCausalLM.from_pretrained("model")
     """
-    wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
-    with _entered(wanted):
+    with _entered(
+        Options(backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes)
+    ):
         yield
 
 
@@ -157,45 +183,35 @@ def install(
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
 ) -> None:
-    """`accelerated` for the whole process, all threads, until `uninstall`. A second call changes
-    the options. Imports neither torch nor transformers."""
-    wanted = _options(backend, cache, options, stall_seconds, window_bytes, ahead_bytes)
+    """`accelerated` for all threads of the process, until `uninstall`.
+
+    A second call changes the options. Imports neither torch nor transformers. The arguments are
+    those of `accelerated`.
+    """
+    wanted = Options(backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes)
     with _lock:
         try:
-            hooks.swaps.enter("install")
+            hooks.patcher.enter("install")
             hooks.installed.options = wanted
         except BaseException:
             hooks.installed.options = None
-            hooks.swaps.leave("install")
+            hooks.patcher.leave("install")
             raise
 
 
 def uninstall() -> None:
-    """Undoes `install`; without one it does nothing."""
+    """Undoes `install`. Does nothing if gdsload is not installed."""
     with _lock:
         hooks.installed.options = None
-        hooks.swaps.leave("install")
-
-
-def _options(
-    backend: str, cache: str, options: Mapping[str, Any] | None, stall_seconds: float,
-    window_bytes: int, ahead_bytes: int,
-) -> Options:  # fmt: skip
-    if cache not in CACHES:
-        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
-    if window_bytes < 1 or ahead_bytes < 1:
-        raise ValueError("window_bytes and ahead_bytes are at least 1")
-    return Options(
-        backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes
-    )  # fmt: skip
+        hooks.patcher.leave("install")
 
 
 @contextmanager
 def _entered(options: Options) -> Iterator[None]:
     user = object()
     try:
-        hooks.swaps.enter(user)
+        hooks.patcher.enter(user)
         with held(hooks.chosen, options):
             yield
     finally:
-        hooks.swaps.leave(user)
+        hooks.patcher.leave(user)

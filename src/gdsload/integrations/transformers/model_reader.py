@@ -1,28 +1,29 @@
-"""The weights of one model on their way into it: files opened, forecast made, reads under way.
+"""The weights of one model while transformers loads it: open files, load plan, reads in flight.
 
-`ModelReader` is what transformers' loading is given in place of a state dict. It owns the files,
-the
-reads and their memory, and gives all of it back when it is closed. Each device that reads can go to
-has a session and a feed of its own, so that all of them are filled at once.
+`ModelReader` gives transformers a dict of lazy slices instead of a state dict. It owns the files,
+the reads and their memory. Each device that reads can go to has its own session and readahead
+queue, so that all devices are filled at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from gdsload.backends import DRAM, choose, reaches
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
     OpenedFile,
-    PlacedSlice,
     StateDict,
+    WrittenSlice,
 )
-from gdsload.integrations.transformers.load_plan import SKIP, LoadPlan, forecast
+from gdsload.integrations.transformers.load_plan import SKIP, LoadPlan, load_plan_of
 from gdsload.integrations.transformers.monkeypatch import Misfit
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
@@ -30,21 +31,22 @@ from gdsload.integrations.transformers.readahead_queue import (
     AHEAD_BYTES,
     WINDOW_BYTES,
     ReadaheadQueue,
-    ReadWindow,
 )
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.session import STALL_SECONDS, Session
+from gdsload.loading.session import CACHES, STALL_SECONDS, Session
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused
 
+# A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
+opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How weights are read: as for `load_file`, with the bytes of a window and of what is read
-    ahead of transformers."""
+    """How weights are read: the arguments of `accelerated`. Raises ValueError."""
 
     backend: str = "auto"
     cache: str = "auto"
@@ -53,195 +55,198 @@ class Options:
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
 
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache!r} is none of {', '.join(CACHES)}")
+        if self.window_bytes < 1 or self.ahead_bytes < 1:
+            raise ValueError("window_bytes and ahead_bytes are at least 1")
+
+
+@contextmanager
+def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
+    """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
+    transformers. A checkpoint from `opened_before` is left open."""
+    known = opened_before.get()
+    if known is not None and _identities(files) == [shard.identity for shard in known.shards]:
+        yield known
+        return
+    with Checkpoint.of(files, strict=False) as checkpoint:
+        yield checkpoint
+
+
+def _identities(files: Sequence[str]) -> list[Identity] | None:
+    try:
+        return [Identity.of(os.stat(file)) for file in files]
+    except OSError:
+        return None
+
 
 class ModelReader:
-    """An opened checkpoint whose tensors are asked for by somebody else."""
+    """An open checkpoint whose tensors are requested by transformers. Must be closed."""
 
     def __init__(self, files: Sequence[str], options: Options, report: LoadReport) -> None:
-        """Opens the files; nothing is read. Raises CheckpointError and its kinds."""
+        """Opens the files; reads nothing. Raises CheckpointError."""
         self.report = report
         self.options = options
-        self.forecast = LoadPlan()
-        # Where transformers' loop is: the parameter of the last key, and those with a converter.
-        self.named = ""
+        self.plan = LoadPlan()
+        # State of transformers' loop: the parameter of the last key, and those with a converter.
+        self.renamed = ""
         self.converted: set[str] = set()
-        self.destinations = ParameterBuffers([])
-        self._stack = ExitStack()
+        self.buffers = ParameterBuffers([])
+        self._device_queues: dict[str, ReadaheadQueue] = {}
+        self._devices: dict[str, str] = {}  # the device that reads go to, by wanted device
         with ExitStack() as stack:
             with report.phase("open"):
-                # As transformers: of two files that hold a tensor the last one's counts.
-                self.checkpoint = stack.enter_context(Checkpoint.of(files, strict=False))
-            # What leads to devices alone is not asked to bring anything here.
-            lands = reaches(options.backend, DRAM)
+                self.checkpoint = stack.enter_context(_checkpoint_of(files))
+            # A backend for devices only cannot read to the host.
+            to_host = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
-                Session(
-                    self.checkpoint,
-                    report,
-                    backend=options.backend if lands else "auto",
-                    cache=options.cache,
-                    options=options.options if lands else {},
-                    stall_seconds=options.stall_seconds,
+                self._session(
+                    backend=options.backend if to_host else "auto",
+                    options=options.options if to_host else {},
                 )
             )
-            self.feed = ReadaheadQueue(self.session)
-            self.filling = ParameterWriter(self.session, self.destinations)
+            self.queue = ReadaheadQueue(self.session)
+            self.writer = ParameterWriter(self.session, self.buffers)
             self._stack = stack.pop_all()
-        self._device_feeds: dict[str, ReadaheadQueue] = {}
-        self._reached: dict[str, str] = {}  # where reads go for a device
 
-    def foresee(self, model: Any, load_config: Any) -> None:
-        """Labels every tensor and puts the first reads on their way.
+    def start(self, model: Any, load_config: Any) -> None:
+        """Makes the load plan and posts the first reads to the host.
 
-        Raises Misfit where transformers' inner parts are not what was expected, BackendUnavailable,
-        PlacementError, ReadError.
+        Raises:
+            Misfit: transformers' internals are not as expected.
+            BackendUnavailable, PlacementError, ReadError
         """
         with self.report.phase("label"), collector_paused():
             try:
-                found = forecast(model, load_config, self.checkpoint.tensors, self._reach)
-            except (AttributeError, ImportError, KeyError, LookupError, TypeError) as error:
+                plan = load_plan_of(model, load_config, self.checkpoint.tensors, self._reached)
+            except (AttributeError, ImportError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
-        self.forecast = found
-        self.report.fates = found.count()
-        devices = sorted(set(found.devices.values()))
-        if not devices and not reaches(self.options.backend, DRAM):
-            choose("cpu", self.options.backend, self.options.options)  # raises, and says why
+        self.plan, options = plan, self.options
+        self.report.fates = plan.count()
+        devices = sorted(set(plan.devices.values()))
+        if not devices and not reaches(options.backend, DRAM):
+            choose("cpu", options.backend, options.options)  # raises with the reasons
         for device in devices:
-            self._device_feeds[device] = self._device_feed_of(device, found)
+            slices = plan.slices.get(device, [])
+            expected = sum(one.nbytes for one in slices)
+            session = self._stack.enter_context(
+                self._session(
+                    device=device,
+                    backend=options.backend,
+                    expected_bytes=expected,
+                    options=options.options,
+                )
+            )
+            session.open()  # its reads begin after transformers has warmed up the allocator
+            self._device_queues[device] = self._queue(session, slices)
         if devices:
-            here = ["cpu"] if len(found.devices) < len(found.labels) - found.count()[SKIP] else []
-            self.report.device = ",".join(here + devices)
-        self.feed = self._feed_of(self.session, found.slices_of("cpu"), found.kept)
-        self._start(self.feed)
+            read = len(plan.fates) - plan.count()[SKIP]
+            self.report.device = ",".join(["cpu"] * (len(plan.devices) < read) + devices)
+        self.queue = self._queue(self.session, plan.slices.get("cpu", []))
+        self._begin(self.queue)
         with self.report.phase("prepare"):
-            self.destinations = self._stack.enter_context(ParameterBuffers(found.targets))
-        placed = [info for name, info in self.checkpoint.tensors.items() if name in found.placed]
-        self.filling = self._stack.enter_context(
+            self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers))
+        written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
+        self.writer = self._stack.enter_context(
             ParameterWriter(
                 self.session,
-                self.destinations,
-                placed,
-                window_bytes=self.options.window_bytes,
-                ahead_bytes=self.options.ahead_bytes,
+                self.buffers,
+                written,
+                window_bytes=options.window_bytes,
+                ahead_bytes=options.ahead_bytes,
             )
         )
-        self._start(self.filling)
-        self.destinations.start()
+        self._begin(self.writer)
+        self.buffers.populate()
 
-    def _reach(self, device: str) -> str:
-        if device not in self._reached:
-            self._reached[device] = device_batch.reached(device, self.options.backend)
-        return self._reached[device]
+    def _reached(self, device: str) -> str:
+        if device not in self._devices:
+            self._devices[device] = device_batch.reached(device, self.options.backend)
+        return self._devices[device]
 
-    def _device_feed_of(self, device: str, found: LoadPlan) -> ReadaheadQueue:
-        """A feed that has its backend, and begins when transformers has warmed up the allocator."""
-        from gdsload.integrations.transformers.device_queue import DeviceReadWindow
-
-        slices, options = found.slices_of(device), self.options
-        session = self._stack.enter_context(
-            Session(
-                self.checkpoint,
-                self.report,
-                device=device,
-                backend=options.backend,
-                expected_bytes=sum(tensor_slice.nbytes for tensor_slice in slices),
-                cache=options.cache,
-                options=options.options,
-                stall_seconds=options.stall_seconds,
-            )
+    def _session(self, **how: Any) -> Session:
+        cache, stall_seconds = self.options.cache, self.options.stall_seconds
+        return Session(
+            self.checkpoint, self.report, cache=cache, stall_seconds=stall_seconds, **how
         )
-        session.open()
-        return self._feed_of(session, slices, found.kept, DeviceReadWindow)
 
-    def _feed_of(
-        self,
-        session: Session,
-        slices: Sequence[TensorSlice],
-        kept: Container[str] = (),
-        stages: type[ReadWindow] = ReadWindow,
-    ) -> ReadaheadQueue:
-        options = self.options
+    def _queue(self, session: Session, slices: Sequence[TensorSlice]) -> ReadaheadQueue:
         return self._stack.enter_context(
             ReadaheadQueue(
                 session,
                 slices,
-                kept=kept,
-                window_bytes=options.window_bytes,
-                ahead_bytes=options.ahead_bytes,
-                stages=stages,
+                kept=self.plan.kept,
+                window_bytes=self.options.window_bytes,
+                ahead_bytes=self.options.ahead_bytes,
             )
         )
 
-    def settled_parameters(self) -> set[str]:
-        """Those that are on their device already, or on their way there, and need no memory of
-        torch's."""
+    def _begin(self, reads: ReadaheadQueue | ParameterWriter) -> None:
+        """Posts the first reads; a cancellation ends them."""
+        self._stack.enter_context(cancellation.ended_by(reads.close))
+        reads.start()
+
+    def begin_device_reads(self) -> None:
+        """Posts the first reads to devices. To be called after transformers has warmed up torch's
+        allocator, which provides their memory. Raises PlacementError and ReadError."""
+        for queue in self._device_queues.values():
+            queue.start()
+
+    def parameters_in_memory(self) -> set[str]:
+        """Parameters that need no memory of torch's allocator: they are prefetched to their
+        device."""
         found: set[str] = set()
-        parameters, seconds = self.forecast.parameters, self.options.stall_seconds
-        for device in self._device_feeds:
+        parameters, seconds = self.plan.parameters, self.options.stall_seconds
+        for device in self._device_queues:
             infos = [self.checkpoint.tensors[key] for key in parameters
-                     if self.forecast.devices.get(key) == device]  # fmt: skip
-            pieces = runs_of(map(whole, infos))
-            there = waiting_on(device, self.checkpoint, pieces, seconds)
-            found |= {parameters[name] for name in there}
+                     if self.plan.devices.get(key) == device]  # fmt: skip
+            ranges = runs_of(map(whole, infos))
+            names = waiting_on(device, self.checkpoint, ranges, seconds)
+            found.update(parameters[name] for name in names)
         return found
 
-    def _start(self, giver: ReadaheadQueue | ParameterWriter) -> None:
-        """Puts its first reads on their way; Ctrl-C ends them."""
-        self._stack.enter_context(cancellation.ended_by(giver.close))
-        giver.start()
-
-    def begin(self) -> None:
-        """Puts the first reads to devices on their way: their tensors are taken from what
-        transformers has made torch's allocator hold. For the first use of `slices`. Raises
-        PlacementError and ReadError."""
-        for feed in self._device_feeds.values():
-            feed.start()
-
     def expect(self, names: Sequence[str]) -> None:
-        """Puts the first of these tensors on their way, in this order."""
+        """Posts the first reads of these tensors, in this order."""
         tensors = self.checkpoint.tensors
-        labels = self.report.fates
-        labels["materialised"] = labels.get("materialised", 0) + len(names)
-        labels["skip"] = labels.get("skip", 0) + len(tensors) - len(names)
-        self.feed = self._feed_of(self.session, [whole(tensors[name]) for name in names])
-        self._start(self.feed)
+        fates = self.report.fates
+        fates["materialised"] = fates.get("materialised", 0) + len(names)
+        fates["skip"] = fates.get("skip", 0) + len(tensors) - len(names)
+        self.queue = self._queue(self.session, [whole(tensors[name]) for name in names])
+        self._begin(self.queue)
 
     @collector_paused()
     def slices(self) -> StateDict:
-        """A slice for every tensor, by its name in the checkpoint. Reads to devices `begin` when
-        the first of them is looked at."""
-        feed, filling = self.feed, self.filling
-        placed, lazy = self.forecast.placed, self.forecast.lazy
-        feeds = {name: self._device_feeds[to] for name, to in self.forecast.devices.items()}
+        """A slice for every tensor, by its name in the checkpoint. The first access to one begins
+        the reads to devices."""
+        queue, writer, plan = self.queue, self.writer, self.plan
+        queues = {name: self._device_queues[device] for name, device in plan.devices.items()}
         slices = {
-            name: PlacedSlice(feed, info, filling) if name in placed
-            else MappedSlice(feed, info) if name in lazy
-            else LazySlice(feeds.get(name, feed), info)
+            name: WrittenSlice(queue, info, writer) if name in plan.written
+            else MappedSlice(queue, info) if name in plan.lazy
+            else LazySlice(queues.get(name, queue), info)
             for name, info in self.checkpoint.tensors.items()
         }  # fmt: skip
-        return StateDict(slices, self.begin)
+        return StateDict(slices, self.begin_device_reads)
 
     def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
-        """The checkpoint as an opened file; where it is `owned`, leaving it finishes and closes
-        this."""
+        """The checkpoint as an opened file. If `owned`, its `with` block finishes and closes this
+        reader."""
         leave = self._finish_and_close if owned else None
-        return OpenedFile(self.checkpoint, self.feed, device, leave)
+        return OpenedFile(self.checkpoint, self.queue, device, leave)
 
     def finish(self) -> None:
-        """To be called when the model has all it asked for, before anybody gets it.
-
-        Raises FileChanged when a file was touched meanwhile.
-        """
+        """Completes the report. To be called after the last tensor was taken, before the model is
+        returned. Raises FileChanged if a file was modified meanwhile."""
         self.checkpoint.verify_unchanged()
         report = self.report
-        givers: list[ReadaheadQueue | ParameterWriter] = [
-            self.feed,
-            self.filling,
-            *self._device_feeds.values(),
-        ]
-        for giver in givers:
-            report.tensors += giver.taken.tensors
-            report.wanted_bytes += giver.taken.nbytes
-            report.phases["wait"] = report.phases.get("wait", 0.0) + giver.waited_seconds
+        reads: list[ReadaheadQueue | ParameterWriter] = [
+            self.queue, self.writer, *self._device_queues.values(),
+        ]  # fmt: skip
+        for one in reads:
+            report.tensors += one.taken_tensors
+            report.wanted_bytes += one.taken_bytes
+            report.phases["wait"] = report.phases.get("wait", 0.0) + one.waited_seconds
 
     def _finish_and_close(self) -> None:
         try:
@@ -250,7 +255,7 @@ class ModelReader:
             self.close()
 
     def close(self) -> None:
-        """Ends all reads, and gives back memory and descriptors. May be called again."""
+        """Ends all reads and releases memory and descriptors. May be called again."""
         self._stack.close()
 
     def __enter__(self) -> ModelReader:

@@ -1,19 +1,17 @@
-"""Names in other packages' modules that are replaced for a while, and put back.
+"""Temporary replacement of names in other packages' modules.
 
-A module that is not imported yet is not imported for this: its names are replaced when it is.
-Whoever needs the replacements enters; the first one puts them in place, and when the last one
-leaves, everything is as it was. Ctrl-C may come between any two steps: whoever enters inside a
-`try` and leaves in its `finally` leaves nothing behind.
+The first user that enters a `Patcher` puts all replacements in place; the last one that leaves
+restores the originals. A module that is not imported yet is patched as soon as it is imported; the
+patcher never imports it. Not responsible for the content of the replacements (`patches`, `hooks`).
 
-A function that is not as expected is left alone; `Patcher.misfits` says which and why, and the log
-hears of it once. The others are replaced all the same.
+A function that is not as expected is left alone: `Patcher.misfits` gives the reason, and the log
+shows it once. The other functions are replaced all the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,11 +28,15 @@ log = logging.getLogger("gdsload")
 
 
 class Misfit(Exception):
-    """Inner parts of another package are not what was expected; the text says which."""
+    """Internals of another package are not as expected; the message says which."""
+
+
+class _Absent(Misfit):
+    """There is no function of that name."""
 
 
 class Replacement(NamedTuple):
-    """`owner.name` shall be `value`."""
+    """`owner.name` is to become `value`."""
 
     owner: Any
     name: str
@@ -42,67 +44,50 @@ class Replacement(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """A function of another package, and what it is replaced by.
+    """A function of another package, and how to replace it.
 
-    `swaps(module)` raises Misfit (or anything else) where the function is not as expected. That it
-    is absent says nothing in versions of the package before `since` or from `until` on.
+    `replacements(module)` raises Misfit (or any other exception) if the function is not as
+    expected. An `optional` function exists only in some versions of the package: its absence is
+    not a misfit.
     """
 
     function: str
-    swaps: Callable[[ModuleType], Iterable[Replacement]]
-    since: tuple[int, ...] = ()
-    until: tuple[int, ...] = (sys.maxsize,)
-
-    def is_expected(self, module: ModuleType) -> bool:
-        """Whether this version of the package should have it."""
-        package = sys.modules.get(module.__name__.partition(".")[0])
-        version = re.match(r"\d+(\.\d+)*", getattr(package, "__version__", ""))
-        if version is None:
-            return True
-        return self.since <= tuple(map(int, version[0].split("."))) < self.until
+    replacements: Callable[[ModuleType], Iterable[Replacement]]
+    optional: bool = False
 
 
-class _Absent(Misfit):
-    """There is no function of that name."""
+def function_of(owner: Any, name: str, *parameters: str, exact: bool = False) -> Any:
+    """The function `name` of a module or class, if its parameters begin with `parameters`.
 
-
-def function_of(owner: Any, name: str, *front: str) -> Any:
-    """The function `name` of a module or class, if its parameters begin with `front`. Raises
-    Misfit."""
+    With `exact` they are all of its parameters. Raises Misfit otherwise.
+    """
     if (function := getattr(owner, name, None)) is None:
         raise _Absent("there is no such function")
-    if front:
-        names = tuple(inspect.signature(function).parameters)
-        if names[: len(front)] != front:
-            raise Misfit(f"it takes ({', '.join(names)}), not ({', '.join(front)}, ...)")
+    if parameters:
+        found = tuple(inspect.signature(function).parameters)
+        if (found if exact else found[: len(parameters)]) != parameters:
+            expected = ", ".join(parameters) + ("" if exact else ", ...")
+            raise Misfit(f"it takes ({', '.join(found)}), not ({expected})")
     return function
 
 
-def takes(function: Any, *names: str) -> bool:
-    """Whether these are a function's parameters: it may be replaced by what was written for it."""
-    return tuple(inspect.signature(function).parameters) == names
-
-
-class _Done(NamedTuple):
-    swap: Replacement
-    before: Any
-
-
 class Patcher:
-    """What is to be replaced in which module: `wanted` maps module names to patches."""
+    """Replacements by module name. Enter inside a `try` and leave in its `finally`: then nothing
+    stays replaced, even if Ctrl-C arrives between two steps."""
 
-    def __init__(self, wanted: Mapping[str, Sequence[Patch]]) -> None:
-        self._wanted = dict(wanted)
+    def __init__(self, patches: Mapping[str, Sequence[Patch]]) -> None:
+        self._patches = dict(patches)
         self._lock = fork_safe_lock(self)
         self._users: set[Hashable] = set()
-        self._done: list[_Done] = []
-        self._watch: _Watch | None = None
+        self._originals: list[tuple[Replacement, Any]] = []
+        self._import_hook: _ImportHook | None = None
         self.misfits: dict[str, str] = {}  # "module.function" -> why it is not replaced
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     @property
     def in_place(self) -> bool:
-        return bool(self._users or self._done)
+        """Whether somebody uses the replacements, or one of them is still in place."""
+        return bool(self._users or self._originals)
 
     def enter(self, user: Hashable) -> None:
         """Puts the replacements in place, now or when their modules are imported."""
@@ -111,75 +96,74 @@ class Patcher:
             self._users.add(user)
             if not is_first:
                 return
-            absent = []
-            for name in self._wanted:
+            absent = set()
+            for name in self._patches:
                 module = sys.modules.get(name)
                 if module is None or getattr(module.__spec__, "_initializing", False):
-                    absent.append(name)
+                    absent.add(name)
                 else:
-                    self._replace_in(module)
+                    self._patch(module)
             if absent:
-                self._watch = _Watch(absent, self._arrived)
-                sys.meta_path.insert(0, self._watch)
+                self._import_hook = _ImportHook(absent, self._imported)
+                sys.meta_path.insert(0, self._import_hook)
 
     def leave(self, user: Hashable) -> None:
-        """Puts everything back once all who entered have left. Who did not enter may leave."""
+        """Restores the originals when the last user leaves. Leaving without entering is allowed."""
         with self._lock:
             self._users.discard(user)
             if self._users:
                 return
             try:
-                self._put_back()
-            except BaseException:  # Ctrl-C: what is left of it
-                self._put_back()
+                self._restore()
+            except BaseException:  # Ctrl-C: restore the rest
+                self._restore()
                 raise
 
-    def _put_back(self) -> None:
-        if self._watch is not None:
-            if self._watch in sys.meta_path:
-                sys.meta_path.remove(self._watch)
-            self._watch = None
-        while self._done:
-            swap, before = self._done[-1]
-            # Where somebody else has replaced it again, ours stays below theirs and does
-            # nothing: taking theirs away would be worse.
-            if vars(swap.owner).get(swap.name) is swap.value:
-                setattr(swap.owner, swap.name, before)
-            self._done.pop()
+    def _restore(self) -> None:
+        if self._import_hook in sys.meta_path:
+            sys.meta_path.remove(self._import_hook)
+        self._import_hook = None
+        while self._originals:
+            (owner, name, value), original = self._originals[-1]
+            # If somebody else has replaced it since, ours stays below theirs, where it has no
+            # effect: removing theirs would be worse.
+            if vars(owner).get(name) is value:
+                setattr(owner, name, original)
+            self._originals.pop()
 
-    def _arrived(self, module: ModuleType) -> None:
+    def _imported(self, module: ModuleType) -> None:
         with self._lock:
             if self._users:
-                self._replace_in(module)
+                self._patch(module)
 
-    def _replace_in(self, module: ModuleType) -> None:
-        for patch in self._wanted[module.__name__]:
+    def _patch(self, module: ModuleType) -> None:
+        for patch in self._patches[module.__name__]:
             name = f"{module.__name__}.{patch.function}"
             self.misfits.pop(name, None)
             try:
-                swaps = list(patch.swaps(module))
-                for swap in swaps:
-                    if swap.name not in vars(swap.owner):
-                        raise _Absent("there is no such function")
+                replacements = list(patch.replacements(module))
+                if any(one.name not in vars(one.owner) for one in replacements):
+                    raise _Absent("there is no such function")
             except Exception as error:
-                if not isinstance(error, _Absent) or patch.is_expected(module):
-                    self._note(name, error)
+                if not (patch.optional and isinstance(error, _Absent)):
+                    self._note_misfit(name, error)
                 continue
-            for swap in swaps:
-                self._done.append(_Done(swap, vars(swap.owner)[swap.name]))
-                setattr(swap.owner, swap.name, swap.value)
+            for replacement in replacements:
+                owner, attribute, value = replacement
+                self._originals.append((replacement, vars(owner)[attribute]))
+                setattr(owner, attribute, value)
 
-    def _note(self, name: str, error: Exception) -> None:
+    def _note_misfit(self, name: str, error: Exception) -> None:
         why = str(error) if isinstance(error, Misfit) else f"{type(error).__name__}: {error}"
         self.misfits[name] = f"left as it is, since it is not as expected: {why}"
-        if (name, why) not in self._told:
-            self._told.add((name, why))
+        if (name, why) not in self._logged:
+            self._logged.add((name, why))
             log.warning("%s is %s", name, self.misfits[name])
 
 
 @contextmanager
 def held(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """The variable has this value inside, and the one it had before afterwards."""
+    """Sets a context variable inside the `with`, and restores its previous value afterwards."""
     before = variable.get()
     try:
         variable.set(value)
@@ -188,35 +172,28 @@ def held(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.set(before)
 
 
-class _Watch(MetaPathFinder):
-    """Calls back when one of some modules has been imported."""
+class _ImportHook(MetaPathFinder):
+    """Calls `imported` after one of the named modules was imported."""
 
-    def __init__(self, names: Sequence[str], arrived: Callable[[ModuleType], None]) -> None:
-        self._names = set(names)
-        self._arrived = arrived
+    def __init__(self, names: set[str], imported: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._imported = imported
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in self._names:
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec: ModuleSpec | None = find(fullname, path, target)
-            if spec is None:
-                continue
-            if hasattr(spec.loader, "exec_module"):
-                self._hook(spec.loader)
-            return spec
-        return None
+        others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module"):
+            run = loader.exec_module
 
-    def _hook(self, loader: Any) -> None:
-        run = loader.exec_module
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._imported(module)
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._arrived(module)
-
-        loader.exec_module = exec_module
+            loader.exec_module = exec_module
+        return spec

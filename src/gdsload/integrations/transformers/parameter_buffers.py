@@ -1,12 +1,13 @@
-"""The memory of parameters that are not in the file as the model wants them.
+"""Preallocated memory for parameters that the checkpoint does not hold in their final form.
 
     cast     one tensor of the checkpoint, in another dtype
     merged   the tensors of all experts, stacked; of several kinds, their rows side by side:
              [expert, rows of the gates + rows of the ups, columns]
 
-Each tensor is copied once, from where it was read to its place in the parameter, and cast on the
-way. Whoever stacks and concatenates these places afterwards finds the result in memory already.
-The memory is made ready by threads of its own, ahead of the copies.
+Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
+When transformers stacks and concatenates these parts afterwards, the result is there already. The
+pages are populated in the background, ahead of the copies. Not responsible for reading and copying
+(`parameter_writer`).
 """
 
 from __future__ import annotations
@@ -32,19 +33,24 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """Tensors of one shape that a parameter is made of, in the order in which they are stacked."""
+    """Tensors of one shape that become part of a parameter, in stacking order."""
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
 
 
 class ParameterBuffer(NamedTuple):
-    """A parameter that is going to be made: of one tensor, or (`merged`) of kinds of tensors with
-    one for each expert."""
+    """A parameter to be written: from one tensor, or (`merged`) from kinds of tensors with one
+    tensor per expert."""
 
     kinds: tuple[Kind, ...]
     dtype: torch.dtype
     merged: bool
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of all tensors that it is written from."""
+        return [key for kind in self.kinds for key in kind.keys]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,19 +66,34 @@ class ParameterBuffer(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def target_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> ParameterBuffer | None:
-    """The parameter that these make; None where they do not fit together, or have no bytes."""
-    target = ParameterBuffer(tuple(kinds), dtype, merged)
+def buffer_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> ParameterBuffer | None:
+    """The parameter of these kinds; None if their shapes do not fit together, or if it is empty."""
+    buffer = ParameterBuffer(tuple(kinds), dtype, merged)
     first = kinds[0]
     fit = all(
         kind.shape and len(kind.keys) == len(first.keys) and kind.shape[1:] == first.shape[1:]
         for kind in kinds
     )
-    return target if (fit or not merged) and target.nbytes else None
+    return buffer if (fit or not merged) and buffer.nbytes else None
+
+
+def kinds_of(
+    groups: Mapping[str, Sequence[str]], patterns: Sequence[str], infos: Mapping[str, Any]
+) -> list[Kind] | None:
+    """The kinds of a merged parameter, in the order of its converter's patterns; None if one is
+    missing or its tensors have different shapes."""
+    kinds = []
+    for pattern in patterns:
+        keys = tuple(groups.get(pattern, ()))
+        shapes = {tuple(infos[key].shape) for key in keys}
+        if len(shapes) != 1:
+            return None
+        kinds.append(Kind(keys, shapes.pop()))
+    return kinds
 
 
 class _Part(NamedTuple):
-    """The places of one kind, as one tensor; the parameter, and which of its `kinds` this is."""
+    """The stacked tensors of one kind: a view of `parameter`, its number, the number of kinds."""
 
     view: torch.Tensor
     parameter: torch.Tensor
@@ -81,72 +102,71 @@ class _Part(NamedTuple):
 
 
 class ParameterBuffers:
-    """Memory for some targets, and the way of each of their tensors into it. Close it at the end:
-    what was handed out lives on."""
+    """The memory of some parameters. Must be closed; parameters that were given out live on."""
 
-    def __init__(self, targets: Sequence[ParameterBuffer]) -> None:
-        """In the order in which they will be filled.
+    def __init__(self, buffers: Sequence[ParameterBuffer]) -> None:
+        """Reserves address space for `buffers`, in the order in which they will be written.
 
-        Raises PlacementError where the machine has less memory than they take.
+        Raises PlacementError if the machine has less memory available than they take.
         """
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._parts: dict[int, _Part] = {}  # by the address of their first place
+        self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
+        self._parts: dict[int, _Part] = {}  # by address
         self._region: Region | None = None
         self._populator: Populator | None = None
-        # A parameter's pages are its own, and go back with it.
-        sizes = [-(-target.nbytes // PAGESIZE) * PAGESIZE for target in targets]
-        total = sum(sizes)
-        if not total:
+        # No page holds two parameters: it is freed with its parameter.
+        sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
+        self._nbytes = sum(sizes)
+        if not self._nbytes:
             return
-        require_room(total)
+        require_room(self._nbytes)
         try:
-            region = Region.anonymous(total)
+            self._region = region = Region.anonymous(self._nbytes)
         except MemoryError as error:
             raise PlacementError(str(error)) from error
         offset = 0
-        for target, size in zip(targets, sizes, strict=True):
-            self._lay_out(target, _tensor(region, offset, target))
+        for buffer, size in zip(buffers, sizes, strict=True):
+            raw = bytes_at(BufferView(region, offset), buffer.nbytes)
+            self._lay_out(buffer, raw.view(buffer.dtype).view(buffer.shape))
             offset += size
-        self._region, self._nbytes = region, total
 
-    def start(self) -> None:
-        """Has the memory made ready from now on. Best after other memory was taken: that waits for
-        what is being made ready."""
+    def populate(self) -> None:
+        """Starts populating the pages. To be called after other memory was taken, since that waits
+        for page faults in progress."""
         if self._region is not None:
-            all_of_it = [(self._region.handle(), 0, self._nbytes)]
-            self._populator = Populator(all_of_it, POPULATE_THREADS, POPULATED_AHEAD_BYTES, True)
+            pages = [(self._region.handle(), 0, self._nbytes)]
+            self._populator = Populator(pages, POPULATE_THREADS, POPULATED_AHEAD_BYTES, True)
 
-    def _lay_out(self, target: ParameterBuffer, parameter: torch.Tensor) -> None:
-        if not target.merged:
-            self._waiting[target.kinds[0].keys[0]] = parameter
+    def _lay_out(self, buffer: ParameterBuffer, parameter: torch.Tensor) -> None:
+        if not buffer.merged:
+            self._unwritten[buffer.kinds[0].keys[0]] = parameter
             return
         row = 0
-        for number, (keys, shape) in enumerate(target.kinds):
+        for number, (keys, shape) in enumerate(buffer.kinds):
             view = parameter[:, row : row + shape[0]]
-            self._waiting.update(zip(keys, view.unbind(0), strict=True))
-            self._parts[view.data_ptr()] = _Part(view, parameter, number, len(target.kinds))
+            self._unwritten.update(zip(keys, view.unbind(0), strict=True))
+            self._parts[view.data_ptr()] = _Part(view, parameter, number, len(buffer.kinds))
             row += shape[0]
 
     def expects(self, key: str, dtype: torch.dtype | None) -> bool:
-        """Whether this tensor has a place, of this dtype, that was not given yet."""
-        place = self._waiting.get(key)
-        return place is not None and place.dtype == dtype
+        """Whether a tensor has a part in a parameter of this dtype that was not given out yet."""
+        part = self._unwritten.get(key)
+        return part is not None and part.dtype == dtype
 
-    def place_of(self, key: str) -> torch.Tensor:
-        """Where to copy a tensor to."""
-        return self._waiting[key]
+    def part_of(self, key: str) -> torch.Tensor:
+        """Where to copy a tensor."""
+        return self._unwritten[key]
 
-    def filled(self, nbytes: int) -> None:
-        """So many bytes were copied to their places."""
+    def written(self, nbytes: int) -> None:
+        """To be called after `nbytes` were copied: lets the populator continue."""
         if self._populator is not None:
             self._populator.advance(nbytes)
 
     def give(self, key: str) -> torch.Tensor | None:
-        """The place of a tensor, once."""
-        return self._waiting.pop(key, None)
+        """The written part of a tensor, once."""
+        return self._unwritten.pop(key, None)
 
     def stacked(self, tensors: Any) -> torch.Tensor | None:
-        """What ``torch.stack(tensors)`` would be, where they lie so already; else None."""
+        """The result of ``torch.stack(tensors)`` if it is in memory already, else None."""
         part = self._parts.get(tensors[0].data_ptr()) if _are_tensors(tensors) else None
         if part is None:
             return None
@@ -159,35 +179,34 @@ class ParameterBuffers:
             for number, tensor in enumerate(tensors)
         ):
             return None
-        # The whole parameter, or rows of each expert that are to be concatenated next.
+        # The whole parameter, or rows of each expert that are concatenated next.
         return part.parameter if part.kinds == 1 else view
 
-    def joined(self, tensors: Any) -> torch.Tensor | None:
-        """What ``torch.cat(tensors, dim=1)`` would be, where they are all the stacks of one
-        parameter in their order; else None."""
+    def concatenated(self, tensors: Any) -> torch.Tensor | None:
+        """The result of ``torch.cat(tensors, dim=1)`` if it is in memory already: if they are all
+        stacks of one parameter in their order. Else None."""
         if not _are_tensors(tensors):
             return None
         parts = [self._parts.get(tensor.data_ptr()) for tensor in tensors]
         first = parts[0]
         if first is None or first.kinds != len(parts):
             return None
-        for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
-            if (
-                part is None
-                or part.parameter is not first.parameter
-                or part.number != number
-                or part.view.shape != tensor.shape
-            ):
-                return None
-        return first.parameter
+        fit = all(
+            part is not None
+            and part.parameter is first.parameter
+            and part.number == number
+            and part.view.shape == tensor.shape
+            for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
+        )
+        return first.parameter if fit else None
 
     def close(self) -> None:
-        """Ends the threads; what nobody took goes back to the system. May be called again."""
+        """Stops populating and frees the parameters that nobody took. May be called again."""
         if self._populator is not None:
             self._populator.stop()
             self._populator = None
         self._region = None
-        self._waiting.clear()
+        self._unwritten.clear()
         self._parts.clear()
 
     def __enter__(self) -> ParameterBuffers:
@@ -205,22 +224,3 @@ def _are_tensors(tensors: Any) -> bool:
         and bool(tensors)
         and all(type(tensor) is torch.Tensor for tensor in tensors)
     )
-
-
-def _tensor(region: Region, offset: int, target: ParameterBuffer) -> torch.Tensor:
-    return bytes_at(BufferView(region, offset), target.nbytes).view(target.dtype).view(target.shape)
-
-
-def kinds_of(
-    groups: Mapping[str, Sequence[str]], patterns: Sequence[str], shapes: Mapping[str, Any]
-) -> list[Kind] | None:
-    """The kinds of a merged parameter, by the patterns of its converter, in their order; None where
-    one is missing or its tensors have different shapes."""
-    kinds = []
-    for pattern in patterns:
-        keys = tuple(groups.get(pattern, ()))
-        found = {tuple(shapes[key].shape) for key in keys}
-        if len(found) != 1:
-            return None
-        kinds.append(Kind(keys, found.pop()))
-    return kinds

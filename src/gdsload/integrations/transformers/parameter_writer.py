@@ -1,12 +1,12 @@
-"""Tensors that are copied to their places in parameters, in the order in which they lie in files.
+"""Copies tensors into parameter buffers, in the order of the files.
 
-    windows, as they lie      window     window      window     window
-                              [copied]   [posted]    [posted]   [ahead is full]
-                                 `-- its memory is the next one's
+    windows, in file order    window     window      window     window
+                              [copied]   [posted]    [posted]   [over the limit]
+                                 `-- its memory is reused by the next one
 
-Whoever wants a tensor copies the windows up to its own, and finds it in its place. So the reads are
-one stream, in memory that does not grow with the model, whatever the order in which tensors are
-asked for; and no order of requests can hang.
+A thread that requests a tensor copies all windows up to the tensor's own. So the reads are one
+sequential stream, their memory does not grow with the model, and no order of calls can block. Not
+responsible for the memory of the parameters (`parameter_buffers`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from gdsload.integrations.transformers.readahead_queue import (
     AHEAD_BYTES,
     WINDOW_BYTES,
     QueueClosed,
-    Taken,
 )
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
@@ -42,26 +41,26 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     import torch
 
-# torch copies more elements than this with all its threads, which wait for each other by spinning.
-# Where there are few cores, the threads that make memory ready need them more.
+# torch copies more elements than this with all its threads, which spin while they wait for each
+# other. With few cores, the threads that populate memory need the cores more.
 _ELEMENTS_ALONE = 32767
 _ELEMENTS_TOGETHER = 16 << 20
 _FEW_CORES = 4
-# What stays as it is needs no torch; where there are many cores, more than this is worth them.
+# Tensors that are not cast need no torch; with many cores, larger ones profit from its threads.
 _MOVED_AT_ONCE = 1 << 20
 _ALL = slice(None)
 
 
-class _Piece(NamedTuple):
-    """A tensor, or some rows of it, and whose they are."""
+class _Rows(NamedTuple):
+    """A tensor (or some of its rows, as `info`), its name, and its rows in the parameter."""
 
     info: TensorInfo
     name: str
     rows: slice
 
 
-class _Batch(Batch):
-    """A window on its way into memory that the windows before it had."""
+class _WindowBatch(Batch):
+    """A window in memory that is reused by later windows."""
 
     def __init__(
         self, session: Session, plan: ReadPlan, views: dict[str, BufferView], pool: Pool
@@ -70,51 +69,54 @@ class _Batch(Batch):
         super().__init__(session, plan, views)
 
     def _take_memory(self) -> list[Memory]:
-        if host_pool.current() is not None:  # it keeps what was read
+        if host_pool.current() is not None:  # the host pool stores the bytes for later loads
             return super()._take_memory()
-        arena = HostBuffers(self.plan, self._pool)
-        self.views.update(arena.views(self.plan))
-        return [Memory(DRAM, region.address, region.length, region) for region in arena.regions]
+        buffers = HostBuffers(self.plan, self._pool)
+        self.views.update(buffers.views(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in buffers.regions]
 
 
 class ParameterWriter:
-    """Fills destinations. Any number of threads may ask; close it at the end."""
+    """Writes parameters. Any number of threads may take tensors; must be closed."""
 
     def __init__(
         self,
         session: Session,
-        destinations: ParameterBuffers,
+        buffers: ParameterBuffers,
         infos: Sequence[TensorInfo] = (),
         *,
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
-        """`infos` have places among the destinations; nothing is read before `start`."""
+        """Reads nothing before `start`.
+
+        Args:
+            session: Reads the tensors to the host.
+            buffers: The memory of the parameters.
+            infos: The tensors, all of them part of `buffers`.
+            window_bytes: Size of a window in bytes.
+            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
+        """
         self.session = session
-        self.destinations = destinations
+        self.buffers = buffers
         self.waited_seconds = 0.0
+        self.taken_tensors = self.taken_bytes = 0
         self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
-        self._windows = _windows(infos, window_bytes)
-        # Of the last piece of each tensor.
+        self._windows = _windows_of(infos, window_bytes)
+        # The window with the last rows of each tensor.
         self._window_of = {
-            piece.name: number for number, window in enumerate(self._windows) for piece in window
+            rows.name: number for number, window in enumerate(self._windows) for rows in window
         }
         self._pool = Pool(ahead_bytes + 2 * window_bytes)
-        self._under_way: deque[_Batch] = deque()
-        self._held = 0  # bytes under way
+        self._in_flight: deque[_WindowBatch] = deque()
+        self._held_bytes = 0  # in flight
         self._posted = self._copied = 0  # windows
-        self._tensors = self._nbytes = 0  # of them, handed out
         self._lock = fork_safe_lock(self)
         self._closed = False
-        self._copying = False  # stays True where a copy was interrupted
+        self._copying = False  # stays True if a copy was interrupted
         few = len(os.sched_getaffinity(0)) <= _FEW_CORES
         self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
-        self._most_moved = window_bytes if few else _MOVED_AT_ONCE
-
-    @property
-    def taken(self) -> Taken:
-        """What has been handed out."""
-        return Taken(self._tensors, self._nbytes)
+        self._move_limit = window_bytes if few else _MOVED_AT_ONCE
 
     def start(self) -> None:
         """Posts the first windows."""
@@ -124,34 +126,32 @@ class ParameterWriter:
     def _advance(self) -> None:
         while self._posted < len(self._windows):
             window = self._windows[self._posted]
-            nbytes = sum(piece.info.nbytes for piece in window)
-            if self._under_way and self._held + nbytes > self._ahead_bytes:
+            nbytes = sum(rows.info.nbytes for rows in window)
+            if self._in_flight and self._held_bytes + nbytes > self._ahead_bytes:
                 return
-            batch = self._batch_of(window)
-            self._under_way.append(batch)
+            runs = runs_of(whole(rows.info) for rows in window)
+            plan, views = self.session.arrange(runs, window_bytes=self._window_bytes)
+            self._in_flight.append(_WindowBatch(self.session, plan, views, self._pool))
             self._posted += 1
-            self._held += batch.plan.read_bytes  # not what a prefetch holds, or the page cache
-
-    def _batch_of(self, window: Sequence[_Piece]) -> _Batch:
-        runs = runs_of(whole(piece.info) for piece in window)
-        plan, views = self.session.arrange(runs, window_bytes=self._window_bytes)
-        return _Batch(self.session, plan, views, self._pool)
+            self._held_bytes += plan.read_bytes  # without prefetched and mapped bytes
 
     def take(self, name: str, dtype: Any) -> torch.Tensor | None:
-        """The tensor in its place; None where it has none, or one of another dtype.
+        """Waits for a tensor and returns its part of the parameter; None if it has none, or if the
+        parameter has another dtype.
 
-        Raises ReadError and its kinds for what went wrong on the way to it, QueueClosed when the
-        load ended meanwhile.
+        Raises:
+            ReadError: A read up to this tensor failed.
+            QueueClosed: The load ended meanwhile.
         """
-        if not self.destinations.expects(name, dtype):
+        if not self.buffers.expects(name, dtype):
             return None
         with self._lock:
             while self._copied <= self._window_of[name]:
                 self._copy_next()
-            place = self.destinations.give(name)
-            if place is not None:
-                self._tensors += 1
-            return place
+            part = self.buffers.give(name)
+            if part is not None:
+                self.taken_tensors += 1
+            return part
 
     def _require_open(self) -> None:
         if self._closed:
@@ -160,66 +160,66 @@ class ParameterWriter:
     def _copy_next(self) -> None:
         self._require_open()
         if self._copying:
-            # Tensors that were made of the window have dropped their bytes: it cannot be repeated.
+            # Tensors of the window have released their bytes: it cannot be copied again.
             source = self.session.checkpoint.source
             raise GdsloadError(f"{source}: copying to parameters was interrupted by an error")
-        if not self._under_way:  # posting it failed before
+        if not self._in_flight:  # posting failed before
             self._advance()
-        batch, window = self._under_way[0], self._windows[self._copied]
+        batch, window = self._in_flight[0], self._windows[self._copied]
         start = time.monotonic()
         batch.wait(watch=self._require_open)
         self.waited_seconds += time.monotonic() - start
         self._copying = True
-        self._fill(window, batch.views)
-        self._under_way.popleft()
+        self._write(window, batch.views)
+        self._in_flight.popleft()
         batch.views.clear()
         batch.release()
-        self._nbytes += sum(piece.info.nbytes for piece in window)
-        self._held -= batch.plan.read_bytes
+        self.taken_bytes += sum(rows.info.nbytes for rows in window)
+        self._held_bytes -= batch.plan.read_bytes
         self._windows[self._copied] = []
         self._copied += 1
         self._copying = False
         self._advance()
 
-    def _fill(self, window: Sequence[_Piece], views: Mapping[str, BufferView]) -> None:
+    def _write(self, window: Sequence[_Rows], views: Mapping[str, BufferView]) -> None:
         casts = []
         for info, name, rows in window:
-            place = self.destinations.place_of(name)
+            part = self.buffers.part_of(name)
             if rows != _ALL:
-                place = place[rows]
-            if place.dtype == known_dtype(info.dtype) and info.nbytes <= self._most_moved:
-                self._move(place.data_ptr(), views[info.name], info.nbytes)
+                part = part[rows]
+            if part.dtype == known_dtype(info.dtype) and info.nbytes <= self._move_limit:
+                self._move(part.data_ptr(), views[info.name], info.nbytes)
             else:
-                casts.append((info, place))
+                casts.append((info, part))
         tensors = hand_over([info for info, _ in casts], views)
-        for info, place in casts:
-            self._cast(place, tensors.pop(info.name))
+        for info, part in casts:
+            self._cast(part, tensors.pop(info.name))
 
     def _move(self, to: int, view: BufferView, nbytes: int) -> None:
         start = view.region.address + view.offset
         for done in range(0, nbytes, _MOVED_AT_ONCE):
-            part = min(_MOVED_AT_ONCE, nbytes - done)
-            ctypes.memmove(to + done, start + done, part)
-            self.destinations.filled(part)
+            count = min(_MOVED_AT_ONCE, nbytes - done)
+            ctypes.memmove(to + done, start + done, count)
+            self.buffers.written(count)
 
-    def _cast(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        count, most = tensor.numel(), self._elements
-        if count <= most:
-            place.copy_(tensor)
-            self.destinations.filled(place.nbytes)
+    def _cast(self, part: torch.Tensor, tensor: torch.Tensor) -> None:
+        if tensor.numel() <= self._elements:
+            part.copy_(tensor)
+            self.buffers.written(part.nbytes)
             return
-        to, flat = place.view(-1), tensor.view(-1)
-        for start in range(0, count, most):
-            part = to[start : start + most]
-            part.copy_(flat[start : start + most])
-            self.destinations.filled(part.nbytes)
+        # `part` is contiguous: a whole parameter, or rows of one expert.
+        to, flat = part.view(-1), tensor.reshape(-1)
+        for start in range(0, flat.numel(), self._elements):
+            some = to[start : start + self._elements]
+            some.copy_(flat[start : start + self._elements])
+            self.buffers.written(some.nbytes)
 
     def close(self) -> None:
-        """Ends all reads and gives their memory back; whoever asks after it gets QueueClosed."""
-        self._closed = True  # whoever waits sees it, and lets go of the lock
+        """Ends all reads and releases their memory; waiting and later calls raise QueueClosed."""
+        self._closed = True  # seen by waiting threads, which then release the lock
         with self._lock:
-            while self._under_way:
-                batch = self._under_way.popleft()
+            while self._in_flight:
+                batch = self._in_flight.popleft()
                 batch.views.clear()
                 batch.release()
             self._pool.close()
@@ -231,22 +231,19 @@ class ParameterWriter:
         self.close()
 
 
-def _windows(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Piece]]:
-    ordered = sorted(infos, key=FILE_ORDER)
-    pieces = (piece for info in ordered for piece in _pieces(info, window_bytes))
-    return list(grouped(pieces, window_bytes, size=lambda piece: piece.info.nbytes))
+def _windows_of(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Rows]]:
+    rows = (part for info in sorted(infos, key=FILE_ORDER) for part in _split(info, window_bytes))
+    return list(grouped(rows, window_bytes, size=lambda part: part.info.nbytes))
 
 
-def _pieces(info: TensorInfo, most_bytes: int) -> Iterator[_Piece]:
-    """A tensor, by rows where it is larger than a window and has some."""
+def _split(info: TensorInfo, limit_bytes: int) -> Iterator[_Rows]:
+    """A tensor; by rows if it is larger than a window."""
     count = info.shape[0] if info.shape else 1
-    if info.nbytes <= most_bytes or count == 1:
-        yield _Piece(info, info.name, _ALL)
+    if info.nbytes <= limit_bytes or count == 1:
+        yield _Rows(info, info.name, _ALL)
         return
-    step = max(most_bytes // (info.nbytes // count), 1)
+    step = max(limit_bytes // (info.nbytes // count), 1)
     for first in range(0, count, step):
         end = min(first + step, count)
         rows = rows_of(info, first, end)
-        yield _Piece(
-            rows._replace(name=f"{info.name}[{first}:{end}]"), info.name, slice(first, end)
-        )
+        yield _Rows(rows._replace(name=f"{info.name}[{first}:{end}]"), info.name, slice(first, end))

@@ -1,28 +1,30 @@
-"""Tensors in the order in which somebody is going to ask for them, read before they do.
+"""Tensors that are read ahead of the consumer, in the order in which it will ask for them.
 
     slices, in the expected order          kept     window    window    window   window
-      -> windows of so many bytes        [posted] [taken]   [posted]  [posted] [ahead is full]
-      -> stages, posted some ahead                   |
-      -> take(cut), from any thread                  its memory is the next one's when all was taken
+      -> windows of `window_bytes`       [posted] [taken]   [posted]  [posted] [over the limit]
+      -> read windows, posted ahead                  |
+      -> take(slice), from any thread                `-- reused by the next window when all is taken
 
-A stage is one request of the session. Cuts that are kept are one window: their memory is the
-model's, and each is given as it comes. A cut of a window that was not posted yet has it posted at
-once, and one that nobody expected gets a stage of its own, so no order of requests can hang.
+A read window is one request of the session. All kept slices form one window: their memory becomes
+the model's, and each is handed out as soon as it has arrived. A slice of a window that is not
+posted yet makes the queue post it at once, and a slice that nobody expected gets a window of its
+own, so no order of calls can block. Not responsible for the order itself (`load_plan`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch
+from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
-from gdsload.planning.read_plan import ReadPlan
+from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -31,39 +33,20 @@ if TYPE_CHECKING:
 
     from gdsload._native.memory import Region
 
-# One window, and how much of them may be on its way. With half of it a cast begins to wait for
-# storage; with twice as much, fresh memory costs more than the reads that it hides.
+# The size of one window, and the limit for all windows in flight. With half of it a cast begins to
+# wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
 WINDOW_BYTES = 32 << 20
 AHEAD_BYTES = 128 << 20
-_LOOK_SECONDS = 0.1  # how long Ctrl-C, or an error seen by another thread, may have to wait
-_MADE_AT_ONCE = 256  # tensors handed over in one go
-
-
-class PlannedWindow(NamedTuple):
-    """Cuts that are read by one request. What is kept is bounded by the model, and not by what may
-    be ahead; it is given as it comes."""
-
-    kept: bool
-    slices: list[TensorSlice]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor_slice.nbytes for tensor_slice in self.slices)
-
-
-class Taken(NamedTuple):
-    """What a feed has handed out: how many slices, and the bytes of their runs."""
-
-    tensors: int
-    nbytes: int
+_POLL_SECONDS = 0.1  # the longest delay of Ctrl-C, and of an error that another thread saw
+_HANDED_OVER_AT_ONCE = 256  # tensors
 
 
 class QueueClosed(GdsloadError, RuntimeError):
-    """A tensor was asked for after its load had ended, by an error or by its own end."""
+    """A tensor was requested after the load had ended, by an error or regularly."""
 
 
 class ReadWindow(Batch):
-    """The parts of some slices on their way, each taken as soon as its own bytes are there."""
+    """A batch whose slices are taken one by one, each as soon as its own bytes have arrived."""
 
     def __init__(
         self,
@@ -75,33 +58,32 @@ class ReadWindow(Batch):
         self.left = len(slices)
         self.arrived = not plan.transfers
         self._infos = [part for tensor_slice in slices for part in tensor_slice.parts]
-        self._place = {info.name: place for place, info in enumerate(self._infos)}
+        self._number_of = {info.name: number for number, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
         super().__init__(session, plan, views)
 
     @classmethod
     def of(cls, session: Session, slices: Sequence[TensorSlice]) -> ReadWindow:
-        """Puts them on their way and returns at once."""
-        plan, views = session.arrange(runs_of(slices), window_bytes=WINDOW_BYTES)
-        return cls(session, plan, views, slices)
+        """Posts the reads and returns at once."""
+        found = session.arrange(runs_of(slices), window_bytes=WINDOW_BYTES)
+        return cls(session, *found, slices)
 
-    def look(self) -> None:
-        """Notes what has arrived since it was last asked. Raises as `Batch.wait` does, and again
-        with each later call."""
+    def poll(self) -> None:
+        """Updates what has arrived. Raises as `Batch.wait` does, and again with each later call."""
         if self.arrived:
             return
         progress = self._note_progress()
         self._require_progress(progress)
         if self.complete:
-            self._settle()
+            self._finish_reads()
         elif progress is not None and progress.idle_seconds > self.session.stall_seconds:
             raise self._stall(self.plan.transfers[self._arrived.find(0)], progress.idle_seconds)
 
-    def _settle(self) -> None:
-        """Ends the request, and gives back the pages between the parts that were read.
+    def _finish_reads(self) -> None:
+        """Releases the request, and returns the pages between the parts that were read.
 
-        At once: memory is made ready in units larger than a page, sometimes after the reads, so
-        that gaps fill with pages that nobody needs, and those of tensors that are gone fill again.
+        At once: the populator works in units larger than a page, sometimes after the reads, so
+        the gaps hold pages that nobody needs.
         """
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
@@ -115,20 +97,21 @@ class ReadWindow(Batch):
         gaps += [(n, end, regions[n].length - end) for n, end in enumerate(ends)]
         for number, start, length in gaps:
             if length > 0:
-                regions[number].view(start, length, (length,), 1, 8)  # dies, and its pages with it
+                # The view dies at once, and its pages with it.
+                regions[number].view(start, length, (length,), 1, 8)
 
     def has(self, tensor_slice: TensorSlice) -> bool:
-        """Whether all bytes of it are there."""
-        return all(part.name in self._made or self._is_there(part) for part in tensor_slice.parts)
+        """Whether all bytes of a slice have arrived."""
+        return all(part.name in self._made or self._has(part) for part in tensor_slice.parts)
 
-    def _is_there(self, info: TensorInfo) -> bool:
-        if not self.settled(info.name):  # a prefetch has it on its way
+    def _has(self, info: TensorInfo) -> bool:
+        if not self.settled(info.name):  # a prefetch is still reading it
             return False
         location = self.plan.locations.get(info.name)
         return location is None or self._arrived.find(0, location.first, location.last + 1) < 0
 
     def pause(self, tensor_slice: TensorSlice, seconds: float) -> None:
-        """Waits, without the GIL, until the cut may be there; returns after `seconds` at most."""
+        """Waits, without the GIL, until a slice may have arrived; at most `seconds`."""
         for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
@@ -138,64 +121,102 @@ class ReadWindow(Batch):
         if request is None or backend is None or self.session.checkpoint.closed:
             return
         spans = [locations[part.name] for part in tensor_slice.parts if part.name in locations]
-        if not spans:
-            return
-        first = min(location.first for location in spans)
-        last = max(location.last for location in spans)
+        first = min((location.first for location in spans), default=0)
+        last = max((location.last for location in spans), default=-1)
         if last >= first:
             backend.wait(request, seconds, first, last)
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
-        """The tensors of its parts, once: each owns its memory."""
-        made = self._made
+        """The tensors of a slice's parts, once. Each owns its memory."""
         for part in tensor_slice.parts:
-            if part.name not in made:
-                self._make(self._place[part.name])
-        given = [made.pop(part.name) for part in tensor_slice.parts]
+            if part.name not in self._made:
+                self._hand_over(self._number_of[part.name])
+        given = [self._made.pop(part.name) for part in tensor_slice.parts]
         self.left -= 1
         return given
 
-    def _make(self, place: int) -> None:
-        """Makes tensors of this part and of those after it that are there as well."""
-        batch: list[TensorInfo] = []
-        all_there = self.arrived and not self.claims
-        for info in self._infos[place : place + _MADE_AT_ONCE]:
-            if info.name in self._made or not (all_there or self._is_there(info)):
+    def _hand_over(self, number: int) -> None:
+        """Makes tensors of this part and of those after it that have arrived as well."""
+        infos: list[TensorInfo] = []
+        all_arrived = self.arrived and not self.claims
+        for info in self._infos[number : number + _HANDED_OVER_AT_ONCE]:
+            taken_before = info.nbytes and info.name not in self.views
+            if info.name in self._made or taken_before or not (all_arrived or self._has(info)):
                 break
-            if info.nbytes and info.name not in self.views:
-                break  # it was taken before
-            batch.append(info)
-        if not batch:
-            name = self._infos[place].name
+            infos.append(info)
+        if not infos:
+            name = self._infos[number].name
             raise GdsloadError(f"tensor {name!r} was lost: its hand-over was interrupted")
-        # Given up first: where this is interrupted, tensors that were made drop their bytes.
-        views = {info.name: self.views.pop(info.name) for info in batch if info.nbytes}
+        # Removed first: if this is interrupted, tensors that were made release their bytes.
+        views = {info.name: self.views.pop(info.name) for info in infos if info.nbytes}
         try:
-            self._made.update(hand_over(batch, views))
+            self._made.update(hand_over(infos, views))
         except CheckpointError:  # before any tensor was made
             self.views.update(views)
             raise
 
-    def joined(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The cut's tensor, of the tensors of its parts."""
-        tensor = parts[0]
-        if tensor_slice.shape is not None:
-            import torch
+    def assembled(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The tensor of a slice, from the tensors of its parts."""
+        import torch
 
-            tensor = torch.stack(parts).view(tensor_slice.shape)
-        # A copy, where something was cut away: a view would keep the rest alive.
+        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        if tensor_slice.shape is not None:
+            tensor = tensor.view(tensor_slice.shape)
+        # A copy if the index drops something: a view would keep the rest alive.
         return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
     def end(self) -> None:
-        """Releases what nobody took, and the request."""
+        """Releases the request and all tensors that were not taken."""
         self._made.clear()
         self.views.clear()
         self.release()
 
 
+class DeviceReadWindow(ReadWindow):
+    """A read window in memory of the session's device.
+
+    Kept tensors are read to their final memory. Others are read to memory that returns to torch's
+    allocator as soon as transformers drops them; torch casts and converts them on the device.
+    Tensors that a prefetch read to the device are used where they are.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        plan: ReadPlan,
+        views: dict[str, BufferView],
+        slices: Sequence[TensorSlice],
+    ) -> None:
+        """Raises PlacementError if the device has too little memory."""
+        self._tensors = DeviceTensors(session, slices, views)
+        super().__init__(session, plan, views, slices)
+
+    def _take_memory(self) -> list[Memory]:
+        return self._tensors.memory(self.plan)
+
+    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
+        return read_to_blocks(self.session, pieces)
+
+    def _finish_reads(self) -> None:
+        self.release()
+        self.arrived = True
+
+    def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
+        """The tensor of a slice, once: its parts are adjacent already."""
+        given = [*self._tensors.give([tensor_slice], self.views).values()]
+        self.left -= 1
+        return given
+
+    def end(self) -> None:
+        """Releases the request and all tensors that were not taken."""
+        super().end()
+        # Not cleared: a request with copies in flight holds the dict, and torch's allocator must
+        # not reuse the memory before they have ended.
+        self._tensors.tensors = {}
+
+
 class ReadaheadQueue:
-    """Hands out slices to any number of threads, some windows ahead of them. Close it at the
-    end."""
+    """Hands out slices to any number of threads, and reads some windows ahead. Must be closed."""
 
     def __init__(
         self,
@@ -205,44 +226,35 @@ class ReadaheadQueue:
         kept: Container[str] = (),
         window_bytes: int = WINDOW_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
-        stages: type[ReadWindow] = ReadWindow,
     ) -> None:
-        """`slices` in the order in which they will be asked for; nothing is read before `start`.
+        """Reads nothing before `start`.
 
-        `kept` are the keys of those whose memory is the model's. `window_bytes` 0 makes one window
-        of all, as if all were kept.
+        Args:
+            session: Reads to its device. Closed by the caller, after the queue.
+            slices: In the order in which they will be requested.
+            kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
+            window_bytes: Size of a window in bytes; 0 makes one window of all, as if all were kept.
+            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
         """
         self.session = session
-        self.waited_seconds = 0.0  # of all threads together
-        self.unexpected: list[str] = []
-        self._tensors = self._nbytes = 0  # handed out
+        self.waited_seconds = 0.0  # sum over all threads
+        self.taken_tensors = self.taken_bytes = 0
         self._ahead_bytes = ahead_bytes
-        self._stages_are = stages
         self._lock = fork_safe_lock(self)
         self._closed = False
-        known = {tensor_slice.key: tensor_slice for tensor_slice in slices}
-        self._windows = _grouped(known.values(), kept, window_bytes)
-        self._sizes = [0 if window.kept else window.nbytes for window in self._windows]
-        self._window_of = {
-            tensor_slice.key: number
-            for number, window in enumerate(self._windows)
-            for tensor_slice in window.slices
+        unique = {tensor_slice.key: tensor_slice for tensor_slice in slices}.values()
+        self._planned, self._kept = _windows_of(unique, kept, window_bytes)
+        # Kept windows are bounded by the model.
+        self._sizes = {
+            number: 0 if number in self._kept else sum(one.nbytes for one in window)
+            for number, window in self._planned.items()
         }
-        self._stages: dict[int, ReadWindow] = {}  # posted, and not yet all taken
-        self._posted = [False] * len(self._windows)
-        self._next = 0
-        self._loose: set[ReadWindow] = set()
+        self._window_of = {
+            one.key: number for number, window in self._planned.items() for one in window
+        }
+        self._posted: dict[int, ReadWindow] = {}  # not all of it is taken
+        self._unexpected: set[ReadWindow] = set()
         self._mappings: dict[int, Region] = {}
-
-    @property
-    def taken(self) -> Taken:
-        """What has been handed out."""
-        return Taken(self._tensors, self._nbytes)
-
-    @property
-    def untaken(self) -> list[str]:
-        """What was expected and never asked for."""
-        return list(self._window_of)
 
     def start(self) -> None:
         """Posts the first windows."""
@@ -250,113 +262,97 @@ class ReadaheadQueue:
             self._advance()
 
     def _advance(self) -> None:
-        """Posts windows while there is room for them."""
-        held = sum(self._sizes[number] for number in self._stages)
-        while self._next < len(self._windows):
-            size = self._sizes[self._next]
-            if self._posted[self._next]:
-                self._next += 1
-                continue
-            if self._stages and held + size > self._ahead_bytes:
+        """Posts windows up to the limit."""
+        held = sum(self._sizes[number] for number in self._posted)
+        for number in list(self._planned):
+            held += self._sizes[number]
+            if self._posted and held > self._ahead_bytes:
                 return
-            self._post(self._next)
-            held += size
+            self._post(number)
 
     def _post(self, number: int) -> ReadWindow:
-        kept, slices = self._windows[number]
-        stage = self._stages_are.of(self.session, slices)
-        self._posted[number] = True
-        self._stages[number] = stage
-        self._windows[number] = PlannedWindow(kept, [])  # its stage holds what is still needed
-        return stage
+        window = self._posted[number] = self._read(self._planned[number])
+        del self._planned[number]
+        return window
+
+    def _read(self, slices: Sequence[TensorSlice]) -> ReadWindow:
+        kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
+        return kind.of(self.session, slices)
 
     def take(self, tensor_slice: TensorSlice) -> torch.Tensor:
-        """The tensor of a cut, when its bytes are there. It owns its memory.
+        """Waits for a slice and returns its tensor, which owns its memory.
 
-        Raises ReadError and its kinds for what went wrong with its window, QueueClosed when the
-        load ended meanwhile.
+        Raises:
+            ReadError: Reading its window failed. Every later call for it fails in the same way.
+            QueueClosed: The load ended meanwhile.
         """
-        with self._lock:
-            self._require_open()
-            number = self._window_of.pop(tensor_slice.key, None)
-            stage = None
-            try:
-                stage = self._stage_of(tensor_slice, number)
-                piecemeal = number is not None and self._windows[number].kept
-                parts = self._given(stage, tensor_slice, piecemeal)
-            except BaseException:
-                self._put_back(tensor_slice, number, stage)
-                raise
-        if parts is None:
-            try:
-                parts = self._await(stage, tensor_slice, piecemeal)
-            except BaseException:
-                with self._lock:
-                    self._put_back(tensor_slice, number, stage)
-                raise
-        if stage.left == 0:
-            with self._lock:
-                self._retire(stage, number)
-        return stage.joined(tensor_slice, parts)
-
-    def _stage_of(self, tensor_slice: TensorSlice, number: int | None) -> ReadWindow:
-        if number is None:
-            stage = self._stages_are.of(self.session, [tensor_slice])
-            self._loose.add(stage)
-            self.unexpected.append(tensor_slice.key)
-            return stage
-        return self._stages[number] if self._posted[number] else self._post(number)
-
-    def _put_back(
-        self, tensor_slice: TensorSlice, number: int | None, stage: ReadWindow | None
-    ) -> None:
-        """The cut was not given: the next call for it meets the same stage, and the same error."""
-        if number is not None:
-            self._window_of[tensor_slice.key] = number
-        elif stage is not None:
-            self._loose.discard(stage)
-            stage.end()
-
-    def _await(
-        self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool
-    ) -> list[torch.Tensor]:
-        start = time.monotonic()
-        while True:
-            stage.pause(tensor_slice, _LOOK_SECONDS)
+        window: ReadWindow | None = None
+        number: int | None = None
+        start = 0.0
+        try:
             with self._lock:
                 self._require_open()
-                parts = self._given(stage, tensor_slice, piecemeal)
-                if parts is not None:
-                    self.waited_seconds += time.monotonic() - start
-                    return parts
+                number = self._window_of.pop(tensor_slice.key, None)
+                if number is None:
+                    window = self._read([tensor_slice])
+                    self._unexpected.add(window)
+                else:
+                    window = self._posted.get(number) or self._post(number)
+                parts = self._given(window, tensor_slice, number)
+            while parts is None:
+                start = start or time.monotonic()
+                window.pause(tensor_slice, _POLL_SECONDS)
+                with self._lock:
+                    self._require_open()
+                    parts = self._given(window, tensor_slice, number)
+                    if parts is not None:
+                        self.waited_seconds += time.monotonic() - start
+        except BaseException:
+            with self._lock:
+                self._put_back(tensor_slice, number, window)
+            raise
+        if window.left == 0:
+            with self._lock:
+                self._retire(window, number)
+        return window.assembled(tensor_slice, parts)
+
+    def _put_back(
+        self, tensor_slice: TensorSlice, number: int | None, window: ReadWindow | None
+    ) -> None:
+        """The slice was not handed out: the next call for it gets the same window and error."""
+        if number is not None:
+            self._window_of[tensor_slice.key] = number
+        elif window is not None:
+            self._unexpected.discard(window)
+            window.end()
 
     def _given(
-        self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool
+        self, window: ReadWindow, tensor_slice: TensorSlice, number: int | None
     ) -> list[torch.Tensor] | None:
-        """The parts of a cut where they are there, else None. Called with the lock held."""
-        if not self._is_ready(stage, tensor_slice, piecemeal):
-            stage.look()
-            if not self._is_ready(stage, tensor_slice, piecemeal):
+        """The parts of a slice; None if not all have arrived. Called with the lock held."""
+        if not self._is_ready(window, tensor_slice, number):
+            window.poll()
+            if not self._is_ready(window, tensor_slice, number):
                 return None
-        self._tensors += 1
-        self._nbytes += tensor_slice.nbytes
-        return stage.give(tensor_slice)
+        self.taken_tensors += 1
+        self.taken_bytes += tensor_slice.nbytes
+        return window.give(tensor_slice)
 
-    def _is_ready(self, stage: ReadWindow, tensor_slice: TensorSlice, piecemeal: bool) -> bool:
-        # A stage has arrived when its own reads have: what a prefetch brings may still be missing.
-        return (stage.arrived or piecemeal) and stage.has(tensor_slice)
+    def _is_ready(self, window: ReadWindow, tensor_slice: TensorSlice, number: int | None) -> bool:
+        # `arrived` means the reads of the window: a prefetch may still be reading the slice.
+        return (window.arrived or number in self._kept) and window.has(tensor_slice)
 
-    def _retire(self, stage: ReadWindow, number: int | None) -> None:
+    def _retire(self, window: ReadWindow, number: int | None) -> None:
         if number is None:
-            self._loose.discard(stage)
-        elif self._stages.pop(number, None) is None:
-            return  # another thread was quicker
+            self._unexpected.discard(window)
+        elif self._posted.pop(number, None) is None:
+            return  # another thread was faster
         if not self._closed:
-            stage.end()
+            window.end()
             self._advance()
 
     def mapped(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor in a mapping of its file: nothing is read until somebody touches it."""
+        """The tensor in a mapping of its file: nothing is read before the first access."""
         with self._lock:
             self._require_open()
             if info.shard not in self._mappings:
@@ -369,15 +365,15 @@ class ReadaheadQueue:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 
     def close(self) -> None:
-        """Ends all reads and gives their memory back; whoever waits gets QueueClosed."""
+        """Ends all reads and releases their memory; waiting threads get QueueClosed."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for stage in [*self._stages.values(), *self._loose]:
-                stage.end()
-            self._stages.clear()
-            self._loose.clear()
+            for window in [*self._posted.values(), *self._unexpected]:
+                window.end()
+            self._posted.clear()
+            self._unexpected.clear()
             self._mappings.clear()
 
     def __enter__(self) -> ReadaheadQueue:
@@ -387,18 +383,18 @@ class ReadaheadQueue:
         self.close()
 
 
-def _grouped(
+def _windows_of(
     slices: Iterable[TensorSlice], kept: Container[str], window_bytes: int
-) -> list[PlannedWindow]:
-    """Windows, in the order of their first slices. What is kept is one window."""
-    windows: list[PlannedWindow] = []
-    filling: dict[bool, tuple[PlannedWindow, int]] = {}
-    for tensor_slice in slices:
-        keeps = not window_bytes or tensor_slice.key in kept
-        window, held = filling.get(keeps, (None, 0))
-        if window is None or (not keeps and held + tensor_slice.nbytes > window_bytes):
-            window, held = PlannedWindow(keeps, []), 0
-            windows.append(window)
-        window.slices.append(tensor_slice)
-        filling[keeps] = window, held + tensor_slice.nbytes
-    return windows
+) -> tuple[dict[int, list[TensorSlice]], set[int]]:
+    """Windows by number, in the order of their first slices, and the numbers of the kept ones."""
+    windows: dict[int, list[TensorSlice]] = {}
+    current: dict[bool, tuple[int, int]] = {}  # by whether it is kept: number and bytes
+    for one in slices:
+        keep = not window_bytes or one.key in kept
+        number, held = current.get(keep, (-1, 0))
+        if number < 0 or (not keep and held + one.nbytes > window_bytes):
+            number, held = len(windows), 0
+            windows[number] = []
+        windows[number].append(one)
+        current[keep] = number, held + one.nbytes
+    return windows, {current[True][0]} if True in current else set()
