@@ -63,7 +63,7 @@ def guide_backend() -> type[Backend]:
     assert block is not None
     found: dict[str, Any] = {"__name__": "guide"}
     exec(compile(block[1], str(GUIDE), "exec"), found)
-    backend: type[Backend] = found["PreadBackend"]
+    backend: type[Backend] = found["PlainBackend"]
     return backend
 
 
@@ -78,10 +78,10 @@ def test_the_guides_backend_loads_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     tensors = {"a": torch.arange(3_000_000, dtype=torch.int32), "b": torch.ones(3)}
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file(tensors, path)
-    got = gdsload.load_file(path, backend="pread", cache="buffered")
+    got = gdsload.load_file(path, backend="plain", cache="buffered")
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
-    assert gdsload.last_report().backend == "pread"
-    assert "pread" in registry.names()
+    assert gdsload.last_report().backend == "plain"
+    assert "plain" in registry.names()
 
 
 # What is the posix backend's own.

@@ -69,8 +69,10 @@ def test_command_unknown_option_is_usage_error() -> None:
 def test_command_without_benchmarks_gives_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(measuring, "PACKAGE", "gdsload.benchmarks_of_nobody")
+    monkeypatch.setattr(measuring, "__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
     with pytest.raises(GdsloadError, match=r"install gdsload\[bench\] from a wheel"):
-        measuring._adopt(tmp_path)
+        measuring.program("cold")
 
 
 def test_model_option_writes_and_removes_checkpoint(tmp_path: Path) -> None:

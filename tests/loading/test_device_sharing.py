@@ -191,11 +191,11 @@ def test_fork_wipes_ring_in_child_and_leaves_it_in_parent(
         load = Load(backend, file)
         assert load.finish() == {}
         (only,) = staging_ring.rings()
-        assert any(ctypes.string_at(only.native.address, only.nbytes))
+        assert any(ctypes.string_at(only.address, only.nbytes))
         child = os.fork()
         if child == 0:
             os.close(held[1])
-            wiped = not any(ctypes.string_at(only.native.address, only.nbytes))
+            wiped = not any(ctypes.string_at(only.address, only.nbytes))
             os.write(first[1], b"1" if wiped else b"0")
             os.read(held[0], 1)  # until the parent has loaded again
             os._exit(0)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import gdsload
+from gdsload.backends import Progress
 from gdsload.backends.posix import backend
 from gdsload.errors import GdsloadError
 from gdsload.loading import session
@@ -260,7 +261,7 @@ def test_stopped_process_does_not_report_a_stall(
     def check(self: backend.PosixBackend, request: Any) -> Any:
         looks.append(1)
         if len(looks) == 1:
-            return backend.Progress([], [], False, 1e6)
+            return Progress([], [], False, 1e6)
         return real(self, request)
 
     monkeypatch.setattr(backend.PosixBackend, "check", check)

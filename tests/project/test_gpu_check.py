@@ -140,7 +140,7 @@ def test_gpu_check_unused_prefetch_is_a_failed_row(
 ) -> None:
     """The load did not take over its bytes, or they were read to host memory."""
     with monkeypatch.context() as patch:
-        patch.setattr(device_init.DeviceInit, "landing", lambda *_: "cuda:1")
+        patch.setattr(device_init.DeviceInit, "reached", lambda *_: "cuda:1")
         row = script.check_prefetch(tiny_checkpoint, "cuda:0")
     assert row["verdict"].startswith("FAILED: the load read "), row["verdict"]
 

@@ -69,7 +69,7 @@ class StagingRing(quiesce.Holder):
                 address = device.allocate(self.nbytes + _SLAB_ALIGN)
                 self._undo.append(lambda: device.release(address))
                 base = -(-address // _SLAB_ALIGN) * _SLAB_ALIGN
-                self.native = Ring(base, slot_bytes, count)
+                self.native, self.address = Ring(base, slot_bytes, count), base
                 if register is not None:
                     self._undo.append(register(base, self.nbytes))
         except (CudaFailure, MemoryError, OverflowError) as error:
@@ -93,7 +93,7 @@ class StagingRing(quiesce.Holder):
             # Pinning takes all of it at once; the kernel would kill a process without a warning.
             raise MemoryError(f"the host has {room:,} bytes available")
         region = Region.anonymous(self.nbytes)
-        self.native = Ring(region.address, slot_bytes, count)
+        self.native, self.address = Ring(region.address, slot_bytes, count), region.address
         node = gpu.facts(self.ordinal).node
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
@@ -104,7 +104,7 @@ class StagingRing(quiesce.Holder):
             # mapped, and still allocate pinned memory in the driver.
             address = device.allocate_host(self.nbytes)
             self._undo.append(lambda: device.release_host(address))
-            self.native = Ring(address, slot_bytes, count)
+            self.native, self.address = Ring(address, slot_bytes, count), address
             self.notes.append(f"its memory is the driver's, as ours cannot be pinned: {error}")
             return
         self._undo.append(lambda: region)  # keeps the mapping as long as the ring

@@ -65,7 +65,7 @@ def test_a_failed_range_goes_by_the_next_road(
     assert report.refusals["gds_mt/ranges"].startswith("2 failed, first ")
     assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
     assert why in report.refusals["gds_mt/ranges"]
-    assert "failed, and read again: gds_mt -> posix, 131,072 bytes" in report.summary()
+    assert "failover: gds_mt -> posix, 131,072 bytes" in report.summary()
     assert sum(report.paths.values()) == report.read_bytes
 
 
