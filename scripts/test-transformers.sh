@@ -23,6 +23,8 @@ for version in "$@"; do
     printf 'transformers %s\n' "$version"
     PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -p no:cacheprovider \
         -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
-        tests/integrations/test_*.py || failed="$failed $version"
+        --ignore tests/integrations/test_async_model.py \
+        --ignore tests/integrations/test_module_callbacks.py \
+        --ignore tests/integrations/test_prefetch_model.py tests/integrations || failed="$failed $version"
 done
 [ -z "$failed" ] || { printf 'failed:%s\n' "$failed" >&2; exit 1; }
