@@ -14,6 +14,7 @@ import pytest
 
 from gdsload._native import system
 from gdsload.memory import page_cache
+from storage import kept_warm
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -146,9 +147,10 @@ def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int
         os.preadv(foreign, [bytearray(1)], 0, os.RWF_NOWAIT)
     except OSError as error:
         pytest.skip(f"this filesystem does not read without waiting: {error.strerror}")
-    assert page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
-    assert page_cache.mostly_resident(foreign, 10 * PAGE + 17, 1)
-    assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
+    with kept_warm(Path(f"/proc/self/fd/{foreign}")):
+        assert page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
+        assert page_cache.mostly_resident(foreign, 10 * PAGE + 17, 1)
+        assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) == PAGES * PAGE
 
 
 AS_ANOTHER = """
