@@ -91,7 +91,7 @@ cdef struct Runner:
     int first
     int count
     Run runs[2]
-    int run                    # the one that reads are added to
+    int run                    # the current run: reads are added to it
     int begun                  # number of runs
     int best                   # the chosen way; -1: none yet
     int retry                  # runs between two tries

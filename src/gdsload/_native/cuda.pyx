@@ -1,7 +1,7 @@
 """The CUDA driver, opened at run time: devices, their memory, and blocking copies.
 
-`Cuda` finds the functions. `Device` owns a reference to a device's primary context, the one that
-torch uses. A call makes that context current only until it returns, so that the caller's current
+`Cuda` finds the functions. `Device` owns a reference to a device's primary context, which torch
+uses too. A call makes that context current only until it returns, so that the caller's current
 device never changes. Not responsible for asynchronous copies: stage.pyx.
 """
 

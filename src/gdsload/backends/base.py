@@ -153,8 +153,7 @@ class BackendStatus(NamedTuple):
     """The facts about a backend that the report shows.
 
     Attributes:
-        backend: The name of the backend that reads. A backend that stands for several names the
-            one that it has chosen.
+        backend: The name of the backend that reads. `auto` reports the name of its choice.
         engine: The engine that it reads with, or "".
         choice: How it was chosen, if that was not the loader's decision, or "".
         refusals: Backends, engines and features that are not used, each with the reason.

@@ -81,7 +81,7 @@ def misfit(backend: Any) -> str:
 
 
 def built_in(name: str) -> type[Backend]:
-    """One of the library's own backends, or the one that was registered in its place."""
+    """A built-in backend, or its replacement if one was registered under the same name."""
     if name in _registered:
         return _registered[name]
     module, _, attribute = BUILT_IN[name].partition(":")

@@ -79,10 +79,10 @@ class Checkpoint:
             revision: For a hub id: a branch, a tag or a commit; "main" if None.
             subfolder: A directory inside `source`.
             variant: For example "fp16", for model.fp16.safetensors.
-            cache_dir: The hub cache, if not the one that HF_HUB_CACHE or HF_HOME name.
+            cache_dir: The hub cache. None: as HF_HUB_CACHE or HF_HOME say.
             strict: Whether to raise an error if the index names a tensor that its shard does not
                 have, or if two shards have the same tensor. With False such entries of the index
-                are ignored, and of two shards the one that the index names (else the last) counts.
+                are ignored, and of two shards the shard in the index (else the last) counts.
                 Tensors that are not in the index are loaded in both cases, as by transformers.
             header_limit: The largest size of a header and of the index in bytes.
 

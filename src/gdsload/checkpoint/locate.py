@@ -60,7 +60,7 @@ def locate(
         revision: For a hub id: a branch, a tag or a commit; "main" if None.
         subfolder: A directory inside `source`.
         variant: For example "fp16", for model.fp16.safetensors.
-        cache_dir: The hub cache, if not the one that the environment names.
+        cache_dir: The hub cache. None: as the environment says.
         limit: The largest size of an index in bytes.
 
     Raises:

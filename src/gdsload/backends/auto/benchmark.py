@@ -1,7 +1,7 @@
 """The benchmark of `auto`: which candidate reads fastest from this storage to this device.
 
     nothing cached ─► each candidate reads SAMPLE_BYTES of the load in turn ─► the fastest is cached
-    cached ─────────► the one that needs the least time for this load, without measuring
+    cached ─────────► the fastest for a load of this size, without measuring
 
 This is arithmetic on top of the tuning cache. Not responsible for reading: `auto` posts the
 samples.
