@@ -25,8 +25,8 @@ STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # An -O in CFLAGS is the caller's choice; a later -O would override it.
 OPTIMIZE = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]
 COMPILE = [*OPTIMIZE, "-fvisibility=hidden", "-Wall", "-pthread"]
-# -lrt and -ldl are empty since glibc 2.34 and needed before it.
-LINK = ["-pthread", "-lrt", "-ldl"]
+# -ldl is empty since glibc 2.34 and needed before it.
+LINK = ["-pthread", "-ldl"]
 
 # The functions that uring.pyx needs. An older liburing counts as missing.
 LIBURING_PROBE = """

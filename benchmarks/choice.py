@@ -26,7 +26,7 @@ ARMS = (
     "bare:pages=huge,memory=backed", "pinned", "fio",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
-ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads", "aio"))
+ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
 IN_PLACE = "bounce=never"  # as every other loader reads into host memory
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Their fastest settings if cuFile has no native path.

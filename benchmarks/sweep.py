@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gdsload.backends import find
+from gdsload.backends.posix.engines import ENGINES
 from gdsload.errors import BackendUnavailable
 
 from . import records, tables, values
@@ -28,7 +29,6 @@ from .published import BLOCKS, NIXL_BENCH
 from .records import Refused
 from .truth import PAGE_BYTES, TOLERANCE, Device, Truth
 
-ENGINES = ("uring", "linuxaio", "aio", "threads")
 MOST_MEMORY = 1 << 30
 HEAD = (
     "block size B", "batch size", "GB/s", "avg lat us", "avg prep us", "p99 prep us",

@@ -128,9 +128,10 @@ def test_settings_that_are_no_whole_number(value: object) -> None:
         PosixBackend(ring_bytes=value)
 
 
-def test_an_engine_of_no_such_name() -> None:
-    with pytest.raises(gdsload.BackendUnavailable, match="uring, linuxaio"):
-        PosixBackend(engine="warp")
+@pytest.mark.parametrize("engine", ["warp", "aio"])
+def test_unknown_engine_is_refused_and_the_others_are_named(engine: str) -> None:
+    with pytest.raises(gdsload.BackendUnavailable, match="there are uring, linuxaio, threads"):
+        PosixBackend(engine=engine)
 
 
 def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_engines_arms_have_only_applicable_settings() -> None:
     assert list(engines.grid(options)) == [
         *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth},populate_threads=2,"
           "huge_pages=auto"
-          for engine in ("uring", "linuxaio", "threads", "aio") for depth in (4, 8)),
+          for engine in ("uring", "linuxaio", "threads") for depth in (4, 8)),
         *(f"gdsload:backend=gds,request_bytes=1048576,depth={depth}" for depth in (4, 8)),
         *(f"gdsload:backend=gds_mt,request_bytes=1048576,threads={count}" for count in (4, 8)),
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def test_engines_table_has_each_combination(tiny_checkpoint: Path, tmp_path: Pat
 
 
 def test_engines_partly_failed_backend_names_missing_combinations() -> None:
-    made, missing = (f"gdsload:engine=aio,request_bytes=4096,depth={depth}" for depth in (1, 2))
+    made, missing = (f"gdsload:engine=uring,request_bytes=4096,depth={depth}" for depth in (1, 2))
     parse = measuring.program("arms").parse
     result = {"arms": [parse(made)._asdict()],
               "left_out": {missing: "why", "gdsload:backend=gds,depth=1": "no"}}  # fmt: skip
@@ -82,14 +82,14 @@ def test_engines_unusable_backend_is_left_out_with_reason(
     options = cold.arguments([str(tiny_checkpoint)])
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     there = {arm.label for arm in arms}
-    for engine in ("uring", "linuxaio", "threads", "aio"):
+    for engine in ("uring", "linuxaio", "threads"):
         assert f"gdsload:engine={engine}" in there
     for backend in ("gds", "gds_mt"):
         assert left_out[f"gdsload:backend={backend}"] == "it reaches CUDA devices, not cpu"
     options.warm = True
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)
     assert "gdsload" in {arm.label for arm in arms}
-    for engine in ("uring", "linuxaio", "threads", "aio"):
+    for engine in ("uring", "linuxaio", "threads"):
         assert "are mapped: no engine reads" in left_out[f"gdsload:engine={engine}"]
     options.device = "cuda:0"  # what cuFile can do there is asked in the arm's own process
     arms, left_out = choice.chosen(options, tiny_checkpoint, 1 << 40)

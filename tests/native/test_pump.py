@@ -250,7 +250,7 @@ def test_read_outside_its_region_raises(fd: int, pump: Pump, op: tuple[int, ...]
     pump.close(1.0)
 
 
-@pytest.mark.parametrize("engine", ["uring", "linuxaio", "threads", "aio"])
+@pytest.mark.parametrize("engine", engines.ENGINES)
 def test_file_without_a_slot_is_read_by_its_own_descriptor(
     path: Path, fd: int, engine: str
 ) -> None:

@@ -46,11 +46,11 @@ class StagingPipeline:
         ring: StagingRing,
         engine: object,
         depth: int,
+        kind: object,
         *,
         register: bool = False,
         files: Files | None = None,
         explain: Callable[[int], str] | None = None,
-        kind: object = None,
     ) -> None:
         """Opens the engine and starts the pump.
 
@@ -59,10 +59,10 @@ class StagingPipeline:
             ring: The ring to read into.
             engine: The capsule of the engine that reads.
             depth: Reads in flight.
+            kind: A later load may use a pipeline of an equal kind again.
             register: Whether to register the ring with the engine.
             files: The handles of cuFile, for its engines.
             explain: Returns the meaning of an error code of the engine, or "".
-            kind: A later load may use a pipeline of an equal kind again; None: never.
 
         Raises:
             OSError: The engine does not open.
@@ -105,7 +105,7 @@ class StagingPipeline:
         Returns:
             The result of `close`, or True.
         """
-        if self.kind is None or self._requests or not self._sound:
+        if self._requests or not self._sound:
             return self.close()
         self.ring.park(self.kind, self)
         return True
@@ -149,7 +149,7 @@ class StagedRequest(PumpedRequest):
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
         # cuFile needs slots for its own handles.
-        by_slot = pipeline.kind is None or pipeline.files is not None
+        by_slot = pipeline.files is not None
         targets = [(self._addresses.base + start, None, -1) for start in starts]
         super().__init__(pipeline.name, pipeline.pump, transfers, files, targets, by_slot=by_slot)
 

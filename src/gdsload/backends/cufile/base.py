@@ -151,9 +151,9 @@ class CuFileBackend(PumpBackend):
                         ring,
                         self._new_engine(),
                         depth,
+                        kind,
                         files=handles,
                         explain=library.explain,
-                        kind=kind,
                     )
                 except OSError as error:
                     why = library.explain(error.errno or 0) or str(error.strerror)

@@ -1,4 +1,4 @@
-"""The posix backend: reads by io_uring, Linux AIO, threads or POSIX AIO."""
+"""The posix backend: reads by io_uring, Linux AIO or threads."""
 
 from gdsload.backends.posix.backend import PosixBackend
 

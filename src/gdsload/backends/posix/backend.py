@@ -1,4 +1,4 @@
-"""The ``posix`` backend: reads through the kernel, by one of four engines.
+"""The ``posix`` backend: reads through the kernel, by one of three engines.
 
 Reads into DRAM go to the memory itself or through bounce buffers, reads into VRAM through a pinned
 staging ring. If an engine does not work here (see `engines`), the next one is used and the report

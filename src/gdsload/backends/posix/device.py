@@ -12,9 +12,6 @@ from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu
 
-# Engines that know a file by its descriptor alone, so that another load can use their pipeline.
-_REUSABLE = frozenset({"uring", "linuxaio", "threads"})
-
 
 def why_not(device: str) -> str:
     """Why the backend cannot read into this device, or ""."""
@@ -40,7 +37,7 @@ def open_pipeline(
         PlacementError: There is no room for the ring.
     """
     fixed = settings["fixed_buffers"] != "never"
-    kind = ("posix", engine, settings["depth"], fixed) if engine in _REUSABLE else None
+    kind = ("posix", engine, settings["depth"], fixed)
     slot_bytes, ring_bytes = settings["request_bytes"], settings["ring_bytes"]
     # Twice the depth: the device copies from half of the slots while the others are read to.
     depth = 2 * settings["depth"]
@@ -51,7 +48,7 @@ def open_pipeline(
         if isinstance(parked, StagingPipeline):
             return parked
         try:
-            return StagingPipeline("posix", ring, capsule, depth, register=fixed, kind=kind)
+            return StagingPipeline("posix", ring, capsule, depth, kind, register=fixed)
         except OSError as error:
             why = str(error.strerror)
             raise BackendUnavailable(

@@ -21,14 +21,13 @@ from gdsload.backends.base import Support
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 
 # The order in which `auto` tries them (benchmarks/engines.py).
-ENGINES = ("uring", "linuxaio", "threads", "aio")
-_MODULES = {"uring": "uring", "linuxaio": "linuxaio", "aio": "posixaio", "threads": "threads"}
+ENGINES = ("uring", "linuxaio", "threads")
 _DRAIN_SECONDS = 0.15
 
 
 def engine_module(engine: str) -> Any:
     """The native module of an engine. Raises ImportError where this build has none."""
-    return importlib.import_module(f"gdsload._native.{_MODULES[engine]}")
+    return importlib.import_module(f"gdsload._native.{engine}")
 
 
 _tried: dict[tuple[str, int], Support] = {}
@@ -75,7 +74,7 @@ def try_engine(engine: str) -> Support:
 
 def _try_engine(engine: str) -> tuple[Support, int]:
     """The answer, and the errno of the refusal or 0."""
-    if engine not in _MODULES:
+    if engine not in ENGINES:
         return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",)), 0
     try:
         module = engine_module(engine)
