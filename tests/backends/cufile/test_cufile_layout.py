@@ -7,15 +7,17 @@ environment, and any below the folders named in GDSLOAD_CUFILE_HEADERS (separate
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gdsload._native import cufilelayout
 from gpudoubles import compiler
 
 # What cufile.h wants of CUDA: two names.
@@ -131,8 +133,29 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split() for line in out.splitlines())}
 
 
-def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path) -> None:
-    ours = cufilelayout.layout()
+@pytest.fixture(scope="module")
+def declared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The module `layout.pyx`, compiled against the declarations of the native modules."""
+    main = pytest.importorskip("Cython.Compiler.Main")
+    folder = tmp_path_factory.mktemp("layout")
+    source, built = folder / "layout.c", folder / "layout.so"
+    native = Path(__file__).parents[3] / "src"
+    settings = {"include_path": [str(native)], "output_file": str(source)}
+    assert not main.compile(str(Path(__file__).with_name("layout.pyx")), **settings).num_errors
+    folders = [f"-I{sysconfig.get_path('include')}", f"-I{native / 'gdsload/_native'}"]
+    command = [compiler(), "-shared", "-fPIC", "-w", "-pthread", *folders, str(source)]
+    command += ["-o", str(built)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    spec = importlib.util.spec_from_file_location("layout", built)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path, declared: Any) -> None:
+    ours = declared.layout()
     lines = [
         f'SAY("{name}", offsetof({name.partition(".")[0]}, {name.partition(".")[2]}));'
         if "." in name
@@ -165,11 +188,11 @@ def test_numbers_are_ours(header: Path, tmp_path: Path) -> None:
     assert ask(header, tmp_path, "int main() {" + "\n".join(lines) + "}") == wanted
 
 
-def test_statistics_are_read_where_they_are(header: Path, tmp_path: Path) -> None:
+def test_statistics_are_read_where_they_are(header: Path, tmp_path: Path, declared: Any) -> None:
     if "CUfileStatsLevel3" not in header.read_text():
         pytest.skip(f"cuFile {name_of(header)} has no statistics: they came with 1.15")
     version = 1190 if "readv_ops" in header.read_text() else 1150
-    ours = cufilelayout.statistics_layout(version)
+    ours = declared.statistics_layout(version)
     room = ours.pop("room")
     lines = ['SAY("all", sizeof(CUfileStatsLevel3_t));']
     for name in ours:

@@ -1,5 +1,6 @@
-"""Sizes and offsets of the structs shared with libcufile, as compiled, for tests that compare them
-with its headers.
+# cython: language_level=3
+"""Sizes and offsets of the structs shared with libcufile, as the native modules declare them. The
+test compiles it.
 """
 
 from gdsload._native.cufile cimport (
