@@ -12,7 +12,7 @@ import pytest
 
 import gpudoubles
 from contract import bytes_of
-from gdsload._native.block import Block
+from gdsload._native.cuda import Block
 from gdsload.backends import Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
 from gdsload.memory import staging_ring

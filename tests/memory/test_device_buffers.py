@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import gpudoubles
-from gdsload._native.block import Block
-from gdsload._native.cuda import CudaFailure
+from gdsload._native.cuda import Block, CudaFailure
 from gdsload.memory import device_buffers
 from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu

@@ -18,7 +18,7 @@ import gdsload
 import gpudoubles
 from devicetensors import device_tensor
 from gdsload import api
-from gdsload._native.block import Block
+from gdsload._native.cuda import Block
 from gdsload.loading import device_batch
 from gdsload.readahead import device_init
 from gdsload.system import gpu

@@ -553,8 +553,7 @@ def test_it_needs_no_torch_and_ends_with_its_process(source: Path) -> None:
 
 AT_THE_END = """
 import atexit, ctypes, sys
-from gdsload._native.block import Block
-from gdsload._native.cuda import Cuda, Device
+from gdsload._native.cuda import Block, Cuda, Device
 double = ctypes.CDLL(sys.argv[1])
 def frees():
     values = (ctypes.c_int64 * 10)()
@@ -566,7 +565,7 @@ del made[0]
 assert frees() == 0
 del held
 assert frees() == 1
-import gdsload._native.block as last
+import gdsload._native.cuda as last
 last.end()
 made.clear()
 assert frees() == 1

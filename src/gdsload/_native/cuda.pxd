@@ -21,7 +21,6 @@ cdef struct CudaApi:
     int (*device_count)(int *count) noexcept nogil
     int (*device_get)(int *device, int ordinal) noexcept nogil
     int (*device_name)(char *name, int length, int device) noexcept nogil
-    int (*device_attribute)(int *value, int attribute, int device) noexcept nogil
     int (*device_memory)(size_t *nbytes, int device) noexcept nogil
     int (*device_bus)(char *bus, int length, int device) noexcept nogil
     int (*primary_retain)(void **context, int device) noexcept nogil
@@ -37,7 +36,6 @@ cdef struct CudaApi:
     int (*host_unregister)(void *address) noexcept nogil
     int (*host_allocate)(void **address, size_t nbytes, unsigned int flags) noexcept nogil
     int (*host_release)(void *address) noexcept nogil
-    int (*copy)(uint64_t to, uint64_t source, size_t nbytes) noexcept nogil
     int (*copy_async)(uint64_t to, uint64_t source, size_t nbytes, void *stream) noexcept nogil
     int (*stream_create)(void **stream, unsigned int flags) noexcept nogil
     int (*stream_destroy)(void *stream) noexcept nogil

@@ -1,37 +1,36 @@
-"""The CUDA driver, opened at run time: devices, their memory, and blocking copies.
+"""The CUDA driver, opened at run time: devices, their memory, and tensors that view it.
 
 `Cuda` finds the functions. `Device` owns a reference to a device's primary context, which torch
 uses too. A call makes that context current only until it returns, so that the caller's current
-device never changes. Not responsible for asynchronous copies: stage.pyx.
+device never changes. A `Block` is one allocation: the tensors of `Block.view` share its ownership,
+and the last owner frees it, on any thread and without the GIL. Not responsible for copies:
+stage.pyx.
 """
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport uint64_t, uintptr_t
-from libc.stdlib cimport calloc
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from posix.unistd cimport getpid
 
 import os
 
+from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
-    CU_MEMHOSTALLOC_PORTABLE,
-    CU_MEMHOSTREGISTER_PORTABLE,
-    CU_STREAM_CAPTURE_STATUS_ACTIVE,
-    CUDA_SUCCESS,
-    CudaApi,
-    enter_context,
-    leave_context,
+    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_STATUS_ACTIVE,
+    CUDA_SUCCESS, CudaApi, enter_context, leave_context,
 )
+from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, View, new_view
 from gdsload._native.dynamic cimport fill_table, open_library
 
 # In the order of CudaApi.
 _SYMBOLS = (
     "cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName",
-    "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
+    "cuDeviceTotalMem_v2", "cuDeviceGetPCIBusId",
     "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
     "cuMemGetInfo_v2", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostRegister_v2",
-    "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpy", "cuMemcpyAsync",
+    "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyAsync",
     "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
     "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
     "cuGetErrorName", "cuGetErrorString",
@@ -86,17 +85,12 @@ cdef class Cuda:
         cdef const char *text = NULL
         if code == CUDA_SUCCESS:
             return
-        message = self.describe(code)
+        message = f"CUDA error {code}"
+        if self.api.error_name(code, &text) == CUDA_SUCCESS and text != NULL:
+            message = text.decode(errors="replace")
         if self.api.error_text(code, &text) == CUDA_SUCCESS and text != NULL:
             message += f", {text.decode(errors='replace')}"
         raise CudaFailure(call, code, message)
-
-    def describe(self, int code):
-        """The driver's name for one of its codes."""
-        cdef const char *text = NULL
-        if self.api.error_name(code, &text) == CUDA_SUCCESS and text != NULL:
-            return text.decode(errors="replace")
-        return f"CUDA error {code}"
 
     @property
     def version(self):
@@ -134,13 +128,16 @@ cdef class Device:
             self.context = NULL
         cuda.require("cuDevicePrimaryCtxRetain", code)
 
-    cdef int enter(self) except -1:
-        """Makes its context current. Returns the argument for `leave`."""
-        cdef int mode = 0
+    cdef own(self):
         if self.context == NULL:
             raise RuntimeError(f"device {self.ordinal} is closed")
         if self.cuda.pid != getpid():
             raise RuntimeError("CUDA was started before this process was forked from its parent")
+
+    cdef int enter(self) except -1:
+        """Makes its context current. Returns the argument for `leave`."""
+        cdef int mode = 0
+        self.own()
         self.cuda.require(
             "cuCtxPushCurrent", enter_context(self.cuda.api, self.context, &mode)
         )
@@ -179,15 +176,6 @@ cdef class Device:
         cdef size_t nbytes = 0
         self.cuda.require("cuDeviceTotalMem", self.cuda.api.device_memory(&nbytes, self.handle))
         return nbytes
-
-    def attribute(self, int number):
-        """One of CUdevice_attribute."""
-        cdef int value = 0
-        self.cuda.require(
-            "cuDeviceGetAttribute",
-            self.cuda.api.device_attribute(&value, number, self.handle),
-        )
-        return value
 
     def memory(self):
         """(free bytes, total bytes) of device memory, now."""
@@ -254,14 +242,6 @@ cdef class Device:
             code = self.cuda.api.host_release(<void *><uintptr_t>address)
         self.leave("cuMemFreeHost", code, mode)
 
-    def copy(self, uint64_t to, uint64_t source, size_t nbytes):
-        """Copies between any two addresses that CUDA knows, and returns when it is done."""
-        cdef int code, mode
-        mode = self.enter()
-        with nogil:
-            code = self.cuda.api.copy(to, source, nbytes)
-        self.leave("cuMemcpy", code, mode)
-
     def range_of(self, uint64_t address):
         """(first address, bytes) of the allocation that contains an address; (address, 0) if the
         driver does not know it."""
@@ -300,3 +280,108 @@ cdef class Device:
         # In C: at the end of the process the modules are gone before their objects.
         if self.context != NULL and self.cuda is not None and self.cuda.pid == getpid():
             self.cuda.api.primary_release(self.handle)
+
+
+# --- blocks: device memory that tensors view ----------------------------------------------------
+
+cdef struct CBlock:
+    CudaApi *cuda
+    void *context       # a reference to the primary context: outlives the memory
+    int device
+    int pid
+    uint64_t address    # 0: nothing is allocated
+    int64_t references  # the Python object and each tensor
+
+# Set when the process ends. The driver then shuts down in an undefined order and frees all memory
+# itself; a call into it could crash.
+cdef int64_t exiting = 0
+
+
+def end():
+    """Stops freeing blocks, because the process ends."""
+    gds_store(&exiting, 1)
+
+
+cdef void release_block(CBlock *block) noexcept nogil:
+    cdef int mode
+    if gds_add(&block.references, -1) > 0:
+        return
+    # After a fork the driver and its memory belong to the parent.
+    if block.context != NULL and block.pid == getpid() and not gds_load(&exiting):
+        if block.address and enter_context(block.cuda, block.context, &mode) == CUDA_SUCCESS:
+            # The device may still work on the last tensor. cuMemFree waits for that work; torch's
+            # allocator relies on it, too. Waiting for the whole device instead would break a CUDA
+            # graph that is being captured.
+            block.cuda.release(block.address)
+            leave_context(block.cuda, mode)
+        block.cuda.primary_release(block.device)
+    free(block)
+
+
+cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
+    cdef View *view = <View *>managed.manager_ctx
+    release_block(<CBlock *>view.owner)
+    free(view)
+
+
+@cython.final
+cdef class Block:
+    """One allocation. It lives until this object and its last tensor are gone."""
+
+    cdef CBlock *block
+    cdef readonly uint64_t address
+    cdef readonly uint64_t length
+    cdef readonly int ordinal
+
+    def __cinit__(self, Device device, uint64_t length):
+        """``length`` bytes on a device, aligned to 256 bytes at least.
+
+        Raises CudaFailure if the device is out of memory, RuntimeError after a fork.
+        """
+        cdef int code
+        cdef CBlock *made
+        if length == 0:
+            raise ValueError("a block of no bytes cannot be")
+        device.own()
+        made = <CBlock *>calloc(1, sizeof(CBlock))
+        if made == NULL:
+            raise MemoryError("no memory to track a block")
+        self.block = made
+        self.length, self.ordinal = length, device.ordinal
+        made.cuda, made.device = device.cuda.api, device.handle
+        made.pid = getpid()
+        made.references = 1
+        with nogil:
+            code = made.cuda.primary_retain(&made.context, made.device)
+        if code != CUDA_SUCCESS:
+            made.context = NULL
+        device.cuda.require("cuDevicePrimaryCtxRetain", code)
+        self.address = made.address = device.allocate(length)
+
+    def __dealloc__(self):
+        cdef CBlock *block = self.block
+        if block != NULL:
+            # Freeing waits for the device: without the GIL.
+            with nogil:
+                release_block(block)
+
+    @property
+    def references(self):
+        """Number of owners: this object and its tensors."""
+        return gds_load(&self.block.references)
+
+    def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):
+        """A DLPack capsule over ``nbytes`` bytes at ``offset``: a tensor of the device.
+
+        ``code`` and ``bits`` are DLPack's, as for `gdsload._native.memory.Region.view`.
+        """
+        if offset > self.length or nbytes > self.length - offset:
+            raise ValueError(
+                f"a view of {nbytes} bytes at {offset} leaves a block of {self.length}"
+            )
+        view = new_view(
+            self.block, delete_view, DL_CUDA, self.ordinal, self.address + offset, nbytes,
+            shape, code, bits,
+        )
+        gds_add(&self.block.references, 1)
+        return view

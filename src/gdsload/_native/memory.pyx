@@ -9,7 +9,7 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from posix.mman cimport (
     MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE,
     MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
@@ -19,7 +19,7 @@ from posix.unistd cimport getpid
 import os
 
 from gdsload._native.atomics cimport gds_add, gds_load
-from gdsload._native.dlpack cimport DLManagedTensor, describe, drop_capsule
+from gdsload._native.dlpack cimport DL_CPU, DLManagedTensor, View, new_view
 from gdsload._native.pages cimport page_ceil, page_floor
 from gdsload._native.pthreads cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -30,24 +30,20 @@ cdef enum:
     # than it frees.
     GIVE_BACK_BYTES = 65536
 
-cdef struct View:
-    DLManagedTensor managed
-    CRegion *region
-    uint64_t nbytes
-
 
 cdef void delete_view(DLManagedTensor *managed) noexcept nogil:
     cdef View *view = <View *>managed.manager_ctx
+    cdef CRegion *region = <CRegion *>view.owner
     cdef uintptr_t first = <uintptr_t>managed.dl_tensor.data
     cdef uintptr_t end = first + view.nbytes
-    if view.region.anonymous and view.region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
+    if region.anonymous and region.pool == NULL and view.nbytes >= GIVE_BACK_BYTES:
         # Only whole pages: neighbours share the edges, and the kernel rounds the length up to its
         # page size.
         first = page_ceil(first)
         end = page_floor(end)
         if end > first:
             madvise(<void *>first, end - first, MADV_DONTNEED)
-    release_region(view.region)
+    release_region(region)
     free(view)
 
 
@@ -197,24 +193,13 @@ cdef class Region:
         ``code`` and ``bits`` are DLPack's (0 int, 1 uint, 2 float, 4 bfloat, 5 complex, 6 bool).
         There must not be two views of the same bytes: the first to be freed gives the pages back.
         """
-        cdef View *view
         self.require(offset, nbytes)
-        view = <View *>malloc(sizeof(View) + len(shape) * sizeof(int64_t))
-        if view == NULL:
-            raise MemoryError("no memory for a view")
-        try:
-            describe(
-                &view.managed, self.region.base + offset, <int64_t *>(view + 1), shape, code, bits
-            )
-        except BaseException:
-            free(view)
-            raise
-        view.region = self.region
-        view.nbytes = nbytes
-        view.managed.manager_ctx = view
-        view.managed.deleter = delete_view
+        view = new_view(
+            self.region, delete_view, DL_CPU, 0, <uint64_t>self.region.base + offset, nbytes,
+            shape, code, bits,
+        )
         retain_region(self.region)
-        return PyCapsule_New(view, b"dltensor", drop_capsule)
+        return view
 
     def read(self, uint64_t offset, uint64_t nbytes):
         """A copy of some bytes, for callers without torch."""

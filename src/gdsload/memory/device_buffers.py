@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from gdsload._native.block import Block
-from gdsload._native.cuda import CudaFailure
+from gdsload._native.cuda import Block, CudaFailure
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.grouping import grouped as grouped_by_size

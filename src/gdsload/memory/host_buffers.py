@@ -22,7 +22,7 @@ from gdsload.system.gc_control import collector_paused
 if TYPE_CHECKING:
     import torch
 
-    from gdsload._native.block import Block
+    from gdsload._native.cuda import Block
 
 # Threads that populate pages before reads. More of them only wait for the locks of the address
 # space.

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from gdsload._native import block
+from gdsload._native import cuda as native
 from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.system import lifecycle, shared_libraries
@@ -30,7 +30,7 @@ class Gpu(NamedTuple):
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _cuda: list[Cuda] = []
 _devices: dict[int, Device] = {}
-lifecycle.at_exit(lifecycle.CUDA, block.end)
+lifecycle.at_exit(lifecycle.CUDA, native.end)
 
 
 def ordinal_of(device: str) -> int:
