@@ -181,7 +181,8 @@ def test_several_devices_side_by_side(
     assert tinymodels.differences(stock, ours) == []
     for name, parameter in ours.named_parameters():
         assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
-    assert sorted(made.ordinal for made in staging_ring.rings()) == [0, 1]
+    rings = [0, 1] if backend == "posix" else []
+    assert sorted(made.ordinal for made in staging_ring.rings()) == rings
     assert sum(report.paths.values()) > 0
 
 
@@ -190,12 +191,11 @@ def test_what_leads_to_devices_alone(qwen: Path, doubles: Doubles) -> None:
         loaded(qwen, "gds_mt")
 
 
-@pytest.mark.parametrize("backend", ROADS)
-def test_nothing_is_registered_twice(
-    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Whichever way a load takes: the ring, the road and what they registered are there."""
+def test_nothing_is_pinned_twice(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next load of any kind finds the rings and their pipelines."""
+    backend = "posix"
     live(spread)
     opened: list[str] = []
     for kind in (staging_ring.StagingRing, staging.StagingPipeline):
@@ -208,7 +208,7 @@ def test_nothing_is_registered_twice(
         monkeypatch.setattr(kind, "__init__", noted)
     loaded(qwen, backend)
     assert sorted(opened) == ["StagingPipeline", "StagingPipeline", "StagingRing", "StagingRing"]
-    pins, buffers = doubles.cuda_log["pins"], doubles.cufile_log["buffers"]
+    pins = doubles.cuda_log["pins"]
     loaded(qwen, backend)
     how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
     gdsload.load_file(qwen, "cuda:1", **how)
@@ -216,7 +216,7 @@ def test_nothing_is_registered_twice(
     with gdsload.safe_open(qwen, device="cuda:0", **how) as opened_file:
         opened_file.get_tensor("model.norm.weight")
     assert len(opened) == 4
-    assert (pins, buffers) == (doubles.cuda_log["pins"], doubles.cufile_log["buffers"])
+    assert pins == doubles.cuda_log["pins"]
 
 
 @pytest.mark.parametrize("backend", ROADS)
@@ -241,7 +241,7 @@ def test_host_memory_is_the_ring(
     with gdsload.safe_open(qwen, device="cuda:0", **how) as opened:
         opened.get_tensors()
         _ = opened.get_slice("model.embed_tokens.weight")[3:5]
-    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
+    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20] * (backend == "posix")
 
 
 def test_a_device_that_is_too_full(
@@ -261,9 +261,9 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
     doubles.fault("cuFileRead", ERRNO, 5, skip=2, times=-1)
     with pytest.raises(ReadError, match=r"model-0000\d"):
         loaded(qwen, "gds_mt")
-    assert [made._parked for made in staging_ring.rings()] == [[]]
+    assert staging_ring.rings() == []
     assert loaded(qwen, "posix") is not None
-    assert len(staging_ring.rings()) == 2
+    assert len(staging_ring.rings()) == 1
     gc.collect()
     staging_ring.release_rings()
     assert doubles.cuda_log["used"] == before

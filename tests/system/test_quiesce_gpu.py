@@ -38,8 +38,9 @@ def test_nothing_is_left_and_the_next_load_opens_it_again(
     before = doubles.cuda_log
     for round_ in range(2):
         got = gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
-        assert staging_ring.rings()
-        if backend != "posix":
+        if backend == "posix":
+            assert staging_ring.rings()
+        else:
             assert held(doubles)["open"] == 1
             assert doubles.cufile_log["opens"] == round_ + 1
         del got
@@ -104,4 +105,4 @@ def test_a_ring_that_is_read_through_stays(doubles: Doubles) -> None:
         ):
             second.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
         assert staging_ring.rings() == [only]
-    assert staging_ring.release_rings() == 1 << 20
+    assert staging_ring.rings() == []

@@ -46,11 +46,11 @@ class StagingPipeline:
         ring: StagingRing,
         engine: object,
         depth: int,
-        kind: object,
         *,
         register: bool = False,
         files: Files | None = None,
         explain: Callable[[int], str] | None = None,
+        kind: object = None,
     ) -> None:
         """Opens the engine and starts the pump.
 
@@ -59,10 +59,10 @@ class StagingPipeline:
             ring: The ring to read into.
             engine: The capsule of the engine that reads.
             depth: Reads in flight.
-            kind: A later load may use a pipeline of an equal kind again.
             register: Whether to register the ring with the engine.
             files: The handles of cuFile, for its engines.
             explain: Returns the meaning of an error code of the engine, or "".
+            kind: A later load may use a pipeline of an equal kind again; None: never.
 
         Raises:
             OSError: The engine does not open.
@@ -105,8 +105,10 @@ class StagingPipeline:
         Returns:
             The result of `close`, or True.
         """
-        if self._requests or not self._sound:
-            return self.close()
+        if self.kind is None or self._requests or not self._sound:
+            ended = self.close()
+            self.ring.give_back()
+            return ended
         self.ring.park(self.kind, self)
         return True
 

@@ -4,10 +4,10 @@ through.
     file ──► slot of the ring ──► copy ──► device buffer
                  ▲── free again ──┘
 
-A ring of DRAM is pinned and on the NUMA node of its device; a ring of VRAM is registered with
-cuFile. Native code lends the slots to reads. Staging pipelines that no load uses are parked at
-their ring, with everything they have registered. Not responsible for reading and copying
-(`gdsload.backends.staging`).
+A ring of DRAM is pinned and on the NUMA node of its device. It stays for the next load, and staging
+pipelines that no load uses are parked at it, with everything they have registered. A ring of VRAM
+is registered with cuFile and freed when the last load that uses it ends. Native code lends the
+slots to reads. Not responsible for reading and copying (`gdsload.backends.staging`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.cuda import CudaFailure
+from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
 from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
@@ -73,7 +74,7 @@ class StagingRing(quiesce.Holder):
                 if register is not None:
                     self._undo.append(register(base, self.nbytes))
         except (CudaFailure, MemoryError, OverflowError) as error:
-            self._free()
+            self.free()
             raise PlacementError(
                 f"no staging ring of {self.nbytes:,} bytes of {kind.upper()} for cuda:{ordinal}:"
                 f" {error}; ring_bytes makes it smaller"
@@ -82,7 +83,7 @@ class StagingRing(quiesce.Holder):
             self._undo.clear()  # the call goes on, and may still use the memory
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error}") from error
         except BaseException:
-            self._free()
+            self.free()
             raise
         quiesce.register(self, quiesce.RING)
 
@@ -131,6 +132,13 @@ class StagingRing(quiesce.Holder):
                     return pipeline
         return None
 
+    def give_back(self) -> None:
+        """Frees a ring of VRAM that no load uses: serving engines give the free memory of a device
+        to their caches as soon as a model is loaded. If the device refuses, the memory stays."""
+        if self.kind == VRAM:
+            with suppress(CudaFailure, CuFileFailure):
+                release_rings(VRAM, self.ordinal)
+
     def give_up(self) -> None:
         """Marks the ring unusable: its memory stays, since a lost read may still write to it. The
         parked pipelines are closed."""
@@ -159,16 +167,21 @@ class StagingRing(quiesce.Holder):
             False if a pipeline is in use and nothing was done, or if a slot is still lent and the
             memory was kept.
         """
+        retired = self.retire()
+        if retired:
+            self.free()
+        return retired
+
+    def retire(self) -> bool:
+        """Closes the parked pipelines and takes the slots out of use. False, as for `close`."""
         with self._lock:
             if self.pid != os.getpid() or self.users or self.visitors:
                 return False
         self._close_parked()
-        if not self.native.retire():
-            return False
-        self._free()
-        return True
+        return self.native.retire()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Frees the memory of a retired ring."""
         try:
             while self._undo:
                 self._undo.pop()()
@@ -236,6 +249,7 @@ def ring_for(
     finally:
         with ring._lock:
             ring.visitors -= 1
+        ring.give_back()  # the caller may have opened nothing
 
 
 def _refuse_at_exit() -> None:
@@ -286,9 +300,11 @@ def release_rings(kind: str = "", ordinal: int = -1) -> int:
     for key, place in _places.copy().items():
         if kind in ("", key[0]) and ordinal in (-1, key[1]):
             with place.lock:
-                if place.ring is not None and place.ring.close():
-                    freed += place.ring.nbytes
-                    place.ring = None
+                ring = place.ring
+                if ring is not None and ring.retire():
+                    place.ring = None  # also if the device refuses to free it
+                    ring.free()
+                    freed += ring.nbytes
     return freed
 
 

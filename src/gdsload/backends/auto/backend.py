@@ -207,8 +207,6 @@ class AutoBackend(Backend):
         for candidate in self._candidates:
             if candidate.is_open and candidate.name not in needed:
                 candidate.close()
-                if benchmark.choice == LAST:
-                    staging_ring.release_rings(VRAM, gpu.ordinal_of(self._device))
 
     def check(self, request: AutoRequest) -> Progress:
         """Raises the error of the last candidate, if it could not be opened."""

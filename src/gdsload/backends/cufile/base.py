@@ -138,31 +138,26 @@ class CuFileBackend(PumpBackend):
         driver, owner = self._open(device), gpu.device(gpu.ordinal_of(device))
         event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
         slot_bytes, depth = self.limits(device).max_request, self._depth()
-        kind = (self.name, depth, event_seconds)
         register = _registrar(driver, owner, self.refusals, self.name)
+        handles = driver.library.files(owner, event_seconds)
         ordinal, ring_bytes = gpu.ordinal_of(device), self.settings["ring_bytes"]
         with ring_for(VRAM, ordinal, slot_bytes, ring_bytes, register) as ring:
-            pipeline = ring.unpark(kind)
-            if not isinstance(pipeline, StagingPipeline):
-                handles = driver.library.files(owner, event_seconds)
-                try:
-                    pipeline = StagingPipeline(
-                        self.name,
-                        ring,
-                        self._new_engine(),
-                        depth,
-                        kind,
-                        files=handles,
-                        explain=library.explain,
-                    )
-                except OSError as error:
-                    why = library.explain(error.errno or 0) or str(error.strerror)
-                    raise BackendUnavailable(
-                        f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
-                    ) from error
-        if pipeline.files is not None:
-            for slot, handle in self._handles.items():
-                pipeline.files.put(slot, handle)
+            try:
+                pipeline = StagingPipeline(
+                    self.name,
+                    ring,
+                    self._new_engine(),
+                    depth,
+                    files=handles,
+                    explain=library.explain,
+                )
+            except OSError as error:
+                why = library.explain(error.errno or 0) or str(error.strerror)
+                raise BackendUnavailable(
+                    f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
+                ) from error
+        for slot, handle in self._handles.items():
+            handles.put(slot, handle)
         return pipeline
 
     def prepare(

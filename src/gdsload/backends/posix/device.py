@@ -48,7 +48,7 @@ def open_pipeline(
         if isinstance(parked, StagingPipeline):
             return parked
         try:
-            return StagingPipeline("posix", ring, capsule, depth, kind, register=fixed)
+            return StagingPipeline("posix", ring, capsule, depth, register=fixed, kind=kind)
         except OSError as error:
             why = str(error.strerror)
             raise BackendUnavailable(
