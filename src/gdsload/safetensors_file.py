@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdsload.api import ReadSettings
+from gdsload.api import ReadSettings, load
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
-from gdsload.loading import device_batch
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
@@ -79,7 +78,7 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings.of(device, backend, cache, options, stall_seconds)
+        settings = ReadSettings(device, backend, cache, options, stall_seconds)
         self._device = settings.device
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
@@ -144,7 +143,7 @@ class safe_open:
             report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
             report.count(infos)
             with report.whole():
-                return device_batch.load(self._session, infos)
+                return load(self._session, infos, self._device)
 
     def _converted(self, tensor: torch.Tensor) -> Any:
         if self._numpy:

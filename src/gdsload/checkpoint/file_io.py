@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import stat
 import threading
 import time
@@ -151,6 +150,8 @@ def open_error(error: OSError, path: str, named_by: str | None = None) -> Checkp
         kind = CheckpointAccessError
         text = f"{path}: permission denied ({_access_hint(path)})"
     elif code == errno.EMFILE:
+        import resource  # for this message only
+
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         text = f"{path}: this process may open no more than {soft} files (`ulimit -n` raises it)"
     elif code == errno.ENFILE:

@@ -8,6 +8,7 @@ is made. Not responsible for memory kept between loads (`gdsload.memory.host_poo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload._native.block import Block
+    from gdsload.memory.host_pool import HostPool
 
 # Threads that populate pages before reads. More of them only wait for the locks of the address
 # space.
@@ -75,6 +77,19 @@ class HostBuffers:
             for name, location in plan.locations.items()
             if location.target >= 0
         }
+
+
+# The open pools of this process and of its parents. A load that uses none does not import
+# `host_pool`.
+pools: list[HostPool] = []
+
+
+def current_pool() -> HostPool | None:
+    """The open pool of this process, the last one that was opened; None if absent."""
+    for pool in reversed(pools):
+        if pool.pid == os.getpid():  # after a fork, pools belong to the parent
+            return pool
+    return None
 
 
 def map_shard(checkpoint: Checkpoint, shard: int) -> Region:

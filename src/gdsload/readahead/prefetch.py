@@ -20,12 +20,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
-from gdsload.memory import host_pool, page_cache
+from gdsload.memory import page_cache
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
 from gdsload.report import LoadReport
@@ -150,8 +151,8 @@ class Prefetch(quiesce.Holder):
                 ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
                     ranges = fitting(ranges, self._limit_bytes)
-                if self.tier == "pool":
-                    host_pool.require(ranges)
+                if self.tier == "pool" and (pool := current_pool()) is not None:
+                    pool.require(ranges)
                 device = "cpu"
                 if device_init is not None and self.tier == "memory":
                     device = device_init.reached(self._session["backend"])
@@ -500,7 +501,7 @@ def prefetch(
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
-    if tier == "pool" and host_pool.current() is None:
+    if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     if cache not in CACHES:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
