@@ -111,18 +111,53 @@ class safe_open:
         return dict(self._open().metadata) or None
 
     def get_tensor(self, name: str) -> Any:
-        """Reads one tensor. Raises CheckpointError for an unknown name."""
+        """Reads one tensor.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            A torch tensor on the device, or an array.
+
+        Raises:
+            CheckpointError: There is no tensor of this name.
+            ReadError: The read failed.
+        """
         return self.get_tensors([name])[name]
 
     @safetensors_errors()
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Reads several tensors together; None reads all. Returns them by name."""
+        """Reads several tensors together.
+
+        Args:
+            names: The tensors to read. None reads all, in file order.
+
+        Returns:
+            Torch tensors on the device, or arrays, by name.
+
+        Raises:
+            CheckpointError: There is no tensor of that name.
+            ReadError: A read failed.
+        """
         infos = self._open().infos(names)
         return {name: self._converted(tensor) for name, tensor in self._read(infos).items()}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
-        """A tensor that is read when it is indexed. Raises CheckpointError for an unknown name."""
+        """A tensor that is read when it is indexed.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            The slice. It keeps the files open, also after the `with` block.
+
+        Raises:
+            CheckpointError: There is no tensor of this name.
+
+        Example:
+            >>> rows = opened.get_slice("lm_head.weight")[:1000]
+        """
         return Slice(self, self._open().info(name))
 
     def _open(self) -> Checkpoint:

@@ -32,7 +32,7 @@ __all__ = [
     "limit_bandwidth",
     "source_and_device",
     "status",
-]  # fmt: skip
+]
 
 VARIABLE = "GDSLOAD_PREFETCH"
 _DEVICE = re.compile(r"(?P<source>.+)@(?P<device>[a-z]+(?::\d+)?)")

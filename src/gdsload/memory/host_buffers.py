@@ -71,11 +71,11 @@ class HostBuffers:
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
-        regions = self.regions
+        regions, make = self.regions, tuple.__new__
         return {
-            name: BufferView(regions[location.target], location.offset)
-            for name, location in plan.locations.items()
-            if location.target >= 0
+            name: make(BufferView, (regions[target], offset))
+            for name, (target, offset, _, _) in plan.locations.items()
+            if target >= 0
         }
 
 
@@ -125,10 +125,10 @@ def hand_over(
     import torch
 
     infos = list(infos)
-    formats: dict[str, tuple[int, int, torch.dtype | None]] = {}
+    formats: dict[str, tuple[int, int, torch.dtype | None, int]] = {}
     for info in infos:
         if info.dtype not in formats:
-            formats[info.dtype] = _dlpack_format(info)
+            formats[info.dtype] = *_dlpack_format(info), DTYPES[info.dtype].align
         if info.dtype == "F4":
             packed_shape(info)
     tensors: dict[str, torch.Tensor] = {}
@@ -139,12 +139,12 @@ def hand_over(
         if nbytes == 0:
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
-        region, offset = views[name]
-        if (region.address + offset) % DTYPES[dtype].align:
-            raw = bytes_at(views[name], nbytes)
+        region, offset = view = views[name]
+        code, bits, viewed_as, align = formats[dtype]
+        if (region.address + offset) % align:
+            raw = bytes_at(view, nbytes)
             tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
             continue
-        code, bits, viewed_as = formats[dtype]
         tensor = tensor_of(region.view(offset, nbytes, shape, code, bits))
         tensors[name] = tensor if viewed_as is None else tensor.view(viewed_as)
     return tensors

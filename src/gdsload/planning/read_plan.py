@@ -184,7 +184,8 @@ def byte_ranges_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -
 @collector_paused()
 def ranges_of(infos: Iterable[TensorInfo]) -> list[ByteRange]:
     """The byte ranges of these tensors, in their order."""
-    return [ByteRange(name, shard, offset, size) for name, _, _, shard, offset, size in infos]
+    make = tuple.__new__  # for 100,000 tensors, half the time of the constructor
+    return [make(ByteRange, (name, shard, at, size)) for name, _, _, shard, at, size in infos]
 
 
 @collector_paused()
@@ -219,6 +220,7 @@ def plan_reads(
     merged_ranges: list[MergedRange] = []
     locations: dict[str, Location] = {}
     windows: list[tuple[int, int]] = []
+    make = tuple.__new__
     for window in grouped(ranges, window_bytes) if window_bytes else (ranges,):
         first = len(transfers)
         ordered = sorted(window, key=FILE_ORDER)
@@ -248,12 +250,10 @@ def plan_reads(
                     Transfer(shard, offset, length, wanted, target, offset - base, mode, tag)
                 )
             for name, _, offset, nbytes in members:
-                locations[name] = Location(
-                    target,
-                    offset - base,
-                    number + (offset - start) // step,
-                    number + (offset + nbytes - 1 - start) // step,
-                )
+                first_byte = offset - start
+                first_read = number + first_byte // step
+                last_read = number + (first_byte + nbytes - 1) // step
+                locations[name] = make(Location, (target, offset - base, first_read, last_read))
         for item in ordered:
             if item.nbytes == 0:
                 locations[item.name] = Location(-1, 0, 0, -1)

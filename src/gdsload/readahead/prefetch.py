@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 TIERS = ("memory", "pool", "pagecache")
 # The states of a prefetch, in their order. The last four are final.
-OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
-    "opening", "reading", "landed", "cancelled", "failed", "closed",
-)  # fmt: skip
+STATES = ["opening", "reading", "landed", "cancelled", "failed", "closed"]
+OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = STATES
 REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
@@ -84,8 +83,19 @@ class PrefetchProgress(NamedTuple):
 
 
 class Prefetch(quiesce.Holder):
-    """A checkpoint that is read ahead of its load. Ends with `close`, with its `with` block, or
-    when a load has taken all of it."""
+    """A checkpoint that is read ahead of its load; made by `prefetch`.
+
+    It ends with `close`, with its `with` block, or when a load has taken all of it.
+
+    Attributes:
+        source: The checkpoint, as the caller named it.
+        tier: "memory", "pool" or "pagecache".
+        report: What the prefetch did; complete when `wait` returns True.
+
+    Example:
+        >>> with gdsload.prefetch("model") as ahead:
+        ...     tensors = gdsload.load_file("model")
+    """
 
     def __init__(
         self,
@@ -510,9 +520,7 @@ def prefetch(
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
-    session = {
-        "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
-    }  # fmt: skip
+    session = dict(backend=backend, cache=cache, options=options, stall_seconds=stall_seconds)
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
