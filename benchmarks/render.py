@@ -21,6 +21,7 @@ from . import (
     compare,
     costs,
     engines,
+    first_call,
     parse,
     pictures,
     pipeline,
@@ -61,6 +62,7 @@ KINDS = {
     "scale": Shown(lambda result: "What a load costs beside the disk", costs.table, costs.notes),
     "start": Shown(start.title, start.table, start.notes),
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
+    "first-call": Shown(first_call.title, first_call.table, first_call.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
 }

@@ -7,24 +7,31 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gdsload._native import system
-from gdsload.backends import registry
+from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import safetensors_errors
-from gdsload.loading import device_batch
+from gdsload.loading.batch import Batch
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
-from gdsload.planning import read_plan
-from gdsload.planning.grouping import grouped
-from gdsload.planning.layer_order import in_layers
-from gdsload.planning.read_plan import GAP_BYTES, Limits, ReadPlan
+from gdsload.planning.read_plan import (
+    DEFAULT_BLOCK_BYTES,
+    GAP_BYTES,
+    Limits,
+    ReadPlan,
+    byte_ranges_of,
+    grouped,
+    plan_reads,
+    ranges_of,
+)
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
@@ -38,24 +45,17 @@ WINDOW_BYTES = 256 << 20
 _SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
 
 
-class ReadSettings(NamedTuple):
+class ReadSettings:
     """The checked keywords that all loads share: where the bytes go and how they are read."""
 
-    device: str
-    backend: str
-    cache: str
-    options: Mapping[str, Any] | None
-    stall_seconds: float
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         device: str | int | torch.device | None,
         backend: str,
         cache: str,
         options: Mapping[str, Any] | None,
         stall_seconds: float,
-    ) -> ReadSettings:
+    ) -> None:
         """Checks the values. A backend of safetensors becomes the `cache` that reads like it.
 
         Raises:
@@ -63,26 +63,77 @@ class ReadSettings(NamedTuple):
             ValueError: `cache` is unknown, or contradicts the backend of safetensors.
         """
         mode = _SAFETENSORS_MODES.get(backend)
-        if mode is not None and backend not in registry.names():  # a plugin may have this name
+        if mode is not None and backend not in registered():  # a plugin may have this name
             if cache not in ("auto", mode):
                 raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
             backend, cache = "auto", mode
         if cache not in CACHES:
             raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
-        return cls(require_device(device), backend, cache, options, stall_seconds)
+        self.device, self.backend, self.cache = _target_of(device), backend, cache
+        self.options, self.stall_seconds = options, stall_seconds
 
     def session(self, checkpoint: Checkpoint, report: LoadReport, nbytes: int) -> Session:
-        """A session for reads of about `nbytes` bytes in all."""
-        return device_batch.session_for(
+        """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
+        device = self.device
+        if device != "cpu":
+            from gdsload.loading.device_batch import reached
+
+            device = reached(device, self.backend)
+        return Session(
             checkpoint,
             report,
-            self.device,
-            self.backend,
-            nbytes,
+            device=device,
+            backend=self.backend,
             cache=self.cache,
             options=self.options,
             stall_seconds=self.stall_seconds,
+            expected_bytes=nbytes,
         )
+
+
+def _target_of(device: object) -> str:
+    """The name of a device. It is checked here only if torch is imported: otherwise after the
+    first read is posted, because the import takes seconds. Raises PlacementError."""
+    if "torch" not in sys.modules:
+        text = f"cuda:{device}" if type(device) is int else str(device)
+        if re.fullmatch(r"cuda(:\d+)?", text):
+            return "cuda:0" if text == "cuda" else text  # torch begins with device 0
+    return require_device(device)
+
+
+def post(session: Session, infos: Sequence[TensorInfo]) -> Batch:
+    """Posts the reads of whole tensors to the session's device and returns without waiting."""
+    if session.device == "cpu":
+        return Batch(session, *session.arrange(ranges_of(infos)))
+    from gdsload.loading.device_batch import start
+
+    return start(session, infos)
+
+
+def load(
+    session: Session,
+    infos: Sequence[TensorInfo],
+    device: str,
+    advance: Callable[[int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors by name, on the session's device, which is `device` or the CPU on the way to it."""
+    batch = post(session, infos)
+    try:
+        _import_torch(session, device)
+        batch.wait(advance)
+        with session.report.phase("hand over"):
+            session.checkpoint.verify_unchanged()
+            return batch.tensors_of(infos)
+    finally:
+        batch.release()
+
+
+def _import_torch(session: Session, device: str) -> None:
+    """Imports torch while native threads read. Raises PlacementError if it cannot use `device`."""
+    with session.report.phase("import torch"):
+        import torch  # noqa: F401
+    if session.device != device:
+        require_device(device)
 
 
 @safetensors_errors()
@@ -147,23 +198,12 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    settings = ReadSettings.of(device, backend, cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with _opened(filename, settings, lookup, names, progress) as (session, infos, advance):
-        if session.device != "cpu":
-            return device_batch.load(session, infos, advance)
-        if settings.device != "cpu":
+        if session.device != settings.device:  # torch moves the tensors there
             return dict(_windows(session, infos, WINDOW_BYTES, settings.device, advance))
-        batch = device_batch.start(session, infos)
-        try:
-            with session.report.phase("import torch"):  # while native threads read
-                import torch  # noqa: F401
-            batch.wait(advance)
-            with session.report.phase("hand over"):
-                session.checkpoint.verify_unchanged()
-                return batch.tensors_of(infos)
-        finally:
-            batch.release()
+        return load(session, infos, settings.device, advance)
 
 
 def stream(
@@ -222,7 +262,7 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} is none of "file", "layers"')
-    settings = ReadSettings.of(device, backend, cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -248,6 +288,8 @@ def _opened(
             checkpoint = stack.enter_context(lookup.open(source))
             infos = checkpoint.infos(names)
             if order == "layers":
+                from gdsload.planning.layer_order import in_layers
+
                 infos = in_layers(infos)
         report.count(infos)
         session = stack.enter_context(settings.session(checkpoint, report, report.wanted_bytes))
@@ -263,11 +305,10 @@ def _windows(
     advance: Callable[[int], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads window by window, one ahead of the window that is handed out."""
-    windows = (
-        (group, device_batch.start(session, group)) for group in grouped(infos, window_bytes)
-    )
+    windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
     posted = deque(islice(windows, 1))
     try:
+        _import_torch(session, device)
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
@@ -325,14 +366,16 @@ def plan(
     Example:
         >>> print(gdsload.plan("model").summary())
     """
+    from gdsload._native.system import direct_alignment
+
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with lookup.open(source) as checkpoint:
-        alignments = [system.direct_alignment(shard.fd) for shard in checkpoint.shards]
-        return read_plan.plan_reads(
-            read_plan.byte_ranges_of(checkpoint, names),
+        alignments = [direct_alignment(shard.fd) for shard in checkpoint.shards]
+        return plan_reads(
+            byte_ranges_of(checkpoint, names),
             [shard.size for shard in checkpoint.shards],
             limits or Limits(),
-            blocks=[max(pair or (0,)) or read_plan.DEFAULT_BLOCK_BYTES for pair in alignments],
+            blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],
             window_bytes=window_bytes,
             gap_bytes=gap_bytes,
         )

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
@@ -31,7 +30,6 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(slots=True)
 class LoadReport:
     """What one load did.
 
@@ -66,32 +64,36 @@ class LoadReport:
         spans: Time intervals for `trace`.
     """
 
-    source: str
-    device: str = "cpu"
-    backend: str = ""
-    engine: str = ""
-    choice: str = ""
-    tensors: int = 0
-    wanted_bytes: int = 0
-    read_bytes: int = 0
-    requests: int = 0
-    short_reads: int = 0
-    retries: int = 0
-    paths: dict[str, int] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
-    failovers: dict[str, int] = field(default_factory=dict)
-    refusals: dict[str, str] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    pages: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    peak_rss_bytes: int = 0
-    failure: str = ""
-    integration: str = ""
-    integration_reason: str = ""
-    modules_ready: str = ""
-    fates: dict[str, int] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list, repr=False)
+    def __init__(self, source: str, device: str = "cpu") -> None:
+        self.source = source
+        self.device = device
+        self.backend = ""
+        self.engine = ""
+        self.choice = ""
+        self.tensors = 0
+        self.wanted_bytes = 0
+        self.read_bytes = 0
+        self.requests = 0
+        self.short_reads = 0
+        self.retries = 0
+        self.paths: dict[str, int] = {}
+        self.rates: dict[str, float] = {}
+        self.failovers: dict[str, int] = {}
+        self.refusals: dict[str, str] = {}
+        self.phases: dict[str, float] = {}
+        self.pages: dict[str, int] = {}
+        self.seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.peak_rss_bytes = 0
+        self.failure = ""
+        self.integration = ""
+        self.integration_reason = ""
+        self.modules_ready = ""
+        self.fates: dict[str, int] = {}
+        self.spans: list[Span] = []
+
+    def __repr__(self) -> str:
+        return f"LoadReport({self.to_dict()})"
 
     @property
     def rate(self) -> float:
@@ -105,8 +107,11 @@ class LoadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields except the spans, and `bytes_per_second`."""
-        facts = asdict(self)
-        del facts["spans"]
+        facts = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in vars(self).items()
+            if name != "spans"
+        }
         return {**facts, "bytes_per_second": self.rate}
 
     def to_json(self) -> str:

@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdsload.api import ReadSettings
+from gdsload.api import ReadSettings, load
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
-from gdsload.loading import device_batch
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
@@ -79,7 +78,7 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings.of(device, backend, cache, options, stall_seconds)
+        settings = ReadSettings(device, backend, cache, options, stall_seconds)
         self._device = settings.device
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
@@ -112,18 +111,53 @@ class safe_open:
         return dict(self._open().metadata) or None
 
     def get_tensor(self, name: str) -> Any:
-        """Reads one tensor. Raises CheckpointError for an unknown name."""
+        """Reads one tensor.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            A torch tensor on the device, or an array.
+
+        Raises:
+            CheckpointError: There is no tensor of this name.
+            ReadError: The read failed.
+        """
         return self.get_tensors([name])[name]
 
     @safetensors_errors()
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Reads several tensors together; None reads all. Returns them by name."""
+        """Reads several tensors together.
+
+        Args:
+            names: The tensors to read. None reads all, in file order.
+
+        Returns:
+            Torch tensors on the device, or arrays, by name.
+
+        Raises:
+            CheckpointError: There is no tensor of that name.
+            ReadError: A read failed.
+        """
         infos = self._open().infos(names)
         return {name: self._converted(tensor) for name, tensor in self._read(infos).items()}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
-        """A tensor that is read when it is indexed. Raises CheckpointError for an unknown name."""
+        """A tensor that is read when it is indexed.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            The slice. It keeps the files open, also after the `with` block.
+
+        Raises:
+            CheckpointError: There is no tensor of this name.
+
+        Example:
+            >>> rows = opened.get_slice("lm_head.weight")[:1000]
+        """
         return Slice(self, self._open().info(name))
 
     def _open(self) -> Checkpoint:
@@ -144,7 +178,7 @@ class safe_open:
             report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
             report.count(infos)
             with report.whole():
-                return device_batch.load(self._session, infos)
+                return load(self._session, infos, self._device)
 
     def _converted(self, tensor: torch.Tensor) -> Any:
         if self._numpy:

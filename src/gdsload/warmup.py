@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.loading.session import STALL_SECONDS
-from gdsload.memory import host_pool
+from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
 from gdsload.readahead.prefetch import CANCELLED, CLOSED, TIERS, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
@@ -32,7 +32,7 @@ __all__ = [
     "limit_bandwidth",
     "source_and_device",
     "status",
-]  # fmt: skip
+]
 
 VARIABLE = "GDSLOAD_PREFETCH"
 _DEVICE = re.compile(r"(?P<source>.+)@(?P<device>[a-z]+(?::\d+)?)")
@@ -79,7 +79,7 @@ def status() -> list[Status]:
         >>> for each in gdsload.warmup.status():
         ...     print(each.source, each.state, each.landed_bytes)
     """
-    pool = host_pool.current()
+    pool = current_pool()
     return [
         Status(one.source, one.report.device, one.tier, *one.progress(), one.report.failure)
         for one in started()

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gdsload
+from gdsload import api
 from gdsload._native.memory import Region
 from gdsload.backends.posix import engines
 from gdsload.dtypes import DTYPES
-from gdsload.loading import device_batch
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
 from storage import kept_warm
@@ -289,15 +289,15 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
         def close(self) -> None:
             events.append(f"closed after {self.n} of {self.total}")
 
-    start = device_batch.start
+    post = api.post
 
     def noted(*args: Any) -> Any:
-        batch = start(*args)
+        batch = post(*args)
         events.append("posted")
         return batch
 
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
-    monkeypatch.setattr(device_batch, "start", noted)
+    monkeypatch.setattr(api, "post", noted)
     for _ in getattr(gdsload, load)(path, cache="direct", progress=True):
         pass
     wanted = gdsload.last_report().wanted_bytes

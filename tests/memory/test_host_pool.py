@@ -21,7 +21,7 @@ from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import available
-from gdsload.memory.host_pool import current
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
 
@@ -32,7 +32,7 @@ READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds 
 @pytest.fixture(autouse=True)
 def no_pool_stays() -> Iterator[None]:
     yield
-    assert current() is None
+    assert current_pool() is None
 
 
 def reference(directory: Path) -> dict[str, torch.Tensor]:
@@ -422,7 +422,7 @@ def test_a_child_takes_nothing_from_its_parents_pool(tiny_checkpoint: Path) -> N
         child = os.fork()
         if child == 0:
             pool.close()
-            os._exit(0 if current() is None else 1)
+            os._exit(0 if current_pool() is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert pool.held_bytes == held
         by_load_file(tiny_checkpoint)
@@ -453,4 +453,4 @@ def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Pat
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\nshmem 300000\n")
     words = ("memory.max", "memory.current", "file", "shmem")
-    assert available._group_bytes(tmp_path, *words) == 1_000_000 - 900_000 + 500_000
+    assert available._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 import gdsload
-from gdsload import errors
+from gdsload import errors, safetensors_file
 
 
 @pytest.fixture
@@ -287,14 +287,14 @@ def test_handle_closed_during_a_read_waits_for_it(
     """Closing waits for a read of another thread, or comes before it."""
     opened = gdsload.safe_open(path)
     reading, closing = threading.Event(), threading.Event()
-    load = gdsload.loading.device_batch.load
+    load = safetensors_file.load
 
     def slow(*args: Any) -> Any:
         reading.set()
         assert closing.wait(60)
         return load(*args)
 
-    monkeypatch.setattr(gdsload.loading.device_batch, "load", slow)
+    monkeypatch.setattr(safetensors_file, "load", slow)
     got: list[torch.Tensor] = []
     reader = threading.Thread(target=lambda: got.append(opened.get_tensor("b")))
     reader.start()

@@ -13,7 +13,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,8 +35,7 @@ class Option(NamedTuple):
     meaning: str
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
+class Support(NamedTuple):
     """The answer of a probe.
 
     Attributes:
@@ -96,8 +94,7 @@ class Memory(NamedTuple):
     shares: Sequence[tuple[int, int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
+class Registration(NamedTuple):
     """A backend's handle on a file or on memory. It is given to `deregister` exactly once."""
 
     what: OpenFile | Memory

@@ -10,10 +10,11 @@ the format of a header that of `header`. Tensor data is not read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 from gdsload.checkpoint.file_io import open_regular, parallel_map, read_exactly
 from gdsload.checkpoint.header import (
@@ -96,19 +97,15 @@ class Checkpoint:
             ...     print(checkpoint.total_bytes, checkpoint.tensors["lm_head.weight"].shape)
         """
 
-        def find(path: str) -> CheckpointFiles:
-            return locate(
-                path,
-                revision=revision,
-                subfolder=subfolder,
-                variant=variant,
-                cache_dir=cache_dir,
-                limit=header_limit,
-            )
-
-        # In a thread, so that a hung mount cannot block Ctrl-C.
-        (files,) = parallel_map(find, [path_text(source)], path_of=str)
-        return cls._open_files(files, strict, header_limit)
+        find = partial(
+            locate,
+            revision=revision,
+            subfolder=subfolder,
+            variant=variant,
+            cache_dir=cache_dir,
+            limit=header_limit,
+        )
+        return cls._opened(path_text(source), find, strict, header_limit)
 
     @classmethod
     def of(
@@ -149,29 +146,51 @@ class Checkpoint:
                         " among the files",
                         tensor=tensor,
                     )
-        return cls._open_files(CheckpointFiles(title, shards, weight_map), strict, header_limit)
+        found = CheckpointFiles(title, shards, weight_map)
+        return cls._opened(title, lambda _: found, strict, header_limit)
 
     @classmethod
     @collector_paused()
-    def _open_files(cls, files: CheckpointFiles, strict: bool, header_limit: int) -> Checkpoint:
-        shards: list[Shard] = []
+    def _opened(
+        cls, source: str, find: Callable[[str], CheckpointFiles], strict: bool, header_limit: int
+    ) -> Checkpoint:
         headers: list[dict[str, TensorInfo]] = []
         path_of = attrgetter("path")
+        read_header = partial(_read_header, limit=header_limit)
 
-        def open_shard(shard: ShardPath) -> Shard:
-            fd, status = open_regular(shard.path, named_by=files.index_path)
-            return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
+        def first(path: str) -> tuple[CheckpointFiles, list[Shard], list[bytes]]:
+            files = find(path)
+            if len(files.shards) > 1:
+                return files, [], []
+            shard = _open_shard(files.shards[0], files.index_path)
+            try:
+                return files, [shard], [read_header(shard)]
+            except BaseException:
+                shard.close()
+                raise
 
+        def close(found: tuple[CheckpointFiles, list[Shard], list[bytes]]) -> None:
+            for shard in found[1]:
+                shard.close()
+
+        # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a single file.
+        ((files, shards, texts),) = parallel_map(first, [source], path_of=str, discard=close)
         try:
-            # All shards are opened before the first is read: this leaves a download that replaces
-            # them one by one the least time to mix two versions.
-            opening = parallel_map(open_shard, files.shards, path_of=path_of, discard=Shard.close)
-            with closing(opening):
-                shards.extend(opening)
+            if not shards:
+                # All shards are opened before the first is read: this leaves a download that
+                # replaces them one by one the least time to mix two versions.
+                open_shard = partial(_open_shard, named_by=files.index_path)
+                with closing(
+                    parallel_map(open_shard, files.shards, path_of=path_of, discard=Shard.close)
+                ) as opening:
+                    shards.extend(opening)
             # closing() ends the threads before the descriptors that they read are closed.
-            read_header = partial(_read_header, limit=header_limit)
-            with closing(parallel_map(read_header, shards, path_of=path_of)) as texts:
-                for number, (shard, text) in enumerate(zip(shards, texts, strict=True)):
+            with (
+                nullcontext(texts)
+                if texts
+                else closing(parallel_map(read_header, shards, path_of=path_of))
+            ) as found:
+                for number, (shard, text) in enumerate(zip(shards, found, strict=True)):
                     header = parse_header(text, shard.size, path=shard.path, shard=number)
                     shard.data_start = LENGTH_BYTES + len(text)
                     shard.metadata = header.metadata
@@ -251,6 +270,26 @@ class Checkpoint:
             f"<Checkpoint {self.source}: {len(self.tensors)} tensors, {self.total_bytes} bytes,"
             f" {len(self.shards)} files{', closed' if self.closed else ''}>"
         )
+
+
+class Lookup(NamedTuple):
+    """The keyword arguments of `Checkpoint.open`."""
+
+    revision: str | None = None
+    subfolder: str = ""
+    variant: str | None = None
+    cache_dir: PathLike | None = None
+    strict: bool = True
+    header_limit: int = HEADER_LIMIT_BYTES
+
+    def open(self, source: PathLike) -> Checkpoint:
+        """Opens the checkpoint. Raises what `Checkpoint.open` raises."""
+        return Checkpoint.open(source, **self._asdict())
+
+
+def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:
+    fd, status = open_regular(shard.path, named_by=named_by)
+    return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
 
 
 def _read_header(shard: Shard, limit: int) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import stat
 import threading
 import time
@@ -151,6 +150,8 @@ def open_error(error: OSError, path: str, named_by: str | None = None) -> Checkp
         kind = CheckpointAccessError
         text = f"{path}: permission denied ({_access_hint(path)})"
     elif code == errno.EMFILE:
+        import resource  # for this message only
+
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         text = f"{path}: this process may open no more than {soft} files (`ulimit -n` raises it)"
     elif code == errno.ENFILE:
@@ -202,34 +203,31 @@ def parallel_map(
     finished = 0
     stopped = False
 
-    def serve() -> None:
-        nonlocal finished
-        while True:
-            with changed:
-                changed.wait_for(lambda: stopped or len(outcomes) < _AHEAD)
-                job = None if stopped else next(jobs, None)
-            if job is None:
-                return
-            result: Result | None = None
-            error: BaseException | None = None
-            try:
-                result = work(job[1])
-            except BaseException as caught:
-                error = caught
-            with changed:
-                if not stopped:
-                    outcomes[job[0]] = result, error
-                    finished += 1
-                    changed.notify_all()
-                    continue
-            if error is None:
-                discard(result)  # type: ignore[arg-type]
-
     def run() -> None:
+        nonlocal finished
         try:
-            serve()
-        except BaseException as error:  # for example no memory: the caller must not wait
-            crashes.append(error)
+            while True:
+                with changed:
+                    changed.wait_for(lambda: stopped or len(outcomes) < _AHEAD)
+                    job = None if stopped else next(jobs, None)
+                if job is None:
+                    return
+                result: Result | None = None
+                error: BaseException | None = None
+                try:
+                    result = work(job[1])
+                except BaseException as caught:
+                    error = caught
+                with changed:
+                    if not stopped:
+                        outcomes[job[0]] = result, error
+                        finished += 1
+                        changed.notify_all()
+                        continue
+                if error is None:
+                    discard(result)  # type: ignore[arg-type]
+        except BaseException as crash:  # for example no memory: the caller must not wait
+            crashes.append(crash)
 
     threads: list[threading.Thread] = []
     join_seconds = 1.0  # for threads still at work when the caller stops

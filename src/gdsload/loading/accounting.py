@@ -13,7 +13,7 @@ from gdsload.backends import Backend, choose
 from gdsload.backends.base import Failure, RequestFacts
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
-from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
+from gdsload.planning.read_plan import ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
 
@@ -39,25 +39,9 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
 
 
 def stall_error(
-    checkpoint: Checkpoint, plan: ReadPlan, transfer: Transfer, idle_seconds: float
+    checkpoint: Checkpoint, shard: int, offset: int, wanted: int, idle_seconds: float, reader: str
 ) -> StallError:
-    """The error for a transfer whose backend has read nothing for too long."""
-    reader = f"{transfer.wanted} bytes at {transfer.offset} were read for tensor"
-    where = transfer.shard, transfer.offset, transfer.wanted
-    return _stall(checkpoint, where, idle_seconds, f"while {reader} {tensor_at(plan, transfer)!r}")
-
-
-def silence_error(checkpoint: Checkpoint, wanted: ByteRange, idle_seconds: float) -> StallError:
-    """The error for a range that a prefetch should read, but has read nothing of for too long."""
-    where = wanted.shard, wanted.offset, wanted.nbytes
-    reader = f"to the prefetch that reads tensor {wanted.name!r}"
-    return _stall(checkpoint, where, idle_seconds, reader)
-
-
-def _stall(
-    checkpoint: Checkpoint, where: tuple[int, int, int], idle_seconds: float, reader: str
-) -> StallError:
-    shard, offset, wanted = where
+    """The error for bytes of which none has been read for too long; `reader` ends the message."""
     path = checkpoint.shards[shard].path
     return StallError(
         f"{path}: no byte has come for {idle_seconds:.0f} s {reader}",

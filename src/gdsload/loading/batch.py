@@ -9,18 +9,17 @@ turns failures into errors, and takes over ranges that a prefetch is still readi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import ReadError, StallError
-from gdsload.loading.accounting import describe, note, read_error, silence_error, stall_error
+from gdsload.errors import GdsloadError, ReadError, StallError
+from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
 from gdsload.loading.claims import COMING, LOST
 from gdsload.loading.session import Session
-from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
+from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
 
 if TYPE_CHECKING:
@@ -71,7 +70,8 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        intake = host_pool.allocate(self.plan) if self.memory_of is HostBuffers else None
+        pool = current_pool() if self.memory_of is HostBuffers else None
+        intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
         buffers = intake or self.memory_of(self.plan)
         self.views.update(buffers.views(self.plan))
@@ -102,7 +102,9 @@ class Batch:
         if state == COMING:
             idle_seconds = claim.batch.idle_seconds()
             if idle_seconds > self.session.stall_seconds:
-                raise silence_error(self.session.checkpoint, claim.range, idle_seconds)
+                reader = f"to the prefetch that reads tensor {name!r}"
+                where = claim.range[1:]
+                raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
             return False
         if state == LOST:
             self._read_lost()
@@ -214,7 +216,10 @@ class Batch:
         return read_error(self.session.checkpoint, self.plan, failure)
 
     def _stall(self, transfer: Transfer, idle_seconds: float) -> StallError:
-        return stall_error(self.session.checkpoint, self.plan, transfer, idle_seconds)
+        where = transfer.shard, transfer.offset, transfer.wanted
+        reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
+        reader += f" {tensor_at(self.plan, transfer)!r}"
+        return stall_error(self.session.checkpoint, *where, idle_seconds, reader)
 
     def release(self) -> None:
         """Ends the request, finished or not, and adds its counts to the report. Gives memory back,
@@ -236,6 +241,8 @@ class Batch:
                     backend.deregister(registration)
             end_intake, self._end_intake = self._end_intake, None
             if end_intake is not None:
-                checkpoint = session.checkpoint
-                whole = released and self.complete and host_pool.unchanged(checkpoint)
-                end_intake(checkpoint if whole else None)
+                whole = False
+                with suppress(GdsloadError):
+                    session.checkpoint.verify_unchanged()
+                    whole = released and self.complete
+                end_intake(session.checkpoint if whole else None)

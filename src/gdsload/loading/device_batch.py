@@ -14,7 +14,8 @@ Not responsible for: the staging ring (`backends`), blocks of the device (`memor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from gdsload.memory.host_buffers import (
     packed_shape,
     torch_dtype_of,
 )
-from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -41,7 +42,6 @@ from gdsload.system.gc_control import collector_paused
 if TYPE_CHECKING:
     import torch
 
-    from gdsload.checkpoint import Checkpoint
 
 # A load of this many bytes asks torch's allocator for one block first. Otherwise each tensor of
 # more than 10 MiB would be a cudaMalloc of its own; transformers' caching_allocator_warmup exists
@@ -62,37 +62,40 @@ def reached(target: str, backend: str) -> str:
     return "cpu" if backend in ("auto", "posix") and gpu.why_not(target) else target
 
 
-def session_for(
-    checkpoint: Checkpoint, report: Any, target: str, backend: str, nbytes: int, **settings: Any
-) -> Session:
-    """A session whose reads go as near to the target as they can; `nbytes` will be read in all.
-    `settings` are those of `Session`."""
-    device = reached(target, backend)
-    return Session(
-        checkpoint, report, device=device, backend=backend, expected_bytes=nbytes, **settings
-    )
-
-
-@collector_paused()
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Posts the reads of whole tensors to the session's device and returns without waiting."""
+    if not torch_imported():
+        return BlockBatch(session, *session.arrange(ranges_of(infos)))
     slices = [whole(info) for info in infos]
-    if session.device == "cpu":
-        return Batch(session, *session.arrange(runs_of(slices)))
     return DeviceBatch(session, *session.arrange(runs_of(slices)), slices)
 
 
-def load(
-    session: Session, infos: Sequence[TensorInfo], moved: Callable[[int], None] | None = None
-) -> dict[str, torch.Tensor]:
-    """Tensors on the session's device, by name. Raises what `load_file` raises."""
-    batch = start(session, infos)
-    try:
-        batch.wait(moved)
-        session.checkpoint.verify_unchanged()
-        return batch.tensors_of(infos)
-    finally:
-        batch.release()
+def torch_imported() -> bool:
+    """Whether torch's allocator is there without waiting for an import."""
+    return "torch" in sys.modules
+
+
+class BlockBatch(Batch):
+    """Whole tensors that are being read into blocks of the device, before torch is imported."""
+
+    def _take_memory(self) -> list[Memory]:
+        names = self.plan.locations
+        ranges = ranges_of(
+            info for info in self.session.checkpoint.tensors.values() if info.name in names
+        )
+        views, memory = in_blocks(self.session, self.plan, ranges)
+        self.views.update(views)
+        return memory
+
+    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
+        return read_to_blocks(self.session, ranges)
+
+    def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+        # Empty tensors, and those of the host pool or a prefetch to the host, need other memory.
+        slices = [whole(info) for info in infos]
+        tensors = DeviceTensors(self.session, slices, self.views).give(slices, self.views)
+        self.views.clear()
+        return tensors
 
 
 class DeviceBatch(Batch):

@@ -20,8 +20,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges
 from gdsload.loading.io_mode import CACHES, ShardAccess
-from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import BufferView, map_shard
+from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
@@ -157,9 +156,12 @@ class Session:
         }
 
     def _in_pool(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
+        pool = current_pool()
+        if pool is None:
+            return {}
         # A copy to a device can start from the pinned memory itself.
         pinned = self.device != "cpu"
-        views = host_pool.find(self.checkpoint, ranges, self._pooled, pinned=pinned)
+        views = pool.find(self.checkpoint, ranges, self._pooled, pinned=pinned)
         self.count_bytes("pool", sum(each.nbytes for each in ranges if each.name in views))
         return views
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from gdsload.errors import PlacementError
 
@@ -62,15 +61,19 @@ def _cgroup_bytes(path: str, root: str, *names: str) -> Iterator[int]:
     group = os.path.normpath(root + path)
     while group.startswith(root):
         with suppress(OSError, ValueError):  # no such file, or the limit "max"
-            yield _group_bytes(Path(group), *names)
+            yield _group_bytes(group, *names)
         group = os.path.dirname(group)
 
 
 def _group_bytes(
-    group: Path, limit_name: str, used_name: str, cache_name: str, shared_name: str
+    group: str, limit_name: str, used_name: str, cache_name: str, shared_name: str
 ) -> int:
-    limit, used = (int((group / name).read_text()) for name in (limit_name, used_name))
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    def text(name: str) -> str:
+        with open(os.path.join(group, name)) as file:
+            return file.read()
+
+    limit, used = int(text(limit_name)), int(text(used_name))
+    stat = dict(line.split() for line in text("memory.stat").splitlines())
     # The kernel can drop page cache, but not memory files, which it counts as page cache too.
     droppable = max(int(stat.get(cache_name, 0)) - int(stat.get(shared_name, 0)), 0)
     return max(limit - used + droppable, 0)

@@ -1,8 +1,9 @@
-"""Memory of a device that gdsload takes itself: a few large blocks, laid out for what will land in
-them. Nothing of torch is needed, so that reads can begin before it is imported; tensors are made
-from them as from any memory of ours (`arena.hand_over`).
+"""Device buffers: memory of a GPU that gdsload allocates itself, in a few large blocks.
 
-    pieces, in file order ──► groups, cut where a block is full ──► a Block each ──► spots
+torch is not needed, so that reads can begin before it is imported. Tensors are made from the blocks
+as from host buffers (`memory.host_buffers`).
+
+    byte ranges, in file order ──► groups of about one block ──► a Block each ──► buffer views
 """
 
 from __future__ import annotations
@@ -13,67 +14,68 @@ from itertools import accumulate
 from gdsload._native.cuda import Block, CudaFailure
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
-from gdsload.planning.grouping import grouped as grouped_by_size
+from gdsload.planning import read_plan
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
-# What torch's own memory is aligned to at least, and kernels count on.
+# The smallest alignment of torch's own memory, which kernels rely on.
 ALIGN_BYTES = 256
-# A block goes back when the last tensor in it is gone. One for all would keep the memory of what is
-# cast until all of it was; one for each tensor would cost an allocation each. A cast holds back a
-# sixteenth of the model, or a quarter of a GiB: the memory of what is smaller is not worth parting.
+# A block is freed with the last tensor in it. One block for all would hold the memory of weights
+# that are cast until the last one is; a block for each tensor would cost one allocation each. With
+# these figures a cast holds back a sixteenth of the model, or 256 MiB.
 LEAST_BYTES = 256 << 20
 MOST_BLOCKS = 16
 
 
-def grouped(pieces: Sequence[ByteRange]) -> list[tuple[int, list[tuple[str, int]]]]:
-    """For each block its bytes, and the names of its pieces with their places in it.
+def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, list[tuple[str, int]]]]:
+    """For each block its bytes, and the names of its ranges with their offsets in it.
 
-    In file order, so that what is read by one request lies side by side. No piece is split.
+    In file order, so that ranges of one request are neighbours. No range is split.
     """
-    most = max(LEAST_BYTES, -(-sum(map(_room, pieces)) // MOST_BLOCKS))
+    most = max(LEAST_BYTES, -(-sum(map(_room, ranges)) // MOST_BLOCKS))
     groups = []
-    wanted = sorted((piece for piece in pieces if piece.nbytes), key=FILE_ORDER)
-    for group in grouped_by_size(wanted, most, size=_room):
+    wanted = sorted((each for each in ranges if each.nbytes), key=FILE_ORDER)
+    for group in read_plan.grouped(wanted, most, size=_room):
         *offsets, length = accumulate(map(_room, group), initial=0)
-        groups.append((length, [(p.name, at) for p, at in zip(group, offsets, strict=True)]))
+        groups.append((length, [(r.name, at) for r, at in zip(group, offsets, strict=True)]))
     return groups
 
 
-def _room(piece: ByteRange) -> int:
-    return -(-piece.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+def _room(wanted: ByteRange) -> int:
+    return -(-wanted.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @collector_paused()
-def take(ordinal: int, pieces: Sequence[ByteRange]) -> dict[str, BufferView]:
-    """Memory on a device for these pieces, by their names; those of no bytes are left out.
+def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
+    """Allocates memory of a device for these ranges.
 
-    Raises PlacementError, with the bytes that are missing and nothing taken, where the device is
-    too full, BackendUnavailable where it cannot be used.
+    Args:
+        ordinal: The number of the device.
+        ranges: The byte ranges. Empty ones get no memory.
+
+    Returns:
+        The memory of each range, by name.
+
+    Raises:
+        PlacementError: The device is too full. Nothing is allocated; the error has the number of
+            missing bytes.
+        BackendUnavailable: The device cannot be used.
     """
-    groups = grouped(pieces)
-    gpu.require_room(ordinal, sum(length for length, _ in groups))
-    blocks = allocated(ordinal, [length for length, _ in groups])
-    return {
-        name: BufferView(block, place)
-        for block, (_, members) in zip(blocks, groups, strict=True)
-        for name, place in members
-    }
-
-
-def allocated(ordinal: int, lengths: Sequence[int]) -> list[Block]:
-    """A block of each length. Raises PlacementError, with nothing taken, where one cannot be had,
-    BackendUnavailable where the device cannot be used."""
+    groups = grouped(ranges)
+    total = sum(length for length, _ in groups)
+    gpu.require_room(ordinal, total)
     device = gpu.device(ordinal)
-    blocks: list[Block] = []
-    for length in lengths:
+    views: dict[str, BufferView] = {}
+    for length, members in groups:
         try:
-            blocks.append(Block(device, length))
+            block = Block(device, length)
         except CudaFailure as error:
-            blocks.clear()  # the error may be kept, and with it this frame
+            views.clear()  # the error refers to this frame, and may be stored
             raise PlacementError(
-                f"no {length:,} bytes on cuda:{ordinal} for some of {sum(lengths):,}: {error}",
+                f"no {length:,} bytes on cuda:{ordinal} for some of {total:,}: {error}",
                 missing_bytes=length,
             ) from error
-    return blocks
+        views.update((name, BufferView(block, offset)) for name, offset in members)
+        del block
+    return views

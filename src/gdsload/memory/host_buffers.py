@@ -8,6 +8,7 @@ is made. Not responsible for memory kept between loads (`gdsload.memory.host_poo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload._native.cuda import Block
+    from gdsload.memory.host_pool import HostPool
 
 # Threads that populate pages before reads. More of them only wait for the locks of the address
 # space.
@@ -69,12 +71,25 @@ class HostBuffers:
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
-        regions = self.regions
+        regions, make = self.regions, tuple.__new__
         return {
-            name: BufferView(regions[location.target], location.offset)
-            for name, location in plan.locations.items()
-            if location.target >= 0
+            name: make(BufferView, (regions[target], offset))
+            for name, (target, offset, _, _) in plan.locations.items()
+            if target >= 0
         }
+
+
+# The open pools of this process and of its parents. A load that uses none does not import
+# `host_pool`.
+pools: list[HostPool] = []
+
+
+def current_pool() -> HostPool | None:
+    """The open pool of this process, the last one that was opened; None if absent."""
+    for pool in reversed(pools):
+        if pool.pid == os.getpid():  # after a fork, pools belong to the parent
+            return pool
+    return None
 
 
 def map_shard(checkpoint: Checkpoint, shard: int) -> Region:
@@ -110,10 +125,10 @@ def hand_over(
     import torch
 
     infos = list(infos)
-    formats: dict[str, tuple[int, int, torch.dtype | None]] = {}
+    formats: dict[str, tuple[int, int, torch.dtype | None, int]] = {}
     for info in infos:
         if info.dtype not in formats:
-            formats[info.dtype] = _dlpack_format(info)
+            formats[info.dtype] = *_dlpack_format(info), DTYPES[info.dtype].align
         if info.dtype == "F4":
             packed_shape(info)
     tensors: dict[str, torch.Tensor] = {}
@@ -124,12 +139,12 @@ def hand_over(
         if nbytes == 0:
             tensors[name] = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
             continue
-        region, offset = views[name]
-        if (region.address + offset) % DTYPES[dtype].align:
-            raw = bytes_at(views[name], nbytes)
+        region, offset = view = views[name]
+        code, bits, viewed_as, align = formats[dtype]
+        if (region.address + offset) % align:
+            raw = bytes_at(view, nbytes)
             tensors[name] = raw.clone().view(torch_dtype(dtype)).reshape(shape)
             continue
-        code, bits, viewed_as = formats[dtype]
         tensor = tensor_of(region.view(offset, nbytes, shape, code, bits))
         tensors[name] = tensor if viewed_as is None else tensor.view(viewed_as)
     return tensors

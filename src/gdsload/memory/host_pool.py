@@ -20,9 +20,9 @@ from typing import NamedTuple
 from gdsload._native.cuda import CudaFailure, Device
 from gdsload._native.memory import Lease, Region
 from gdsload.checkpoint import Checkpoint, Identity
-from gdsload.errors import GdsloadError, PlacementError
+from gdsload.errors import PlacementError
 from gdsload.memory import available, page_cache
-from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.host_buffers import BufferView, pools
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
@@ -165,7 +165,7 @@ class HostPool(quiesce.Holder):
         self._lock = fork_safe_lock(self)
         self._segments: list[Segment] = []  # the least recently used first
         self._stored: dict[Identity, list[_StoredRange]] = {}
-        _pools.append(self)
+        pools.append(self)
         quiesce.register(self)
 
     @property
@@ -252,12 +252,23 @@ class HostPool(quiesce.Holder):
             self._segments.remove(segment)
             self._segments.append(segment)
 
+    def require(self, ranges: Iterable[ByteRange]) -> None:
+        """Raises PlacementError if the pool, even when empty, is too small for these ranges."""
+        wanted = sum(one.nbytes for one in ranges)
+        if wanted > self.limit_bytes:
+            raise PlacementError(
+                f"{wanted:,} bytes do not fit into a pool of {self.limit_bytes:,} bytes",
+                missing_bytes=wanted - self.limit_bytes,
+            )
+
     def allocate(self, plan: ReadPlan) -> PoolBuffers | None:
         """Buffers for these reads, or None if the pool has no room for them.
 
         Raises:
             PlacementError: the machine has too little memory.
         """
+        if not plan.transfers:
+            return None
         with self._lock:
             self.make_room(plan.read_bytes)
             segment = None
@@ -365,7 +376,7 @@ class HostPool(quiesce.Holder):
 
     def close(self) -> None:
         """Frees all of it; the memory of living tensors is freed with them. May be called again."""
-        _pools[:] = [other for other in _pools if other is not self]
+        pools[:] = [other for other in pools if other is not self]
         quiesce.unregister(self)
         self.quiesce()
 
@@ -382,56 +393,6 @@ class HostPool(quiesce.Holder):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_pools: list[HostPool] = []
-
-
-def current() -> HostPool | None:
-    """The open pool of this process, the last one that was opened; None if absent."""
-    for pool in reversed(_pools):
-        if pool.pid == os.getpid():  # after a fork, pools belong to the parent
-            return pool
-    return None
-
-
-def allocate(plan: ReadPlan) -> PoolBuffers | None:
-    """Buffers of the open pool for these reads, if there is a pool and it has room."""
-    pool = current()
-    return pool.allocate(plan) if pool is not None and plan.transfers else None
-
-
-def require(ranges: Iterable[ByteRange]) -> None:
-    """Raises PlacementError if the open pool, even when empty, is too small for these ranges."""
-    pool = current()
-    wanted = sum(one.nbytes for one in ranges)
-    limit = pool.limit_bytes if pool is not None else 0
-    if wanted > limit:
-        raise PlacementError(
-            f"{wanted:,} bytes do not fit into a pool of {limit:,} bytes",
-            missing_bytes=wanted - limit,
-        )
-
-
-def find(
-    checkpoint: Checkpoint,
-    ranges: Iterable[ByteRange],
-    mappings: dict[Segment, Region],
-    *,
-    pinned: bool = False,
-) -> dict[str, BufferView]:
-    """`HostPool.find` of the open pool; empty without a pool."""
-    pool = current()
-    return {} if pool is None else pool.find(checkpoint, ranges, mappings, pinned=pinned)
-
-
-def unchanged(checkpoint: Checkpoint) -> bool:
-    """True if the files are still those that were opened."""
-    try:
-        checkpoint.verify_unchanged()
-    except GdsloadError:
-        return False
-    return True
 
 
 def _start(row: _StoredRange) -> int:

@@ -18,8 +18,7 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.dtypes import DTYPES
-from gdsload.planning.read_plan import GAP_BYTES, ByteRange
-from gdsload.system.gc_control import collector_paused
+from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ranges_of
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
@@ -49,14 +48,9 @@ class TensorSlice(NamedTuple):
         return sum([part.nbytes for part in self.parts])
 
 
-@collector_paused()
 def runs_of(slices: Iterable[TensorSlice]) -> list[ByteRange]:
     """The byte ranges of these slices, with the names of their parts."""
-    return [
-        ByteRange(part.name, part.shard, part.offset, part.nbytes)
-        for tensor_slice in slices
-        for part in tensor_slice.parts
-    ]
+    return ranges_of(part for each in slices for part in each.parts)
 
 
 def whole(info: TensorInfo) -> TensorSlice:

@@ -20,12 +20,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.checkpoint.lookup import Lookup
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import CACHES, STALL_SECONDS, Session
-from gdsload.memory import host_pool, page_cache
+from gdsload.memory import page_cache
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
 from gdsload.report import LoadReport
@@ -40,9 +41,8 @@ if TYPE_CHECKING:
 
 TIERS = ("memory", "pool", "pagecache")
 # The states of a prefetch, in their order. The last four are final.
-OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = (
-    "opening", "reading", "landed", "cancelled", "failed", "closed",
-)  # fmt: skip
+STATES = ["opening", "reading", "landed", "cancelled", "failed", "closed"]
+OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = STATES
 REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
@@ -83,8 +83,19 @@ class PrefetchProgress(NamedTuple):
 
 
 class Prefetch(quiesce.Holder):
-    """A checkpoint that is read ahead of its load. Ends with `close`, with its `with` block, or
-    when a load has taken all of it."""
+    """A checkpoint that is read ahead of its load; made by `prefetch`.
+
+    It ends with `close`, with its `with` block, or when a load has taken all of it.
+
+    Attributes:
+        source: The checkpoint, as the caller named it.
+        tier: "memory", "pool" or "pagecache".
+        report: What the prefetch did; complete when `wait` returns True.
+
+    Example:
+        >>> with gdsload.prefetch("model") as ahead:
+        ...     tensors = gdsload.load_file("model")
+    """
 
     def __init__(
         self,
@@ -150,8 +161,8 @@ class Prefetch(quiesce.Holder):
                 ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
                     ranges = fitting(ranges, self._limit_bytes)
-                if self.tier == "pool":
-                    host_pool.require(ranges)
+                if self.tier == "pool" and (pool := current_pool()) is not None:
+                    pool.require(ranges)
                 device = "cpu"
                 if device_init is not None and self.tier == "memory":
                     device = device_init.reached(self._session["backend"])
@@ -500,7 +511,7 @@ def prefetch(
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
-    if tier == "pool" and host_pool.current() is None:
+    if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     if cache not in CACHES:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
@@ -509,9 +520,7 @@ def prefetch(
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
-    session = {
-        "backend": backend, "cache": cache, "options": options, "stall_seconds": stall_seconds,
-    }  # fmt: skip
+    session = dict(backend=backend, cache=cache, options=options, stall_seconds=stall_seconds)
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)

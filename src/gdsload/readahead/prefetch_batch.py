@@ -40,9 +40,12 @@ class PrefetchBatch(Batch):
     ahead = True
 
     def __init__(
-        self, session: Session, plan: ReadPlan, views: dict[str, BufferView],
+        self,
+        session: Session,
+        plan: ReadPlan,
+        views: dict[str, BufferView],
         memory: list[Memory] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.error: ReadError | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)

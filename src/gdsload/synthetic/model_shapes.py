@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gdsload.errors import CheckpointError
-from gdsload.planning.grouping import grouped
+from gdsload.planning.read_plan import grouped
 
 Shape = tuple[int, ...]
 BF16_BYTES = 2

@@ -31,10 +31,8 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
-from gdsload.memory import host_pool
-from gdsload.memory.host_buffers import BufferView, HostBuffers, hand_over
-from gdsload.planning.grouping import grouped
-from gdsload.planning.read_plan import FILE_ORDER, ReadPlan
+from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
+from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped
 from gdsload.planning.tensor_slices import rows_of, runs_of, whole
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -69,7 +67,7 @@ class _WindowBatch(Batch):
         super().__init__(session, plan, views)
 
     def _take_memory(self) -> list[Memory]:
-        if host_pool.current() is not None:  # the host pool stores the bytes for later loads
+        if current_pool() is not None:  # the host pool stores the bytes for later loads
             return super()._take_memory()
         buffers = HostBuffers(self.plan, self._pool)
         self.views.update(buffers.views(self.plan))

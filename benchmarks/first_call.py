@@ -1,0 +1,139 @@
+"""The first `load_file` of a process in which torch is imported, and the loads after it.
+
+    python -m benchmarks.first_call DIRECTORY [--repeats 7] [--output RESULT.json]
+
+The file is in the page cache, so that a load is little more than imports and mappings. Every repeat
+of an arm is a fresh process; the arms take turns. Bytecode is compiled by one extra process of each
+arm, in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import records, start, tables, values
+from .layout import several
+from .records import Refused
+
+ARMS = ("gdsload", "safetensors")
+# Wanted: the first load costs at most this much more than the second one.
+MOST_MORE_MS = 25.0
+LOADS = 3
+
+CHILD = """
+import json, sys, time
+import torch
+arm, path = sys.argv[1:]
+torch.empty(1)
+with open(path, "rb", buffering=0) as file:
+    buffer = bytearray(8 << 20)
+    while file.readinto(buffer):
+        pass
+if arm == "gdsload":
+    import gdsload as package
+else:
+    import safetensors.torch as package
+before = len(sys.modules)
+times = []
+for number in range(LOADS):
+    begin = time.perf_counter()
+    tensors = package.load_file(path)
+    times.append(time.perf_counter() - begin)
+    del tensors
+    if not number:
+        modules = len(sys.modules) - before
+print(json.dumps({"seconds": times, "modules": modules}))
+""".replace("LOADS", str(LOADS))
+
+
+def child(arm: str, file: Path) -> dict[str, Any]:
+    """The times of one fresh process. Raises Refused if it fails."""
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, arm, str(file)],
+        capture_output=True, text=True, check=False, env=start.environment(),
+    )  # fmt: skip
+    if ran.returncode:
+        raise Refused(f"{arm}: {ran.stderr.strip().splitlines()[-1:]}")
+    facts: dict[str, Any] = json.loads(ran.stdout)
+    return facts
+
+
+def measured(file: Path, repeats: int) -> list[dict[str, Any]]:
+    """The loads of each arm, in the order of the calls: the seconds of every process."""
+    for arm in ARMS:
+        child(arm, file)
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    for turn in range(repeats):
+        for arm in records.in_turn(ARMS, turn):
+            runs[arm].append(child(arm, file))
+    return [
+        {
+            "arm": arm,
+            "load": number + 1,
+            "seconds": [run["seconds"][number] for run in found],
+            "modules": found[0]["modules"] if not number else 0,
+        }
+        for arm, found in runs.items()
+        for number in range(LOADS)
+    ]
+
+
+def first_costs_ms(rows: Sequence[dict[str, Any]], arm: str) -> float:
+    """Milliseconds that the first load of an arm takes longer than the second: medians."""
+    found = [statistics.median(row["seconds"]) for row in rows if row["arm"] == arm]
+    return (found[0] - found[1]) * 1e3
+
+
+def title(result: dict[str, Any]) -> str:
+    return f"The first load of a process, {result['bytes'] / 1e9:.1f} GB in the page cache"
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = []
+    for row in result["loads"]:
+        took = tables.seconds_of(row)
+        rows.append([
+            row["arm"], str(row["load"]), f"{took.median * 1e3:.1f}",
+            f"{took.low * 1e3:.1f} to {took.high * 1e3:.1f}", str(row["modules"]),
+        ])  # fmt: skip
+    return tables.markdown(["loader", "load", "median ms", "min to max", "modules imported"], rows)
+
+
+def notes(result: dict[str, Any]) -> str:
+    more = first_costs_ms(result["loads"], "gdsload")
+    said = "met" if more <= MOST_MORE_MS else "missed"
+    repeats = several(len(result["loads"][0]["seconds"]), "repeat")
+    return "\n".join([
+        f"- {records.described(result)}",
+        f"- {repeats} of each loader in fresh processes; torch is imported before the clock"
+        " starts",
+        f"- gdsload: the first load takes {more:.1f} ms longer than the second; at most"
+        f" {MOST_MORE_MS:.0f} ms are wanted: {said}",
+    ])  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = records.parser_of("python -m benchmarks.first_call", __doc__)
+    records.add_source(parser)
+    parser.add_argument("--repeats", type=values.whole, default=7)
+    options = parser.parse_args(words)
+
+    def measure() -> tuple[dict[str, Any], str]:
+        records.require_room(options)
+        with records.source_of(options) as source:
+            file = source if source.is_file() else min(source.glob("*.safetensors"))
+            facts = {"bytes": file.stat().st_size, "loads": measured(file, options.repeats)}
+            name = f"first-call-{records.name_of(options, source)}"
+            return records.record("first-call", file, **facts), name
+
+    return records.publish("first_call", options, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

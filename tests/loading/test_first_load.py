@@ -1,0 +1,117 @@
+"""The first load of a process: the modules that it imports, and torch only after the first read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from devicetensors import raw
+from gdsload.loading import device_batch
+from gdsload.report import last_report
+from gpudoubles import Doubles
+
+SMALL = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+# Modules, or beginnings of their names, that a load of a warm file to the CPU does without.
+UNUSED = (
+    "dataclasses", "importlib.metadata", "psutil", "torch", "transformers",
+    "gdsload._native.block", "gdsload._native.cuda", "gdsload._native.cufile",
+    "gdsload._native.pump", "gdsload._native.stage", "gdsload.backends.auto",
+    "gdsload.backends.cufile", "gdsload.backends.posix", "gdsload.backends.staging",
+    "gdsload.loading.device_batch", "gdsload.memory.device_buffers", "gdsload.memory.host_pool",
+    "gdsload.memory.staging_ring", "gdsload.planning.layer_order",
+    "gdsload.planning.tensor_slices", "gdsload.readahead", "gdsload.system.gpu",
+)  # fmt: skip
+
+
+def run(code: str, *words: str) -> list[str]:
+    """The lines that a fresh interpreter prints."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_warm_load_to_the_cpu_imports_no_module_that_it_does_not_need(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(4096)}, path)
+    code = """
+import sys
+import gdsload.api
+from gdsload.loading import batch
+found = set(sys.modules)
+import torch
+before = set(sys.modules)
+assert gdsload.load_file(sys.argv[1], cache="mapped")["a"][-1] == 4095
+print(*sorted(found | (set(sys.modules) - before)), sep="\\n")
+"""
+    imported = run(code, str(path))
+    assert "gdsload.api" in imported
+    assert [name for name in imported if name.startswith(UNUSED)] == []
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "cuda", "0"])
+def test_wrong_device_fails_after_the_first_read_was_posted(tmp_path: Path, device: str) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"a": torch.arange(4096)}, path)
+    code = """
+import sys
+import gdsload.api
+post = gdsload.api.post
+def noted(*words):
+    batch = post(*words)
+    print("torch" in sys.modules)
+    return batch
+gdsload.api.post = noted
+path, device = sys.argv[1:]
+try:
+    gdsload.load_file(path, int(device) if device.isdecimal() else device)
+except gdsload.PlacementError as error:
+    print(error)
+"""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    posted, error = run(code, str(path), device)
+    assert posted == "False"
+    assert "cannot be used" in error and "cuda" in error
+
+
+def test_load_before_torch_reads_into_blocks(
+    loading: Doubles, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Path
+) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
+        expected |= safetensors.torch.load_file(shard)
+    monkeypatch.setattr(device_batch, "torch_imported", lambda: False)
+    batches: list[type] = []
+    real = device_batch.start
+
+    def noted(*words: object) -> object:
+        batches.append(type(batch := real(*words)))  # type: ignore[arg-type]
+        return batch
+
+    monkeypatch.setattr(device_batch, "start", noted)
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
+    assert batches == [device_batch.BlockBatch]
+    assert last_report().wanted_bytes == sum(tensor.nbytes for tensor in expected.values())
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in expected.items())
+
+
+def test_single_file_is_opened_by_one_thread(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gdsload.checkpoint import file_io
+
+    names: list[str] = []
+    start = file_io.start_thread
+    monkeypatch.setattr(file_io, "start_thread", lambda *w: names.append(w[1]) or start(*w))
+    file = min(tiny_checkpoint.glob("*.safetensors"))
+    with gdsload.Checkpoint.open(file) as checkpoint:
+        assert len(checkpoint.shards) == len(names) == 1
