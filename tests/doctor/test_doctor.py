@@ -284,14 +284,14 @@ DRIVEN = {"proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA 
     [
         ({}, "no", "no NVIDIA GPU"),
         (CARD, "partly", "0000:17:00.0, without a driver"),
-        (CARD | DRIVEN, "yes", "1: NVIDIA H200"),
+        (CARD | DRIVEN, "yes", "1 with NVIDIA's driver"),
         ({name: text.replace("0x10de", "0x8086") for name, text in CARD.items()}, "no", "no NVID"),
     ],
 )
 def test_gpu_is_found_by_driver_or_pci(
     files: dict[str, str], verdict: str, detail: str, tmp_path: Path
 ) -> None:
-    found = gpu.device(machine(tmp_path, files))
+    found = gpu.driver(machine(tmp_path, files))
     assert found.verdict == verdict
     assert detail in found.detail
 
