@@ -10,7 +10,8 @@ import click
 from gdsload.api import plan as plan_reads
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, plain, size
+from gdsload.cli.terminal import count, size
+from gdsload.errors import one_line
 
 
 @click.command(short_help="What is in a checkpoint.")
@@ -25,7 +26,7 @@ def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
     if as_json:
         return terminal.show_json(facts)
     click.echo(
-        f"{plain(facts['source'])}: {count(len(facts['files']), 'file')},"
+        f"{one_line(facts['source'])}: {count(len(facts['files']), 'file')},"
         f" {count(facts['tensor_count'], 'tensor')}, {size(facts['total_bytes'])}"
     )
     rows = [(file["name"], size(file["bytes"]), count(file["tensors"], "tensor"))
@@ -36,7 +37,7 @@ def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
     ]
     terminal.show_table(rows)
     for key, value in facts["metadata"].items():
-        click.echo(f"metadata {plain(key)}: {plain(value)}")
+        click.echo(f"metadata {one_line(key)}: {one_line(value)}")
     if listed:
         click.echo()
         terminal.show_table(

@@ -17,8 +17,8 @@ import click
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, plain, size
-from gdsload.errors import GdsloadError, shown
+from gdsload.cli.terminal import count, size
+from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
 from gdsload.report import last_report
@@ -131,10 +131,10 @@ def make_cold(paths: Sequence[str]) -> None:
         try:
             left = page_cache.evict(path)
         except OSError as error:
-            raise GdsloadError(f"{plain(path)}: {error.strerror}") from error
+            raise GdsloadError(f"{one_line(path)}: {error.strerror}") from error
         if left:
             raise GdsloadError(
-                f"{plain(path)}: {size(left)} stay in the page cache (the file is on tmpfs, or"
+                f"{one_line(path)}: {size(left)} stay in the page cache (the file is on tmpfs, or"
                 " another process maps or writes it)"
             )
 
@@ -172,6 +172,6 @@ def require_equal(source: str, tensors: dict[str, torch.Tensor], where: dict[str
                     alike = (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
                     if not alike or not torch.equal(raw_bytes(got), raw_bytes(wanted)):
                         raise GdsloadError(
-                            f"{plain(shard.path)}: tensor {shown(name)} is not what safetensors"
+                            f"{one_line(shard.path)}: tensor {shown(name)} is not what safetensors"
                             f" reads: {'other bytes' if alike else 'another dtype or shape'}"
                         )

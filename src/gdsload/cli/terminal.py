@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gdsload.errors import CheckpointError, GdsloadError, shown
+from gdsload.errors import CheckpointError, GdsloadError, one_line, shown
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
@@ -151,7 +151,7 @@ def show_json(facts: object) -> None:
 
 
 def show_table(rows: Iterable[Sequence[str]]) -> None:
-    table = [[plain(cell) for cell in row] for row in rows]
+    table = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
              for row in table)  # fmt: skip
@@ -169,8 +169,3 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} TB"
-
-
-def plain(text: str) -> str:
-    """Text from a file with its control characters escaped."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()

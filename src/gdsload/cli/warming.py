@@ -13,7 +13,8 @@ import click
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import plain, size
+from gdsload.cli.terminal import size
+from gdsload.errors import one_line
 
 COLD = 3  # the exit code if the page cache holds less than was read
 _LOOK_SECONDS = 0.05
@@ -53,7 +54,7 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})
             return 0
-        click.echo(f"{plain(source)}: process {pid} reads it into the page cache")
+        click.echo(f"{one_line(source)}: process {pid} reads it into the page cache")
         return 0
     with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
         while not ahead.wait(_LOOK_SECONDS):
@@ -63,8 +64,8 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
         terminal.show_json({"source": source, "tier": tier} | progress._asdict())
     else:
         click.echo(
-            f"{plain(source)}: {size(progress.resident_bytes)} of {size(progress.wanted_bytes)} in"
-            f" the page cache after {progress.seconds:.2f} s"
+            f"{one_line(source)}: {size(progress.resident_bytes)} of"
+            f" {size(progress.wanted_bytes)} in the page cache after {progress.seconds:.2f} s"
         )
     return 0 if progress.resident_bytes >= progress.wanted_bytes else COLD
 
