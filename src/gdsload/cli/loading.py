@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors are needed.")
 @click.option("--backend", default="auto", show_default=True, help="The backend; see `doctor`.")
 @click.option("--engine", help="The engine of that backend: short for --option engine=ENGINE.")
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the backend; may be repeated.",
-)
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="For the backend.")
 @click.option(
     "--cache",
     type=click.Choice(CACHES),
@@ -55,10 +49,21 @@ if TYPE_CHECKING:
 @terminal.json_of
 @terminal.common
 def load(
-    source: str, patterns: Sequence[str], device: str, backend: str, engine: str | None,
-    options: Sequence[str], cache: str, cold: bool, repeat: int, touch: bool, verify: bool,
-    trace: str | None, as_json: bool, **where: Any,
-) -> None:  # fmt: skip
+    source: str,
+    patterns: Sequence[str],
+    device: str,
+    backend: str,
+    engine: str | None,
+    options: Sequence[str],
+    cache: str,
+    cold: bool,
+    repeat: int,
+    touch: bool,
+    verify: bool,
+    trace: str | None,
+    as_json: bool,
+    **where: Any,
+) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
     with Checkpoint.open(source, **where) as checkpoint:

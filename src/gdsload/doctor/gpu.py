@@ -33,7 +33,7 @@ def driver(root: str = "/") -> Finding:
     if driven := glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*")):
         return Finding("GPU", YES, f"{len(driven)} with NVIDIA's driver")
     for path in glob.glob(os.path.join(root, "sys/bus/pci/devices/*")):
-        kind, vendor = read_text(path, "class") or "", read_text(path, "vendor")
+        kind, vendor = read_text(path, "class"), read_text(path, "vendor")
         if vendor == "0x10de" and kind.startswith("0x03"):
             detail = f"at {os.path.basename(path)}, without a driver"
             return Finding("GPU", PARTLY, detail, "install NVIDIA's driver")
