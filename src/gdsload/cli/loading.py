@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,10 +76,15 @@ def load(
         tensors.clear()
         if cold:
             make_cold(paths)
-        with usage_errors(settings):
+        try:
             tensors = api.load_file(
                 source, device, backend=backend, names=names, cache=cache, options=settings, **where
             )
+        except (TypeError, ValueError) as error:  # of the backend, for a wrong option
+            context = click.get_current_context()
+            if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
+                raise
+            raise click.UsageError(str(error), context) from error
         report = last_report()
         runs.append(report.to_dict())
         text = f"{number + 1} of {repeat}: " * (repeat > 1) + report.summary()
@@ -115,18 +119,6 @@ def settings_of(options: Iterable[str]) -> dict[str, Any]:
             raise click.UsageError(f"--option takes KEY=VALUE, not {option!r}")
         settings[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
     return settings
-
-
-@contextmanager
-def usage_errors(settings: dict[str, Any]) -> Iterator[None]:
-    """Makes the TypeError or ValueError of a backend for a wrong option an error of usage."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        context = click.get_current_context()
-        if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
-            raise
-        raise click.UsageError(str(error), context) from error
 
 
 def make_cold(paths: Sequence[str]) -> None:

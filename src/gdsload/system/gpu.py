@@ -17,7 +17,6 @@ from gdsload.system import lifecycle, shared_libraries
 # Left free on a device, for a context, kernels and the rounding of torch's allocator.
 SPARE_BYTES = 64 << 20
 
-
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _cuda: list[Cuda] = []
 _devices: dict[int, Device] = {}
@@ -37,23 +36,19 @@ def cuda() -> Cuda:
     with _lock:
         if not _cuda:
             _cuda.append(_open())
-        return _own(_cuda[0])
+    refuse_after_fork()
+    return _cuda[0]
 
 
 def refuse_after_fork() -> None:
     """Raises BackendUnavailable if CUDA was started before this process was forked."""
-    if _cuda:  # not under the lock, which a thread of the parent may have held
-        _own(_cuda[0])
-
-
-def _own(found: Cuda) -> Cuda:
-    if found.pid != os.getpid():
+    # Not under the lock, which a thread of the parent may have held.
+    if _cuda and _cuda[0].pid != os.getpid():
         raise BackendUnavailable(
             "CUDA was started before this process was forked from its parent; start processes"
             " that load to a GPU with 'spawn'",
             {"cuda": "used after fork"},
         )
-    return found
 
 
 def _open() -> Cuda:
