@@ -77,7 +77,7 @@ def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
 @click.command(short_help="The reads of a load.")
 @terminal.source_of
 @terminal.names_of
-@terminal.bytes_option("--window", "Size of a read window, in the order of the names; 0: one.")
+@terminal.bytes_option("--window", "Size of a read window (64K, 256M); 0 plans one window.")
 @click.option("--transfers", "listed", is_flag=True, help="List every read.")
 @terminal.json_of
 @terminal.common

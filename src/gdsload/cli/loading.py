@@ -25,6 +25,8 @@ from gdsload.report import last_report
 if TYPE_CHECKING:
     import torch
 
+_OPTION = "An option of the backend; may be repeated."
+
 
 @click.command(short_help="Load a checkpoint, and measure it.")
 @terminal.source_of
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors are needed.")
 @click.option("--backend", default="auto", show_default=True, help="The backend; see `doctor`.")
 @click.option("--engine", help="The engine of that backend: short for --option engine=ENGINE.")
-@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="For the backend.")
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=_OPTION)
 @click.option(
     "--cache",
     type=click.Choice(CACHES),
