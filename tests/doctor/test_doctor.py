@@ -269,8 +269,10 @@ def test_direct_io_on_a_fifo_returns_at_once(tmp_path: Path) -> None:
 
 # --- GPU ----------------------------------------------------------------------------------------
 
-CARD = {"sys/bus/pci/devices/0000:17:00.0/class": "0x030200\n",
-        "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de\n"}  # fmt: skip
+CARD = {
+    "sys/bus/pci/devices/0000:17:00.0/class": "0x030200\n",
+    "sys/bus/pci/devices/0000:17:00.0/vendor": "0x10de\n",
+}
 DRIVEN = {"proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t NVIDIA H200\nIRQ: 1\n"}
 
 
