@@ -191,11 +191,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """The machine, versions and supported backends."""
+    found = gpu.device(gpu.ordinal_of(device))
     facts: dict[str, Any] = {
         "gdsload": gdsload.__version__,
         "torch": torch.__version__,
         "kernel": platform.release(),
-        "gpu": gpu.facts(gpu.ordinal_of(device))._asdict(),
+        "gpu": {
+            "ordinal": found.ordinal,
+            "name": found.name,
+            "bus": found.bus,
+            "node": gpu.numa_node(found.bus),
+            "total_bytes": found.total_bytes,
+        },
         "cuda": gpu.cuda().version,
         "support": {name: str(each) for name, each in registry.probe_all(device).items()},
     }

@@ -9,71 +9,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from gdsload import warmup
-    from gdsload.aio import afrom_pretrained, astream
-    from gdsload.api import load_file, plan, stream
-    from gdsload.checkpoint import Checkpoint, TensorInfo
+if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
+    from gdsload import warmup as warmup
+    from gdsload.aio import afrom_pretrained as afrom_pretrained, astream as astream
+    from gdsload.api import load_file as load_file, plan as plan, stream as stream
+    from gdsload.checkpoint import Checkpoint as Checkpoint, TensorInfo as TensorInfo
     from gdsload.errors import (
-        BackendUnavailable,
-        CheckpointError,
-        CuFileError,
-        FileChanged,
-        GdsloadError,
-        PlacementError,
-        ReadError,
-        ShortRead,
-        StallError,
+        BackendUnavailable as BackendUnavailable,
+        CheckpointError as CheckpointError,
+        CuFileError as CuFileError,
+        FileChanged as FileChanged,
+        GdsloadError as GdsloadError,
+        PlacementError as PlacementError,
+        ReadError as ReadError,
+        ShortRead as ShortRead,
+        StallError as StallError,
     )
     from gdsload.integrations.transformers.model import (
-        accelerated,
-        from_pretrained,
-        install,
-        uninstall,
+        accelerated as accelerated,
+        from_pretrained as from_pretrained,
+        install as install,
+        uninstall as uninstall,
     )
-    from gdsload.readahead.prefetch import Prefetch, prefetch
-    from gdsload.report import LoadReport, last_report
-    from gdsload.safetensors_file import safe_open
-    from gdsload.system.quiesce import quiesce, resume
-    from gdsload.version import __version__
+    from gdsload.readahead.prefetch import Prefetch as Prefetch, prefetch as prefetch
+    from gdsload.report import LoadReport as LoadReport, last_report as last_report
+    from gdsload.safetensors_file import safe_open as safe_open
+    from gdsload.system.quiesce import quiesce as quiesce, resume as resume
+    from gdsload.version import __version__ as __version__
 
-__all__ = [
-    "BackendUnavailable",
-    "Checkpoint",
-    "CheckpointError",
-    "CuFileError",
-    "FileChanged",
-    "GdsloadError",
-    "LoadReport",
-    "PlacementError",
-    "Prefetch",
-    "ReadError",
-    "ShortRead",
-    "StallError",
-    "TensorInfo",
-    "__version__",
-    "accelerated",
-    "afrom_pretrained",
-    "astream",
-    "from_pretrained",
-    "install",
-    "last_report",
-    "load_file",
-    "plan",
-    "prefetch",
-    "quiesce",
-    "resume",
-    "safe_open",
-    "stream",
-    "uninstall",
-    "warmup",
-]
-
-# The module of each name; the errors are all in `errors`.
+# The public names of each module.
 _MODULES = {
     "aio": "afrom_pretrained astream",
     "api": "load_file plan stream",
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
+    "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
+    " PlacementError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",
@@ -82,15 +52,15 @@ _MODULES = {
     "version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted([*_MODULE_OF, "warmup"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
     if name == "warmup":
         return import_module("gdsload.warmup")
-    module = _MODULE_OF.get(name, "errors")
-    value = globals()[name] = getattr(import_module(f"gdsload.{module}"), name)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"gdsload.{_MODULE_OF[name]}"), name)
     return value
 
 

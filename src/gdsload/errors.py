@@ -40,31 +40,24 @@ def shown(text: object) -> str:
     return repr(text)
 
 
-def _one_line(text: str) -> str:
-    """Escapes line breaks and unprintable characters, which paths may contain."""
-    if text.isprintable():
-        return text
+def one_line(text: str) -> str:
+    """`text` with line breaks and unprintable characters escaped, which names may contain."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
-def _restored(kind: Any, safetensors: bool, args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
-    """A copy of a pickled error. __init__ is not called: its results are in `facts`."""
-    base: Any = OSError if issubclass(kind, OSError) else Exception  # by memory layout
-    error = base.__new__(also_safetensors(kind) if safetensors else kind)
-    error.args = args
-    for name, value in facts.items():
-        setattr(error, name, value)
-    return error
+def _restored(kind: Any, safetensors: bool, args: tuple[Any, ...]) -> Any:
+    return (also_safetensors(kind) if safetensors else kind)(*args)
 
 
 def _reduced(error: BaseException) -> tuple[Any, ...]:
+    """For pickle: the attributes are set again after the error was created from its text."""
     facts = dict(error.__dict__)
     if isinstance(error, OSError):
         facts.update(errno=error.errno, strerror=error.strerror, filename=error.filename)
     plain = getattr(error, "_without_safetensors", None)  # set by also_safetensors
-    return _restored, (plain or type(error), plain is not None, error.args, facts)
+    return _restored, (plain or type(error), plain is not None, error.args), facts
 
 
 class GdsloadError(Exception):
@@ -79,10 +72,15 @@ class GdsloadError(Exception):
 
 
 class CheckpointError(GdsloadError, ValueError):
-    """The checkpoint is invalid. `path` and `tensor` say where, if known."""
+    """The checkpoint is invalid.
+
+    Attributes:
+        path: The file or directory, or None if unknown.
+        tensor: The name of the tensor, or None.
+    """
 
     def __init__(self, message: str, *, path: str | None = None, tensor: str | None = None) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
         self.path = path
         self.tensor = tensor
 
@@ -92,7 +90,12 @@ class FileChanged(CheckpointError):
 
 
 class CheckpointUnreadable(CheckpointError, OSError):
-    """A file or directory of the checkpoint cannot be opened; `errno` says why."""
+    """A file or directory of the checkpoint cannot be opened.
+
+    Attributes:
+        errno: The error code of the system, or None.
+        filename: The same as `path`.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,11 @@ class CheckpointAccessError(CheckpointUnreadable, PermissionError):
 
 
 class PlacementError(GdsloadError, ValueError):
-    """A tensor does not fit where it is wanted. `missing_bytes` says by how much, if known."""
+    """The tensors do not fit on the device, or the device cannot be used.
+
+    Attributes:
+        missing_bytes: The number of missing bytes, or None if unknown.
+    """
 
     def __init__(self, message: str, *, missing_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -124,7 +131,17 @@ class PlacementError(GdsloadError, ValueError):
 
 
 class BackendUnavailable(GdsloadError, RuntimeError):
-    """No allowed backend works here. `reasons` maps each backend to why, and a hint."""
+    """No allowed backend works here.
+
+    Attributes:
+        reasons: For each backend why it does not work, and a hint.
+
+    Example:
+        >>> try:
+        ...     gdsload.load_file("model", device="cuda:0", backend="gds")
+        ... except gdsload.BackendUnavailable as error:
+        ...     print(error.reasons)
+    """
 
     def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -132,9 +149,16 @@ class BackendUnavailable(GdsloadError, RuntimeError):
 
 
 class ReadError(GdsloadError, OSError):
-    """A read failed: `wanted` bytes at byte `offset` of `path`, of which `got` were read.
+    """A read failed.
 
-    `errno` is the error code of the system, or None; `hint` is advice, or "". The text has both.
+    Attributes:
+        path: The file, or "" if unknown.
+        offset: Where the read starts in the file, in bytes.
+        wanted: The length of the read, in bytes.
+        got: The bytes that were read before the failure.
+        errno: The error code of the system, or None.
+        hint: What would help, or "". It is part of the text.
+        filename: The same as `path`, or None if unknown.
     """
 
     def __init__(
@@ -148,7 +172,7 @@ class ReadError(GdsloadError, OSError):
         errno: int | None = None,
         hint: str = "",
     ) -> None:
-        super().__init__(_one_line(f"{message} ({hint})" if hint else message))
+        super().__init__(one_line(f"{message} ({hint})" if hint else message))
         self.path = path
         self.offset = offset
         self.wanted = wanted
@@ -167,7 +191,11 @@ class StallError(ReadError):
 
 
 class CuFileError(ReadError):
-    """A cuFile operation failed; `code` is its CUfileOpError or CUresult."""
+    """An operation of cuFile failed.
+
+    Attributes:
+        code: The CUfileOpError or CUresult.
+    """
 
     def __init__(self, message: str, *, code: int = 0, **facts: Any) -> None:
         super().__init__(message, **facts)

@@ -14,8 +14,7 @@ import torch
 import gdsload
 from contract import BackendContract
 from gdsload.backends import Backend, registry
-from gdsload.backends.posix import PosixBackend, engines
-from gdsload.backends.posix import backend as backend_module
+from gdsload.backends.posix import PosixBackend, backend as backend_module, engines
 from gdsload.backends.posix.backend import PosixRequest
 
 GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"

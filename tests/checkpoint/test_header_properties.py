@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy
 import safetensors
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from safetensors.numpy import save
 
 from gdsload.checkpoint.header import LENGTH_BYTES, Header, header_length, parse_header

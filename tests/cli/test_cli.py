@@ -52,9 +52,7 @@ def test_inspect_prints_files_dtypes_and_metadata(tiny_checkpoint: Path) -> None
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == f"{tiny_checkpoint}: 2 files, 47 tensors, 656.77 kB"
-    assert lines[1].split() == [
-        "model-00001-of-00002.safetensors", "380.68", "kB", "30", "tensors"
-    ]  # fmt: skip
+    assert lines[1].split() == ["model-00001-of-00002.safetensors", "380.68", "kB", "30", "tensors"]
     assert lines[3].split() == ["BF16", "656.77", "kB", "47", "tensors"]
     assert lines[4:] == ["metadata format: pt"]
 
@@ -64,8 +62,14 @@ def test_inspect_lists_every_tensor(tiny_checkpoint: Path) -> None:
     with Checkpoint.open(tiny_checkpoint) as checkpoint:
         assert [row.split()[0] for row in rows] == list(checkpoint.tensors)
     assert rows[0].split() == [
-        EMBEDDING, "BF16", "[1024,", "64]", "131.07", "kB", "model-00001-of-00002.safetensors"
-    ]  # fmt: skip
+        EMBEDDING,
+        "BF16",
+        "[1024,",
+        "64]",
+        "131.07",
+        "kB",
+        "model-00001-of-00002.safetensors",
+    ]
 
 
 def test_inspect_as_json_counts_bytes(tiny_checkpoint: Path) -> None:
@@ -198,9 +202,16 @@ def test_version_and_help_are_printed() -> None:
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("words", [["bake"], ["inspect"], ["load", "x", "--repeat", "0"],
-                                   ["plan", "x", "--window", "lots"],
-                                   ["make-checkpoint", "gpt-9", "x"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bake"],
+        ["inspect"],
+        ["load", "x", "--repeat", "0"],
+        ["plan", "x", "--window", "lots"],
+        ["make-checkpoint", "gpt-9", "x"],
+    ],
+)
 def test_wrong_arguments_exit_with_2(words: Sequence[str]) -> None:
     assert run(*words).exit_code == 2
 
@@ -227,16 +238,14 @@ def test_ctrl_c_exits_with_130(tiny_checkpoint: Path) -> None:
 def test_closed_pipe_exits_with_141_in_silence(words: Sequence[str], tiny_checkpoint: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
-    ended = process(COMMAND, *words, tiny_checkpoint,
-                    stdout=theirs)  # fmt: skip
+    ended = process(COMMAND, *words, tiny_checkpoint, stdout=theirs)
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_full_disk_behind_stdout_is_an_error(tiny_checkpoint: Path) -> None:
     with open("/dev/full", "w") as full:
-        ended = process(COMMAND, "inspect", tiny_checkpoint,
-                        stdout=full)  # fmt: skip
+        ended = process(COMMAND, "inspect", tiny_checkpoint, stdout=full)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
     assert "No space left" in ended.stderr
@@ -256,11 +265,14 @@ def test_load_imports_torch(tiny_checkpoint: Path) -> None:
     assert "torch" in process(LIGHT, "load", tiny_checkpoint).stderr.split()
 
 
-@pytest.mark.parametrize(("words", "logged"), [
-    ([], {"broken"}),
-    (["-v"], {"broken", "reading"}),
-    (["-vv"], {"broken", "reading", "detail"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "logged"),
+    [
+        ([], {"broken"}),
+        (["-v"], {"broken", "reading"}),
+        (["-vv"], {"broken", "reading", "detail"}),
+    ],
+)
 def test_verbose_sets_the_level_of_logging(
     words: Sequence[str], logged: set[str], tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,10 +297,19 @@ def test_verbose_sets_the_level_of_logging(
 # --- sizes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [
-    ("0", 0), ("4096", 4096), ("64K", 65536), ("64KiB", 65536), ("64KB", 64000), ("1.5g", 3 << 29),
-    ("2 MB", 2_000_000), ("7B", 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("64K", 65536),
+        ("64KiB", 65536),
+        ("64KB", 64000),
+        ("1.5g", 3 << 29),
+        ("2 MB", 2_000_000),
+        ("7B", 7),
+    ],
+)
 def test_bytes_with_units_are_parsed(text: str, nbytes: int) -> None:
     assert Bytes().convert(text, None, None) == nbytes
 
@@ -299,9 +320,16 @@ def test_bytes_without_a_number_are_refused(text: str) -> None:
         Bytes().convert(text, None, None)
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [
-    (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_999, "1.00 MB"), (1_503_300_328, "1.50 GB"),
-    (2 * 10**15, "2000.00 TB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (999_999, "1.00 MB"),
+        (1_503_300_328, "1.50 GB"),
+        (2 * 10**15, "2000.00 TB"),
+    ],
+)
 def test_size_is_rounded_with_a_unit(nbytes: int, text: str) -> None:
     assert size(nbytes) == text

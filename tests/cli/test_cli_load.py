@@ -51,12 +51,22 @@ def test_load_with_touch_and_verify_reports_both(tiny_checkpoint: Path) -> None:
 
 
 def test_verify_accepts_every_dtype_and_shape(tmp_path: Path) -> None:
-    names = ["bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "float16",
-             "bfloat16", "int32", "float32", "complex64", "float64", "int64"]  # fmt: skip
-    made = {
-        name: torch.randint(0, 2, (3, 5)).to(getattr(torch, name))
-        for name in names
-    }  # fmt: skip
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "float8_e5m2",
+        "float8_e4m3fn",
+        "int16",
+        "float16",
+        "bfloat16",
+        "int32",
+        "float32",
+        "complex64",
+        "float64",
+        "int64",
+    ]
+    made = {name: torch.randint(0, 2, (3, 5)).to(getattr(torch, name)) for name in names}
     made |= {"scalar": torch.tensor(1.5), "nothing": torch.empty(0, 4)}
     save_file(made, tmp_path / "all.safetensors")
     assert answer("load", tmp_path, "--verify", "--touch")["runs"][0]["tensors"] == len(made)

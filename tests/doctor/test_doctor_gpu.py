@@ -14,7 +14,7 @@ from command import run
 from gdsload import doctor
 from gdsload.backends import tuning_cache
 from gdsload.backends.tuning_cache import TunedChoice
-from gdsload.doctor import cufile, gpu
+from gdsload.doctor import gpu
 from gdsload.doctor.finding import Finding
 from gdsload.system import shared_libraries
 from gpudoubles import Doubles
@@ -54,7 +54,7 @@ def test_paths_without_a_device_have_reasons(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpudoubles.forget(monkeypatch)
     monkeypatch.setattr(shared_libraries, "candidates", lambda soname: [f"{tmp_path}/{soname}"])
-    names = {each.name: each for each in gpu.paths()}
+    names = {each.name: each for each in gpu.findings()}
     assert {"native path", "opening cuFile", "libcufile"} <= set(names)
     assert (names["cuda:0"].verdict, bool(names["cuda:0"].hint)) == ("no", True)
     assert gpu.measured() == []
@@ -77,4 +77,3 @@ def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
     assert [each["detail"] for each in shown["findings"] if each["name"] == good.name] == [
         good.detail
     ]
-    assert {fact.name for fact in cufile.findings()} >= {"native path", "opening cuFile"}

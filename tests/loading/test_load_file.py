@@ -16,8 +16,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import gdsload
 from gdsload import api

@@ -19,9 +19,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "src" / "gdsload" / "_native"
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*_cache", ".cache", ".git", ".hypothesis", ".venv*", "*.egg-info", "*.safetensors", "*.so",
-    "__pycache__", "build", "dist",
-)  # fmt: skip
+    ".*_cache",
+    ".cache",
+    ".git",
+    ".hypothesis",
+    ".venv*",
+    "*.egg-info",
+    "*.safetensors",
+    "*.so",
+    "__pycache__",
+    "build",
+    "dist",
+)
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 
@@ -151,8 +160,11 @@ def test_wheel_runs_benchmarks(installed: Path, tmp_path: Path) -> None:
     )
     ran = subprocess.run(
         [sys.executable, "-c", code, installed, "bench", "io", "--help"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(str(installed / "gdsload" / "benchmarks"))
     assert "usage: gdsload bench io" in ran.stdout

@@ -21,8 +21,12 @@ def test_loads_under_failing_calls_end_in_exact_bytes_or_one_error(tmp_path: Pat
     output = tmp_path / "faults.json"
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", "--sample", "--every", "3", "--output", output],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
     assert output.exists(), ended.stderr[-3000:]
     result = json.loads(output.read_text())
     assert result["violations"] == []

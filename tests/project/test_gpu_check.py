@@ -51,9 +51,12 @@ def run(script: ModuleType, tmp_path: Path, *more: str) -> tuple[int, dict[str, 
 
 
 def test_gpu_check_all_backends_are_exact(
-    script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
+    script: ModuleType,
+    doubles: Doubles,
+    tmp_path: Path,
+    tiny_checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     code, facts = run(script, tmp_path, str(tiny_checkpoint))
     shown = capsys.readouterr().out
     assert code == 0, shown
@@ -77,9 +80,12 @@ def test_gpu_check_failing_backend_has_failed_row_and_exit_status(
 
 
 def test_gpu_check_unexpected_error_is_a_row_and_exit_keeps_earlier_rows(
-    script: ModuleType, doubles: Doubles, tmp_path: Path, tiny_checkpoint: Path,
+    script: ModuleType,
+    doubles: Doubles,
+    tmp_path: Path,
+    tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """An unexpected error is a row; SystemExit loses only the rows after it."""
     real = script.check
 

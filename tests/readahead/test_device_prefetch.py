@@ -25,8 +25,7 @@ from devicetensors import odd_tensors, raw
 from gdsload.backends import staging
 from gdsload.backends.auto import benchmark
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
-from gdsload.loading import claims
-from gdsload.loading import session as session_module
+from gdsload.loading import claims, session as session_module
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu

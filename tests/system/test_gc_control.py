@@ -1,4 +1,4 @@
-"""Loads of very many tensors do not set Python's cycle collector to work on them."""
+"""The cycle collector does not run over the objects of loads with very many tensors."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ TENSORS = 20_000
 
 @pytest.fixture
 def passes() -> Iterator[list[int]]:
-    """The generations that the collector has looked at since."""
+    """The generations of the collector's passes since the fixture was made."""
     gc.collect()
     seen: list[int] = []
 
-    def note(phase: str, info: dict[str, Any]) -> None:
+    def record(phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             seen.append(info["generation"])
 
-    gc.callbacks.append(note)
+    gc.callbacks.append(record)
     try:
         yield seen
     finally:
-        gc.callbacks.remove(note)
+        gc.callbacks.remove(record)
 
 
 @pytest.mark.parametrize("cache", ["direct", "mapped"])
-def test_a_load_of_many_tensors(tmp_path: Path, passes: list[int], cache: str) -> None:
+def test_load_of_many_tensors_causes_few_passes(
+    tmp_path: Path, passes: list[int], cache: str
+) -> None:
     path = tmp_path / "many.safetensors"
     save_file({str(number): torch.tensor([number]) for number in range(TENSORS)}, path)
     gc.collect()
     passes.clear()
     loaded = gdsload.load_file(path, cache=cache)
-    # What was made, looked at 700 at a time, would be a hundred passes, some of them over all.
+    # One pass per 700 new objects would be a hundred passes, some of them over all objects.
     assert len(passes) < 10 and 2 not in passes
     assert len(loaded) == TENSORS and int(loaded["17"]) == 17
 
 
-def test_the_collector_works_on_as_it_did(passes: list[int]) -> None:
+def test_collector_works_after_pause(passes: list[int]) -> None:
     with collector_paused():
         assert not gc.isenabled()
         kept = [[] for _ in range(2 * MANY)]  # type: ignore[var-annotated]
@@ -58,19 +60,19 @@ def test_the_collector_works_on_as_it_did(passes: list[int]) -> None:
     assert gc.collect() >= 1
 
 
-def test_what_was_frozen_stays_frozen() -> None:
+def test_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
         with collector_paused():
             kept = [[] for _ in range(2 * MANY)]  # type: ignore[var-annotated]
-        # Some of what was frozen may have ended meanwhile; thawed, there would be none.
+        # Some frozen objects may have been freed meanwhile; after unfreeze the count would be 0.
         assert frozen - 1000 < gc.get_freeze_count() <= frozen and kept
     finally:
         gc.unfreeze()
 
 
-def test_a_collector_that_is_off_stays_off() -> None:
+def test_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:
         with collector_paused():

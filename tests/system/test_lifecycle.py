@@ -140,8 +140,10 @@ def ended(program: str, root: Path, *arguments: object) -> tuple[int, str, str]:
     libraries = [gpudoubles.built("cuda_double"), gpudoubles.built("cufile_double")]
     ran = subprocess.run(
         [sys.executable, "-c", PRELUDE + program, *libraries, root, *arguments],
-        capture_output=True, text=True, timeout=LIMIT_SECONDS,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
     return ran.returncode, ran.stdout, ran.stderr
 
 

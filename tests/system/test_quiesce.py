@@ -1,4 +1,4 @@
-"""A process that is made still holds nothing that a dump cannot carry, and goes on afterwards."""
+"""A quiesced process holds nothing that a dump cannot carry, and continues afterwards."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wanted(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_is_left_that_a_dump_cannot_carry(checkpoint: Path, engine: str) -> None:
+def test_quiesce_releases_rings_contexts_and_descriptors(checkpoint: Path, engine: str) -> None:
     support = try_engine(engine)
     if not support.usable:
         pytest.skip(str(support))
@@ -90,7 +90,7 @@ def test_nothing_is_left_that_a_dump_cannot_carry(checkpoint: Path, engine: str)
     assert undumpable(checkpoint) == []
 
 
-def test_what_a_prefetch_has_landed_survives(checkpoint: Path) -> None:
+def test_prefetched_bytes_survive_quiesce(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, cache="buffered"):
         gdsload.quiesce(PATIENCE_SECONDS)
         assert undumpable(checkpoint) == []
@@ -101,7 +101,7 @@ def test_what_a_prefetch_has_landed_survives(checkpoint: Path) -> None:
         assert torch.equal(got[name], tensor)
 
 
-def test_reads_under_way_are_named(checkpoint: Path, gate: Gate) -> None:
+def test_quiesce_during_prefetch_raises_with_reason(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", cache="buffered"):
         gate.request()
         with pytest.raises(GdsloadError, match="is being prefetched"):
@@ -110,18 +110,18 @@ def test_reads_under_way_are_named(checkpoint: Path, gate: Gate) -> None:
         gdsload.quiesce(PATIENCE_SECONDS)
 
 
-def test_a_stream_that_is_half_way_is_named(checkpoint: Path) -> None:
+def test_quiesce_during_stream_raises_and_closes_nothing(checkpoint: Path) -> None:
     stream = gdsload.stream(checkpoint, cache="buffered", window_bytes=100_000)
     next(stream)
     with pytest.raises(GdsloadError, match="is being read"):
         gdsload.quiesce(0.0)
-    assert undumpable(checkpoint), "it closed what it could not close all of"
+    assert undumpable(checkpoint), "it closed a part"
     stream.close()
     gdsload.quiesce(0.0)
     assert undumpable(checkpoint) == []
 
 
-def test_another_file_is_found_out_on_the_way_back(checkpoint: Path) -> None:
+def test_resume_with_changed_file_raises(checkpoint: Path) -> None:
     with gdsload.Checkpoint.open(checkpoint) as opened, gdsload.safe_open(checkpoint) as lazy:
         gdsload.quiesce()
         for file in checkpoint.glob("*.safetensors"):
@@ -136,7 +136,7 @@ def test_another_file_is_found_out_on_the_way_back(checkpoint: Path) -> None:
     assert undumpable(checkpoint) == []
 
 
-def test_a_relative_path_still_leads_back(
+def test_resume_after_chdir_finds_relative_path(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(checkpoint.parent)
@@ -151,14 +151,14 @@ def test_a_relative_path_still_leads_back(
         _ = opened.shards[0].fd
 
 
-def test_whoever_is_gone_is_forgotten(checkpoint: Path) -> None:
+def test_closed_checkpoint_is_not_a_holder(checkpoint: Path) -> None:
     gdsload.Checkpoint.open(checkpoint)
     with gdsload.Checkpoint.open(checkpoint) as opened:
         assert opened in quiesce.holders()
     assert opened not in quiesce.holders()
 
 
-def test_a_closed_prefetch_is_no_hindrance(checkpoint: Path, gate: Gate) -> None:
+def test_quiesce_after_closed_prefetch_succeeds(checkpoint: Path, gate: Gate) -> None:
     gdsload.prefetch(checkpoint, backend="gated", cache="buffered").close()
     gdsload.quiesce(PATIENCE_SECONDS)
     assert prefetch.prefetches() == []

@@ -32,7 +32,7 @@ def held(doubles: Doubles) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
-def test_nothing_is_left_and_the_next_load_opens_it_again(
+def test_quiesce_releases_everything_and_next_load_reopens(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path
 ) -> None:
     before = doubles.cuda_log
@@ -52,7 +52,7 @@ def test_nothing_is_left_and_the_next_load_opens_it_again(
             assert after[what] == before[what], what
 
 
-def test_users_rest_before_what_they_use() -> None:
+def test_holders_quiesce_by_depth_then_age() -> None:
     class Thing:
         def busy(self) -> str:
             return ""
@@ -68,9 +68,7 @@ def test_users_rest_before_what_they_use() -> None:
     assert mine == [load, other, middle, deep]
 
 
-def test_a_slot_that_was_never_heard_of_again_is_said(
-    doubles: Doubles, tiny_checkpoint: Path
-) -> None:
+def test_quiesce_with_lost_slot_raises(doubles: Doubles, tiny_checkpoint: Path) -> None:
     """Its ring stays pinned and registered: such a process cannot be dumped."""
     doubles.fault("event", gpudoubles.LOST, 0, skip=3)
     options = {**ROADS[3][1], "event_seconds": 0.05}
@@ -81,7 +79,7 @@ def test_a_slot_that_was_never_heard_of_again_is_said(
     doubles.cufile.cufile_double_set(1170, 1, None)  # what it still had is forgotten
 
 
-def test_a_driver_that_does_not_close(
+def test_quiesce_with_hanging_driver_close_raises(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "CLOSE_SECONDS", 0.05)
@@ -93,7 +91,7 @@ def test_a_driver_that_does_not_close(
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
 
 
-def test_a_ring_that_is_read_through_stays(doubles: Doubles) -> None:
+def test_release_rings_keeps_ring_of_open_backend(doubles: Doubles) -> None:
     """Also while none of its slots is lent: its reader would wait for slots for ever."""
     with GdsMtBackend(ring_bytes=1 << 20, request_bytes=64 << 10) as first:
         first.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])

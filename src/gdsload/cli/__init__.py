@@ -14,8 +14,9 @@ import click
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
-from gdsload.cli.terminal import DEBUG, Commands, common, json_of, plain, show_json, size
+from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json, size
 from gdsload.cli.warming import warmup
+from gdsload.errors import one_line
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar
 
@@ -72,12 +73,12 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
 
     total = checkpoints.total_bytes(model, layers)
     if checkpoints.holds(directory, model, layers=layers, seed=seed):
-        click.echo(f"{plain(directory)}: {model}, {size(total)}, is there already")
+        click.echo(f"{one_line(directory)}: {model}, {size(total)}, is there already")
         return
     terminal = sys.stderr is not None and sys.stderr.isatty()
     with progress_bar(terminal, total, title=model) as advance:
         written = checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
-    click.echo(f"{plain(str(written))}: {model}, {size(total)}")
+    click.echo(f"{one_line(str(written))}: {model}, {size(total)}")
 
 
 @main.command(

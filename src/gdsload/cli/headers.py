@@ -10,7 +10,8 @@ import click
 from gdsload.api import plan as plan_reads
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, plain, size
+from gdsload.cli.terminal import count, size
+from gdsload.errors import one_line
 
 
 @click.command(short_help="What is in a checkpoint.")
@@ -25,18 +26,15 @@ def inspect(source: str, listed: bool, as_json: bool, **where: Any) -> None:
     if as_json:
         return terminal.show_json(facts)
     click.echo(
-        f"{plain(facts['source'])}: {count(len(facts['files']), 'file')},"
+        f"{one_line(facts['source'])}: {count(len(facts['files']), 'file')},"
         f" {count(facts['tensor_count'], 'tensor')}, {size(facts['total_bytes'])}"
     )
-    rows = [(file["name"], size(file["bytes"]), count(file["tensors"], "tensor"))
-            for file in facts["files"]]  # fmt: skip
-    rows += [
-        (dtype, size(entry["bytes"]), count(entry["tensors"], "tensor"))
-        for dtype, entry in facts["dtypes"].items()
-    ]
-    terminal.show_table(rows)
+    entries = [(file["name"], file) for file in facts["files"]] + list(facts["dtypes"].items())
+    terminal.show_table(
+        (name, size(entry["bytes"]), count(entry["tensors"], "tensor")) for name, entry in entries
+    )
     for key, value in facts["metadata"].items():
-        click.echo(f"metadata {plain(key)}: {plain(value)}")
+        click.echo(f"metadata {one_line(key)}: {one_line(value)}")
     if listed:
         click.echo()
         terminal.show_table(
@@ -54,37 +52,32 @@ def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
         entry["tensors"] += 1
         entry["bytes"] += info.nbytes
         counts[info.shard] += 1
+    files = [
+        {"name": shard.name, "path": shard.path, "bytes": shard.size, "tensors": number}
+        | {"data_start": shard.data_start, "metadata": shard.metadata}
+        for shard, number in zip(checkpoint.shards, counts, strict=True)
+    ]
     facts: dict[str, Any] = {
         "source": checkpoint.source,
         "total_bytes": checkpoint.total_bytes,
         "tensor_count": len(checkpoint.tensors),
-        "files": [
-            {"name": shard.name, "path": shard.path, "bytes": shard.size,
-             "data_start": shard.data_start, "tensors": counts[number], "metadata": shard.metadata}
-            for number, shard in enumerate(checkpoint.shards)
-        ],
+        "files": files,
         "dtypes": dtypes,
         "metadata": checkpoint.metadata,
-    }  # fmt: skip
+    }
     if listed:
         facts["tensors"] = {
-            info.name: {"dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes,
-                        "file": checkpoint.shards[info.shard].name, "offset": info.offset}
+            info.name: {"dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
+            | {"file": checkpoint.shards[info.shard].name, "offset": info.offset}
             for info in checkpoint.tensors.values()
-        }  # fmt: skip
+        }
     return facts
 
 
 @click.command(short_help="The reads of a load.")
 @terminal.source_of
 @terminal.names_of
-@click.option(
-    "--window",
-    type=terminal.Bytes(),
-    default="0",
-    metavar="BYTES",
-    help="Size of a read window (64K, 256M), in the order of the names; 0 plans one window.",
-)
+@terminal.bytes_option("--window", "Size of a read window (64K, 256M); 0 plans one window.")
 @click.option("--transfers", "listed", is_flag=True, help="List every read.")
 @terminal.json_of
 @terminal.common
@@ -96,24 +89,23 @@ def plan(
         names = terminal.chosen(checkpoint, patterns)
         files = [shard.name for shard in checkpoint.shards]
         planned = plan_reads(source, names, window_bytes=window, **where)
+    keys = ("offset", "length", "wanted", "target", "target_offset")
     reads = [
-        {"tag": read.tag, "file": files[read.shard], "offset": read.offset, "length": read.length,
-         "wanted": read.wanted, "target": read.target, "target_offset": read.target_offset}
+        {"tag": read.tag, "file": files[read.shard]} | {key: getattr(read, key) for key in keys}
         for read in (planned.transfers if listed else ())
-    ]  # fmt: skip
+    ]
     if as_json:
-        return terminal.show_json(
-            {
-                "source": source,
-                "tensors": len(planned.locations),
-                "wanted_bytes": planned.wanted_bytes,
-                "read_bytes": planned.read_bytes,
-                "requests": len(planned.transfers),
-                "merged_ranges": [dict(each._asdict(), shard=files[each.shard])
-                                  for each in planned.merged_ranges],
-                "windows": [list(window) for window in planned.windows],
-            } | ({"transfers": reads} if listed else {})
-        )  # fmt: skip
+        merged = [dict(each._asdict(), shard=files[each.shard]) for each in planned.merged_ranges]
+        facts = {
+            "source": source,
+            "tensors": len(planned.locations),
+            "wanted_bytes": planned.wanted_bytes,
+            "read_bytes": planned.read_bytes,
+            "requests": len(planned.transfers),
+            "merged_ranges": merged,
+            "windows": [list(window) for window in planned.windows],
+        }
+        return terminal.show_json(facts | ({"transfers": reads} if listed else {}))
     click.echo(planned.summary())
     if reads:
         click.echo()

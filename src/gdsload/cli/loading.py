@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,14 +16,16 @@ import click
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, plain, size
-from gdsload.errors import GdsloadError, shown
+from gdsload.cli.terminal import count, size
+from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
 from gdsload.report import last_report
 
 if TYPE_CHECKING:
     import torch
+
+_OPTION = "An option of the backend; may be repeated."
 
 
 @click.command(short_help="Load a checkpoint, and measure it.")
@@ -33,13 +34,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors are needed.")
 @click.option("--backend", default="auto", show_default=True, help="The backend; see `doctor`.")
 @click.option("--engine", help="The engine of that backend: short for --option engine=ENGINE.")
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the backend; may be repeated.",
-)
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=_OPTION)
 @click.option(
     "--cache",
     type=click.Choice(CACHES),
@@ -55,10 +50,21 @@ if TYPE_CHECKING:
 @terminal.json_of
 @terminal.common
 def load(
-    source: str, patterns: Sequence[str], device: str, backend: str, engine: str | None,
-    options: Sequence[str], cache: str, cold: bool, repeat: int, touch: bool, verify: bool,
-    trace: str | None, as_json: bool, **where: Any,
-) -> None:  # fmt: skip
+    source: str,
+    patterns: Sequence[str],
+    device: str,
+    backend: str,
+    engine: str | None,
+    options: Sequence[str],
+    cache: str,
+    cold: bool,
+    repeat: int,
+    touch: bool,
+    verify: bool,
+    trace: str | None,
+    as_json: bool,
+    **where: Any,
+) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
     with Checkpoint.open(source, **where) as checkpoint:
@@ -72,10 +78,15 @@ def load(
         tensors.clear()
         if cold:
             make_cold(paths)
-        with usage_errors(settings):
+        try:
             tensors = api.load_file(
                 source, device, backend=backend, names=names, cache=cache, options=settings, **where
             )
+        except (TypeError, ValueError) as error:  # of the backend, for a wrong option
+            context = click.get_current_context()
+            if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
+                raise
+            raise click.UsageError(str(error), context) from error
         report = last_report()
         runs.append(report.to_dict())
         text = f"{number + 1} of {repeat}: " * (repeat > 1) + report.summary()
@@ -112,18 +123,6 @@ def settings_of(options: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
-@contextmanager
-def usage_errors(settings: dict[str, Any]) -> Iterator[None]:
-    """Makes the TypeError or ValueError of a backend for a wrong option an error of usage."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        context = click.get_current_context()
-        if isinstance(error, GdsloadError) or not settings or context.meta.get(terminal.DEBUG):
-            raise
-        raise click.UsageError(str(error), context) from error
-
-
 def make_cold(paths: Sequence[str]) -> None:
     """Removes the files from the page cache. Raises GdsloadError if pages of a file remain."""
     page_cache.drop_caches()  # needs root; without it, only the eviction below works
@@ -131,10 +130,10 @@ def make_cold(paths: Sequence[str]) -> None:
         try:
             left = page_cache.evict(path)
         except OSError as error:
-            raise GdsloadError(f"{plain(path)}: {error.strerror}") from error
+            raise GdsloadError(f"{one_line(path)}: {error.strerror}") from error
         if left:
             raise GdsloadError(
-                f"{plain(path)}: {size(left)} stay in the page cache (the file is on tmpfs, or"
+                f"{one_line(path)}: {size(left)} stay in the page cache (the file is on tmpfs, or"
                 " another process maps or writes it)"
             )
 
@@ -172,6 +171,6 @@ def require_equal(source: str, tensors: dict[str, torch.Tensor], where: dict[str
                     alike = (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
                     if not alike or not torch.equal(raw_bytes(got), raw_bytes(wanted)):
                         raise GdsloadError(
-                            f"{plain(shard.path)}: tensor {shown(name)} is not what safetensors"
+                            f"{one_line(shard.path)}: tensor {shown(name)} is not what safetensors"
                             f" reads: {'other bytes' if alike else 'another dtype or shape'}"
                         )

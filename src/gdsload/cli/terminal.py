@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gdsload.errors import CheckpointError, GdsloadError, shown
+from gdsload.errors import CheckpointError, GdsloadError, one_line, shown
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
@@ -91,12 +91,13 @@ def _options(*parameters: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
+_eager: Any = {"expose_value": False, "is_eager": True}
+_VERBOSE = "Log progress to stderr; -vv logs every detail."
+_TRACEBACK = "Show the traceback of an error."
 common = _options(
-    click.option("-v", "--verbose", count=True, expose_value=False, is_eager=True, callback=_logs,
-                 help="Log progress to stderr; -vv logs every detail."),
-    click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=_debug,
-                 help="Show the traceback of an error."),
-)  # fmt: skip
+    click.option("-v", "--verbose", count=True, callback=_logs, help=_VERBOSE, **_eager),
+    click.option("--debug", is_flag=True, callback=_debug, help=_TRACEBACK, **_eager),
+)
 source_of = _options(
     click.argument("source"),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
@@ -104,10 +105,8 @@ source_of = _options(
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
     click.option("--cache-dir", help="The hub's cache, if not in its usual place."),
 )
-names_of = click.option(
-    "--names", "patterns", multiple=True, metavar="PATTERN",
-    help="Only tensors of this name, or that match this glob; may be repeated.",
-)  # fmt: skip
+_NAMES = "Only tensors of this name, or that match this glob; may be repeated."
+names_of = click.option("--names", "patterns", multiple=True, metavar="PATTERN", help=_NAMES)
 json_of = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
 
 
@@ -123,6 +122,11 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         number, unit, suffix = found.groups()
         factor = 1000 ** (_UNITS[unit] // 10) if suffix == "B" else 1 << _UNITS[unit]
         return int(float(number) * factor)
+
+
+def bytes_option(name: str, text: str) -> Callable[[Any], Any]:
+    """An option that takes a number of bytes, 0 by default."""
+    return click.option(name, type=Bytes(), default="0", metavar="BYTES", help=text)
 
 
 def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[str] | None:
@@ -151,11 +155,11 @@ def show_json(facts: object) -> None:
 
 
 def show_table(rows: Iterable[Sequence[str]]) -> None:
-    table = [[plain(cell) for cell in row] for row in rows]
+    table = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in table)  # fmt: skip
-    click.echo("\n".join(lines))
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
 
 
 def count(number: int, noun: str) -> str:
@@ -169,8 +173,3 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} TB"
-
-
-def plain(text: str) -> str:
-    """Text from a file with its control characters escaped."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode()

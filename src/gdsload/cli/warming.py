@@ -13,10 +13,10 @@ import click
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import plain, size
+from gdsload.cli.terminal import size
+from gdsload.errors import one_line
 
 COLD = 3  # the exit code if the page cache holds less than was read
-_LOOK_SECONDS = 0.05
 
 
 @click.command()
@@ -28,13 +28,7 @@ _LOOK_SECONDS = 0.05
     show_default=True,
     help="The kind of memory. Other tiers end with the process.",
 )
-@click.option(
-    "--limit",
-    type=terminal.Bytes(),
-    default="0",
-    metavar="BYTES",
-    help="Bytes to read at most (64M, 8G); 0: the available memory.",
-)
+@terminal.bytes_option("--limit", "Bytes to read at most (64M, 8G); 0: the available memory.")
 @click.option("--wait", is_flag=True, help="Wait for the end. Else a background process reads.")
 @terminal.json_of
 @terminal.common
@@ -52,19 +46,18 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
             pid = in_background(source, tier, limit, where)
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})
-            return 0
-        click.echo(f"{plain(source)}: process {pid} reads it into the page cache")
+        else:
+            click.echo(f"{one_line(source)}: process {pid} reads it into the page cache")
         return 0
     with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
-        while not ahead.wait(_LOOK_SECONDS):
-            pass
+        ahead.wait()
         progress = ahead.progress()
     if as_json:
         terminal.show_json({"source": source, "tier": tier} | progress._asdict())
     else:
         click.echo(
-            f"{plain(source)}: {size(progress.resident_bytes)} of {size(progress.wanted_bytes)} in"
-            f" the page cache after {progress.seconds:.2f} s"
+            f"{one_line(source)}: {size(progress.resident_bytes)} of"
+            f" {size(progress.wanted_bytes)} in the page cache after {progress.seconds:.2f} s"
         )
     return 0 if progress.resident_bytes >= progress.wanted_bytes else COLD
 
@@ -74,10 +67,8 @@ def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> 
     words = ["warmup", source, "--tier", tier, "--limit", str(limit), "--wait"]
     for name, value in where.items():
         words += [f"--{name.replace('_', '-')}", value] if value else []
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from gdsload.cli import main; main()", *words],
-        start_new_session=True, stdin=null, stdout=null, stderr=null,
-    )  # fmt: skip
+    program = [sys.executable, "-c", "from gdsload.cli import main; main()", *words]
+    files: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process: subprocess.Popen[bytes] = subprocess.Popen(program, start_new_session=True, **files)
     process.returncode = 0  # not waited for: without this, Popen warns
     return process.pid

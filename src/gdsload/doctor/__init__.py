@@ -29,5 +29,5 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
     ]
     if path is not None:
         findings += [storage.filesystem(path, root), storage.direct_io(path)]
-    findings += [*software.backends(), gpu.device(root), *gpu.paths(), *gpu.measured()]
+    findings += [*software.backends(), *gpu.findings(root)]
     return Diagnosis(tuple(findings))

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from gdsload.backends.posix.engines import ENGINES
 
-YES, PARTLY, NO = "yes", "partly", "no"
+Verdict = Literal["yes", "partly", "no"]
+YES: Verdict = "yes"
+PARTLY: Verdict = "partly"
+NO: Verdict = "no"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `verdict` is "yes", "partly" or "no"; `hint` is a remedy or ""."""
+    """The result of one check. `hint` is a remedy, or ""."""
 
     name: str
-    verdict: str
+    verdict: Verdict
     detail: str = ""
     hint: str = ""
-
-    def __post_init__(self) -> None:
-        if self.verdict not in (YES, PARTLY, NO):
-            raise ValueError(f"verdict {self.verdict!r} is none of {YES}, {PARTLY}, {NO}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,6 @@ class Diagnosis:
 
     findings: tuple[Finding, ...]
 
-    def verdict(self, name: str) -> str:
-        """The verdict of the finding with this name, "no" if there is none."""
-        return next((each.verdict for each in self.findings if each.name == name), NO)
-
     @property
     def exit_code(self) -> int:
         """0: the fastest I/O path to DRAM works; 1: only slower ones work; 2: none works.
@@ -42,10 +38,9 @@ class Diagnosis:
         The fastest path is direct I/O with the first engine. Without a path to check, direct I/O is
         assumed to work.
         """
-        works = [self.verdict(f"engine {engine}") == YES for engine in ENGINES]
-        direct = all(
-            each.verdict == YES for each in self.findings if each.name.startswith("direct I/O")
-        )
+        verdicts = {each.name: each.verdict for each in self.findings}
+        works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]
+        direct = all(verdicts[name] == YES for name in verdicts if name.startswith("direct I/O"))
         return 0 if works[0] and direct else 1 if any(works) else 2
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,10 +65,8 @@ _CONCLUSIONS = (
 )
 
 
-def read_text(root: str, path: str) -> str | None:
-    """The stripped text of a small file; None if it cannot be read."""
-    try:
-        with open(os.path.join(root, path), errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return None
+def read_text(root: str, path: str) -> str:
+    """The stripped text of a small file; "" if it cannot be read."""
+    with suppress(OSError), open(os.path.join(root, path), errors="replace") as file:
+        return file.read().strip()
+    return ""

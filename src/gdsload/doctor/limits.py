@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 import re
 import resource
 import sys
@@ -21,23 +20,21 @@ def locked_memory(root: str = "/") -> Finding:
     """Whether staging rings can be registered with io_uring, which locks their memory."""
     wanted = DEPTH * REQUEST_BYTES
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    status = read_text(root, "proc/self/status") or ""
-    capable = re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
+    capable = re.search(r"^CapEff:\s*(\w+)", read_text(root, "proc/self/status"), re.MULTILINE)
     if capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
         return Finding("memlock", YES, "no limit (CAP_IPC_LOCK)")
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", YES, "no limit")
-    detail = f"limit {soft:,} bytes"
     if soft >= wanted:
-        return Finding("memlock", YES, detail)
-    detail += f": a ring of {wanted:,} is used without registration"
+        return Finding("memlock", YES, f"limit {soft:,} bytes")
+    detail = f"limit {soft:,} bytes: a ring of {wanted:,} is used without registration"
     return Finding("memlock", PARTLY, detail, "ulimit -l unlimited (Docker: --ulimit memlock=-1)")
 
 
 def huge_pages(root: str = "/") -> Finding:
     """Transparent huge pages: with them, new memory costs half the time."""
     path = "sys/kernel/mm/transparent_hugepage/enabled"
-    state = re.search(r"\[(\w+)\]", read_text(root, path) or "")
+    state = re.search(r"\[(\w+)\]", read_text(root, path))
     if state is None:
         return Finding("huge pages", NO, "this kernel has no transparent huge pages")
     if state[1] == "never":
@@ -47,22 +44,19 @@ def huge_pages(root: str = "/") -> Finding:
 
 def page_cache() -> Finding:
     """Which system call reports the pages of a file in the page cache."""
-    fd = os.open(sys.executable, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        system.cachestat(fd, 0, mmap.PAGESIZE)
-        return Finding("page cache", YES, "cachestat")
-    except OSError as error:
-        why = f"cachestat: {error.strerror}"
+    with open(sys.executable, "rb") as file:
         try:
-            system.mincore_pages(fd, 0, mmap.PAGESIZE)
-        except OSError as other:
-            detail = f"{why}; mincore: {other.strerror}; every file is treated as cold"
+            system.cachestat(file.fileno(), 0, mmap.PAGESIZE)
+            return Finding("page cache", YES, "cachestat")
+        except OSError as error:
+            why, missing = f"cachestat: {error.strerror}", error.errno == errno.ENOSYS
+        try:
+            system.mincore_pages(file.fileno(), 0, mmap.PAGESIZE)
+        except OSError as error:
+            detail = f"{why}; mincore: {error.strerror}; every file is treated as cold"
             return Finding("page cache", NO, detail)
-        missing = error.errno == errno.ENOSYS
-        hint = "kernel 6.5 has cachestat" if missing else "let the sandbox allow cachestat"
-        return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", hint)
-    finally:
-        os.close(fd)
+    hint = "kernel 6.5 has cachestat" if missing else "let the sandbox allow cachestat"
+    return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", hint)
 
 
 def memory() -> Finding:

@@ -95,7 +95,7 @@ class StagingRing(quiesce.Holder):
             raise MemoryError(f"the host has {room:,} bytes available")
         region = Region.anonymous(self.nbytes)
         self.native, self.address = Ring(region.address, slot_bytes, count), region.address
-        node = gpu.facts(self.ordinal).node
+        node = gpu.numa_node(device.bus)
         if not self.native.settle(node) and node >= 0:
             self.notes.append(f"its memory could not be bound to NUMA node {node}")
         try:

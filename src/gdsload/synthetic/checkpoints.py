@@ -16,15 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gdsload.errors import CheckpointError
-from gdsload.synthetic.model_shapes import (
-    BF16_BYTES,
-    MODELS,
-    Tensor,
-    configured,
-    shapes,
-    shards,
-    total_bytes,
-)
+from gdsload.synthetic.model_shapes import MODELS, Tensor, configured, shapes, shards, total_bytes
 
 __all__ = ["MODELS", "holds", "shapes", "shards", "total_bytes", "write"]
 
@@ -36,6 +28,8 @@ BLOCK_BYTES = 1 << 20
 POOL_BYTES = 4 * BLOCK_BYTES
 # Left free for other users of the disk, and for the JSON files.
 SPARE_BYTES = 64 << 20
+# Failures that are not the disk's fault: it is full, or another process has written there.
+_EXPECTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EEXIST, errno.ENOTEMPTY}
 
 
 def write(
@@ -65,14 +59,12 @@ def write(
         CheckpointError: The directory exists, the disk is or becomes full, or as for `shapes`.
     """
     target = Path(directory).absolute()
-    files = shards(model, layers)
+    wanted = total_bytes(model, layers)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        fault = (
-            "is not empty; nothing in it was changed" if target.is_dir() else "is not a directory"
-        )
-        raise CheckpointError(f"{target}: {fault}", path=str(target))
+        reason = "is not empty" if target.is_dir() else "is not a directory"
+        raise CheckpointError(f"{target}: it {reason}; nothing was changed", path=str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    wanted, free = total_bytes(model, layers), shutil.disk_usage(target.parent).free
+    free = shutil.disk_usage(target.parent).free
     if free < wanted + SPARE_BYTES:
         raise CheckpointError(
             f"{target.parent}: the checkpoint takes {wanted:,} bytes; {free:,} are free, of which"
@@ -83,19 +75,12 @@ def write(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write_files(partial, model, layers, files, seed, progress or (lambda written: None))
+        _write_files(partial, model, layers, seed, progress or (lambda written: None))
         os.rename(partial, target)
     except OSError as error:
-        faults = {
-            errno.ENOSPC: "the disk became full",
-            errno.EDQUOT: "the disk quota was reached",
-            errno.EFBIG: "the file system has no files of this size",
-            errno.EEXIST: "another process wrote to it meanwhile",
-            errno.ENOTEMPTY: "another process wrote to it meanwhile",
-        }
-        if error.errno not in faults:
+        if error.errno not in _EXPECTED:
             raise
-        raise CheckpointError(f"{target}: {faults[error.errno]}", path=str(target)) from error
+        raise CheckpointError(f"{target}: {error.strerror}", path=str(target)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -135,25 +120,17 @@ def _header(tensors: list[Tensor]) -> bytes:
     end = 0
     for tensor in tensors:
         begin, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": (begin, end),
-        }
+        facts = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+        header[tensor.name] = facts
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _write_files(
-    directory: Path,
-    model: str,
-    layers: int | None,
-    files: dict[str, list[Tensor]],
-    seed: int,
-    progress: Callable[[int], object],
+    directory: Path, model: str, layers: int | None, seed: int, progress: Callable[[int], object]
 ) -> None:
-    config = configured(model, layers)
+    config, files = configured(model, layers), shards(model, layers)
     weights = RandomWeights(seed, tied=config["tie_word_embeddings"])
     for name, tensors in files.items():
         with open(directory / name, "wb", buffering=BLOCK_BYTES) as file:
@@ -208,7 +185,7 @@ class RandomWeights:
         stamps = BLOCK_BYTES // STAMP_BYTES
         for number, begin in enumerate(range(0, tensor.nbytes, BLOCK_BYTES)):
             length = min(BLOCK_BYTES, tensor.nbytes - begin)
-            start = BF16_BYTES * (zlib.crc32(number.to_bytes(8, "little"), sign) % BLOCK_BYTES)
+            start = 2 * (zlib.crc32(number.to_bytes(8, "little"), sign) % BLOCK_BYTES)
             view[:] = self._pool[start : start + BLOCK_BYTES]
             numbers = range(number * stamps, (number + 1) * stamps)
             for byte in range(4):

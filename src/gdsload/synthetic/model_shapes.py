@@ -1,13 +1,17 @@
 """Published models: their configuration, and the names and shapes of their tensors.
 
-The configurations are those that the authors published, without keys that equal the defaults of
-transformers; the tensors follow from them. Writing the files is the task of `checkpoints`.
+models.json has the configurations that the authors published, without keys that equal the defaults
+of transformers, and smaller ones: "tiny" and "tiny-moe" for tests, "thin-moe" with as many tensors
+as Qwen3-30B-A3B, "small-moe" with 2 GB. The tensors follow from the configuration. Writing the
+files is the task of `checkpoints`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdsload.errors import CheckpointError
@@ -37,136 +41,9 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * BF16_BYTES
 
 
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-_QWEN3_MOE = _QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
-_QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 152064,
-}
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-_QWEN3_GENERATION = {
-    "bos_token_id": 151643,
-    "do_sample": True,
-    "eos_token_id": [151645, 151643],
-    "pad_token_id": 151643,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
-}
-_TINY_GENERATION = {"bos_token_id": 1, "eos_token_id": 2}
-# Small enough for a test: fewer and narrower layers, a smaller vocabulary.
-_TINY = _TINY_GENERATION | {
-    "head_dim": 16,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1024,
-}
-_TINY_MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-# As many tensors as Qwen3-30B-A3B, but small; and a mixture of experts that fits any machine.
-_THIN_MOE = _TINY_GENERATION | {
-    "head_dim": 16,
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-}
-_SMALL_MOE = _TINY_GENERATION | {
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_experts": 64,
-    "num_hidden_layers": 9,
-    "num_key_value_heads": 2,
-    "vocab_size": 32000,
-}
-
 MODELS: Mapping[str, Model] = {
-    "qwen3-0.6b": Model(_QWEN3, _QWEN3_GENERATION, shard_bytes=4_000_000_000),
-    "qwen2.5-7b": Model(
-        _QWEN2,
-        {"bos_token_id": 151643, "do_sample": False, "eos_token_id": 151643},
-        shard_bytes=4_000_000_000,
-    ),
-    "llama-3.1-8b": Model(
-        _LLAMA,
-        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": 128001, "top_p": 0.9},
-        shard_bytes=5_000_000_000,
-    ),
-    "qwen3-30b-a3b": Model(_QWEN3_MOE, _QWEN3_GENERATION, shard_bytes=4_000_000_000),
-    "thin-moe": Model(_QWEN3_MOE | _THIN_MOE, _TINY_GENERATION, shard_bytes=4_000_000_000),
-    "small-moe": Model(_QWEN3_MOE | _SMALL_MOE, _TINY_GENERATION, shard_bytes=1_000_000_000),
-    "tiny": Model(_QWEN3 | _TINY, _TINY_GENERATION, shard_bytes=400_000),
-    "tiny-moe": Model(_QWEN3_MOE | _TINY | _TINY_MOE, _TINY_GENERATION, shard_bytes=400_000),
+    name: Model(**facts)
+    for name, facts in json.loads(Path(__file__).with_name("models.json").read_bytes()).items()
 }
 
 

@@ -1,8 +1,7 @@
-"""A load that somebody else may end: from another thread, or from an event loop.
+"""Cancelling a load from outside: from another thread or from an event loop.
 
-Whoever starts the load runs it in a context with a `CancelToken`; what waits inside it registers
-how it
-is ended. Native reads go on until then, and no thread is ever killed.
+The load runs in a context with a `CancelToken`. Code in it that waits for reads registers a
+function that ends the wait. Native reads continue until then; no thread is killed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Result = TypeVar("Result")
 
 
 class LoadCancelled(GdsloadError, RuntimeError):
-    """The load was told to end before it had. Whoever told it gets no model and no other error."""
+    """The load was cancelled before its end. There is no model."""
 
 
 class CancelToken:
-    """The wish that a load ends. May be asked from any thread, once or more often."""
+    """Cancels one load. May be used from any thread, and more than once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -32,8 +31,11 @@ class CancelToken:
         self._ends: list[Callable[[], object]] = []
 
     def ask(self) -> None:
-        """Returns at once, where a thread can be started: what is ended waits a little for reads
-        that cannot be called back."""
+        """Cancels the load without waiting for its end.
+
+        Each registered function is called in a thread of its own, because it may wait for reads
+        that cannot be cancelled; in the caller's if no thread can be started.
+        """
         with self._lock:
             self.asked = True
             ends = list(self._ends)
@@ -42,8 +44,12 @@ class CancelToken:
                 end()
 
     def run(self, call: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Calls with this stop in place. Raises LoadCancelled where it was asked meanwhile, also if
-        the call did not look."""
+        """Calls a function that this token cancels, and returns its result.
+
+        Raises:
+            LoadCancelled: It was cancelled before or during the call, even if the call has not
+                noticed.
+        """
         token = _current.set(self)
         try:
             check()
@@ -58,25 +64,28 @@ _current: ContextVar[CancelToken | None] = ContextVar("gdsload.stop", default=No
 
 
 def check() -> None:
-    """Raises LoadCancelled where this load was told to end."""
-    stop = _current.get()
-    if stop is not None and stop.asked:
+    """Raises LoadCancelled if this load was cancelled."""
+    token = _current.get()
+    if token is not None and token.asked:
         raise LoadCancelled("the load was cancelled")
 
 
 @contextmanager
 def ended_by(end: Callable[[], object]) -> Iterator[None]:
-    """Within it, `end` is called, from another thread, when this load is told to end. Raises
-    LoadCancelled where it has been."""
-    stop = _current.get()
-    if stop is None:
+    """Registers `end`, which a cancellation of this load calls from another thread.
+
+    Raises:
+        LoadCancelled: The load was cancelled already.
+    """
+    token = _current.get()
+    if token is None:
         yield
         return
-    with stop._lock:
-        stop._ends.append(end)
+    with token._lock:
+        token._ends.append(end)
     try:
         check()
         yield
     finally:
-        with stop._lock:
-            stop._ends.remove(end)
+        with token._lock:
+            token._ends.remove(end)

@@ -1,4 +1,4 @@
-"""What people call a device, and what we call it: "cpu", "cuda:1"."""
+"""The names of devices, such as "cpu" and "cuda:1". Not responsible for opening devices (`gpu`)."""
 
 from __future__ import annotations
 
@@ -8,35 +8,40 @@ from gdsload.errors import PlacementError
 
 
 def device_name(device: Any) -> str:
-    """A device as we write it: "cuda:1" for 1, and the current one for "cuda"."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return f"cuda:{device}"
-    text = str(device)
-    if text != "cuda":
-        return text
+    """The name of a device: "cuda:1" for 1, and the current device for "cuda"."""
+    name = _named(device)
+    if name != "cuda":
+        return name
     import torch
 
     return f"cuda:{torch.cuda.current_device()}"
 
 
 def require_device(device: object) -> str:
-    """The name of a device that is there, "cuda:0" for 0 and "cpu" for None, as in safetensors;
-    torch is asked for all but the CPU.
+    """The name of an existing device. Imports torch, except for the CPU.
 
-    Raises PlacementError, before a byte is read, for what is no device or not on this machine.
+    Args:
+        device: A name, the number of a GPU, a torch.device, or None for the CPU, as in safetensors.
+
+    Returns:
+        The name with its number: the current device for "cuda".
+
+    Raises:
+        PlacementError: It is not a device, or not one of this machine.
     """
-    if isinstance(device, int) and not isinstance(device, bool):
-        device = f"cuda:{device}"
-    text = str(device)
-    if device is None or text in ("cpu", "cpu:0"):
+    name = _named(device)
+    if device is None or name in ("cpu", "cpu:0"):
         return "cpu"
     import torch
 
-    if not isinstance(device, (str, torch.device)):
+    if type(device) is not int and not isinstance(device, (str, torch.device)):
         raise PlacementError(f"{device!r} is not a device")
     try:
-        found = torch.empty(0, device=text).device
+        return str(torch.empty(0, device=name).device)
     except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
         why = str(error).partition("\n")[0] or repr(error)
-        raise PlacementError(f"device {text!r} cannot be used: {why}") from error
-    return str(found)  # with its number: "cuda" is the current one
+        raise PlacementError(f"device {name!r} cannot be used: {why}") from error
+
+
+def _named(device: object) -> str:
+    return f"cuda:{device}" if type(device) is int else str(device)

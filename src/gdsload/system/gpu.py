@@ -1,31 +1,21 @@
-"""The GPUs of this process: CUDA opened once, each device's context shared once, and what is known
-of a device before anything is copied to it.
+"""The GPUs of this process: CUDA is opened once, and the context of each device is retained once.
+
+Also checks before a load that a device has enough free memory. Not responsible for allocating or
+copying (`memory.device_buffers`).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import NamedTuple
 
 from gdsload._native import cuda as native
 from gdsload._native.cuda import Cuda, CudaFailure, Device
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.system import lifecycle, shared_libraries
 
-# Left free on a device: what a context, kernels and the allocator's rounding take.
+# Left free on a device, for a context, kernels and the rounding of torch's allocator.
 SPARE_BYTES = 64 << 20
-
-
-class Gpu(NamedTuple):
-    """What is known of a device. `node` is its NUMA node, -1 where nobody says."""
-
-    ordinal: int
-    name: str
-    bus: str
-    node: int
-    total_bytes: int
-
 
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _cuda: list[Cuda] = []
@@ -34,7 +24,7 @@ lifecycle.at_exit(lifecycle.CUDA, native.end)
 
 
 def ordinal_of(device: str) -> int:
-    """2 for "cuda:2", 0 for "cuda". Raises PlacementError for what is no CUDA device."""
+    """2 for "cuda:2", 0 for "cuda". Raises PlacementError if it is not a CUDA device."""
     kind, _, number = device.partition(":")
     if kind != "cuda" or (number and not number.isdecimal()):
         raise PlacementError(f"{device!r} is not a CUDA device")
@@ -42,27 +32,23 @@ def ordinal_of(device: str) -> int:
 
 
 def cuda() -> Cuda:
-    """The CUDA driver. Raises BackendUnavailable where there is none, or after a fork."""
+    """The CUDA driver. Raises BackendUnavailable if it is missing, or after a fork."""
     with _lock:
         if not _cuda:
             _cuda.append(_open())
-        return _own(_cuda[0])
+    refuse_after_fork()
+    return _cuda[0]
 
 
 def refuse_after_fork() -> None:
-    """Raises BackendUnavailable where this process was forked from one that had started CUDA."""
-    if _cuda:  # not under the lock, which a thread of the parent may have held
-        _own(_cuda[0])
-
-
-def _own(found: Cuda) -> Cuda:
-    if found.pid != os.getpid():
+    """Raises BackendUnavailable if CUDA was started before this process was forked."""
+    # Not under the lock, which a thread of the parent may have held.
+    if _cuda and _cuda[0].pid != os.getpid():
         raise BackendUnavailable(
             "CUDA was started before this process was forked from its parent; start processes"
             " that load to a GPU with 'spawn'",
             {"cuda": "used after fork"},
         )
-    return found
 
 
 def _open() -> Cuda:
@@ -77,9 +63,11 @@ def _open() -> Cuda:
 
 
 def device(ordinal: int) -> Device:
-    """A device, with its primary context kept alive for this process.
+    """A device, whose primary context is retained until the process ends.
 
-    Raises BackendUnavailable where CUDA is not there, PlacementError where that device is not.
+    Raises:
+        BackendUnavailable: CUDA, or this device, cannot be used.
+        PlacementError: There is no such device.
     """
     driver = cuda()
     with _lock:
@@ -97,36 +85,36 @@ def device(ordinal: int) -> Device:
 
 
 def any_open() -> Device | None:
-    """A device that this process has opened already; None where there is none."""
+    """A device that this process has opened already, or None."""
     if not _cuda or _cuda[0].pid != os.getpid():
         return None
     return next(iter(dict(_devices).values()), None)
 
 
-def facts(ordinal: int) -> Gpu:
-    """What a device is and where it is."""
-    found = device(ordinal)
-    bus = found.bus
-    return Gpu(ordinal, found.name, bus, numa_node(bus), found.total_bytes)
-
-
 def numa_node(bus: str, root: str = "/") -> int:
-    """The NUMA node that a PCI device is attached to; -1 where the kernel does not say."""
+    """The NUMA node of the PCI device at `bus` ("0000:17:00.0"); -1 if it is unknown."""
     domain, _, rest = bus.lower().partition(":")
-    for name in (bus.lower(), f"{domain[-4:]}:{rest}"):
-        try:
-            with open(os.path.join(root, "sys/bus/pci/devices", name, "numa_node")) as file:
-                return int(file.read())
-        except (OSError, ValueError):
-            continue
-    return -1
+    try:
+        name = f"{int(domain, 16):04x}:{rest}"  # CUDA may write the domain with eight digits
+        with open(os.path.join(root, "sys/bus/pci/devices", name, "numa_node")) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return -1
 
 
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
-    """The bytes of a device that are free, but for what is spared. Raises PlacementError, with the
-    bytes that are missing, where it is too full.
+    """Checks that a device has room for `nbytes`.
 
-    `reusable_bytes` is what torch's allocator holds and would give.
+    Args:
+        ordinal: The number of the device.
+        nbytes: Bytes to be allocated.
+        reusable_bytes: Bytes that torch's allocator has reserved and can reuse.
+
+    Returns:
+        The free bytes of the device, without SPARE_BYTES.
+
+    Raises:
+        PlacementError: There is too little memory; with the number of missing bytes.
     """
     free_bytes, total = device(ordinal).memory()
     missing = nbytes + SPARE_BYTES - free_bytes - reusable_bytes
@@ -140,7 +128,7 @@ def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
 
 
 def why_not(device_name: str) -> str:
-    """Why nothing can be loaded to this device by way of CUDA; empty where it can."""
+    """Why CUDA cannot be used for this device, or ""."""
     try:
         device(ordinal_of(device_name))
     except (BackendUnavailable, PlacementError) as error:

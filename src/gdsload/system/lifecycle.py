@@ -1,12 +1,12 @@
-"""What becomes of the process-wide state of gdsload when the process forks, and when it ends.
+"""The process-wide state of gdsload when the process forks, and when it ends.
 
-A child of fork() has one thread. A lock that another thread of the parent held stays locked there
-for ever, so locks that outlive a function are made here, and a child gets new ones. When the
-process ends, parts are closed in one order, the users of a thing before the thing:
+A child of fork() has one thread. A lock that another thread of the parent held would stay locked in
+the child for ever. So locks that outlive a function are created here, and a child gets new ones.
+When the process ends, resources are closed in one order, each after its users:
 
     prefetches ─► staging rings ─► cuFile ─► CUDA
 
-Not responsible for what each part does: it registers its own functions.
+Not responsible for closing them: each module registers its own functions.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ _ending = threading.Event()
 
 
 def fork_safe_lock(owner: object, attribute: str = "_lock") -> threading.RLock:
-    """A reentrant lock, to be kept in this attribute of its owner, an object or a module: a child
-    of fork() finds a new one there.
+    """A reentrant lock, which a child of fork() replaces by a new one.
 
-    A `with` that the forking thread is in keeps the lock that it has taken.
+    A `with` block that contains the fork releases the lock that it has taken.
+
+    Args:
+        owner: The object or the module that has the lock.
+        attribute: The attribute of `owner` that the caller assigns the lock to.
     """
     _lock_names[owner] = attribute
     return threading.RLock()
 
 
 def in_child(forget: Callable[[], None]) -> None:
-    """Calls `forget` in every child of fork(), when all locks are new."""
+    """Calls `forget` in every child of fork(), after all locks were replaced."""
     _in_child.append(forget)
 
 
 def at_exit(step: int, end: Callable[[], None]) -> None:
-    """Calls `end` when the process ends, in this step. It must return within seconds."""
+    """Calls `end` in this step of the process's end. It must return within seconds."""
     _steps.append((step, end))
 
 
 def is_ending() -> bool:
-    """Whether the process ends: nothing that a step has closed may be opened again."""
+    """Whether the process is ending: nothing that a step has closed may be opened again."""
     return _ending.is_set()
 
 
@@ -64,7 +67,7 @@ def _after_fork() -> None:
 
 def _end() -> None:
     _ending.set()
-    with ExitStack() as last_in_first_out:  # one that raises keeps none of the others from running
+    with ExitStack() as last_in_first_out:  # an error does not prevent the other steps
         for _, end in sorted(_steps, key=lambda each: each[0], reverse=True):
             last_in_first_out.callback(end)
 

@@ -1,4 +1,8 @@
-"""Which mount a path is on, as the kernel lists them. Nothing here is opened but that list."""
+"""Finds the mount that a path is on, in the kernel's list of mounts.
+
+Read from /proc without psutil: its list of partitions has no device numbers, and its import takes
+longer than the first reads.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,14 @@ from typing import NamedTuple
 
 
 class Mount(NamedTuple):
-    """Where it is mounted, the kind of filesystem, what it is made of, and its device number."""
+    """One mount.
+
+    Attributes:
+        point: The directory that it is mounted at.
+        kind: The kind of filesystem, such as "xfs".
+        source: The device or the server, such as "/dev/md0".
+        device: The device number, such as "9:0".
+    """
 
     point: str
     kind: str
@@ -17,28 +28,28 @@ class Mount(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What stays the same as long as it is the same storage."""
+        """Identifies the storage in the tuning cache."""
         return f"{self.kind} {self.source} {self.device}"
 
 
 def mount_of(path: str | os.PathLike[str], root: str = "/") -> Mount | None:
-    """The mount that a path is on, links followed; None where the system does not say."""
+    """The mount of a path, with links followed. None if the system does not report it."""
     real = os.path.realpath(path)
     found: Mount | None = None
     try:
-        with open(os.path.join(root, "proc/self/mountinfo"), errors="replace") as lines:
-            text = lines.read()
+        with open(os.path.join(root, "proc/self/mountinfo"), errors="replace") as file:
+            lines = file.read().splitlines()
     except OSError:
         return None
-    for line in text.splitlines():
-        # id parent major:minor root MOUNT options [tags] - KIND DEVICE options
+    for line in lines:
+        # id parent major:minor root POINT options [tags] - KIND SOURCE options
         mount, _, rest = line.partition(" - ")
         fields, tail = mount.split(), rest.split()
         if len(fields) < 5 or len(tail) < 2:
             continue
-        where = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])
-        inside = real == where or real.startswith(where.rstrip("/") + "/")
-        # A later mount on the same point hides the earlier one.
-        if inside and (found is None or len(where) >= len(found.point)):
-            found = Mount(where, tail[0], tail[1], fields[2])
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), fields[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # A later mount at the same point hides the earlier one.
+        if inside and (found is None or len(point) >= len(found.point)):
+            found = Mount(point, tail[0], tail[1], fields[2])
     return found

@@ -1,5 +1,6 @@
-"""Where NVIDIA's libraries are: in this process already, in pip's nvidia packages, or wherever the
-system keeps them. Nothing is opened here.
+"""Finds NVIDIA's libraries: in this process, in pip's nvidia packages, or in the system.
+
+Not responsible for opening them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 CUDA, CUFILE = "libcuda.so.1", "libcufile.so.0"
 
@@ -15,8 +17,8 @@ CUDA, CUFILE = "libcuda.so.1", "libcufile.so.0"
 def candidates(soname: str) -> list[str]:
     """Paths and names to open, best first.
 
-    One that is loaded already comes first: a second copy would keep a state of its own. The
-    soname at the end leaves the search to the dynamic linker.
+    A library that is loaded already is the first: a second copy would have its own state. The
+    soname is the last: the dynamic linker searches for it.
     """
     found = [*_loaded(soname), *(() if soname == CUDA else _in_wheels(soname)), soname]
     return list(dict.fromkeys(found))
@@ -24,14 +26,11 @@ def candidates(soname: str) -> list[str]:
 
 def _loaded(soname: str) -> Iterator[str]:
     stem = soname.partition(".so")[0] + ".so"
-    try:
-        with open("/proc/self/maps", errors="surrogateescape") as lines:
-            for line in lines:
-                path = line.rstrip("\n").partition("/")
-                if path[1] and os.path.basename(path[2]).startswith(stem):
-                    yield "/" + path[2]
-    except OSError:
-        return
+    with suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as lines:
+        for line in lines:
+            _, slash, path = line.rstrip("\n").partition("/")
+            if slash and os.path.basename(path).startswith(stem):
+                yield slash + path
 
 
 def _in_wheels(soname: str) -> Iterator[str]:

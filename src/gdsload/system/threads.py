@@ -1,7 +1,7 @@
 """Python threads whose start cannot hang.
 
-`threading.Thread.start` waits until the new thread has said that it runs. A thread that dies before
-that, because there is no memory for its first frame, never says so, and its starter waits for ever.
+`threading.Thread.start` waits for an event that the new thread sets. If there is no memory for its
+first frame, the thread dies before that, and `start` would wait for ever.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-_LOOK_SECONDS = 0.05  # how often a starter looks whether the new thread is still alive
+_LOOK_SECONDS = 0.05  # interval of checks whether the new thread is alive
 
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread | None:
-    """Starts a daemon thread; None where the system gives no thread, or no memory for one."""
+    """Starts a daemon thread. None if the system has no thread, or no memory, left."""
     thread = _Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
@@ -26,7 +26,7 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread | Non
 
 
 class _Alive:
-    """Referenced by the new thread alone: gone, or `over`, when the thread has ended."""
+    """Referenced by the new thread alone: freed, or `over`, when the thread has ended."""
 
     __slots__ = ("__weakref__", "over")
 
@@ -35,7 +35,7 @@ class _Alive:
 
 
 class _Started(threading.Event):
-    """Set by the new thread. Waiting for it ends with an error where that thread is dead."""
+    """Set by the new thread. Waiting for it raises RuntimeError if that thread is dead."""
 
     alive: weakref.ref[_Alive] | None = None
 
@@ -51,10 +51,10 @@ class _Started(threading.Event):
 
 
 class _Thread(threading.Thread):
-    """A thread that tells its starter when it dies early.
+    """A thread whose `start` raises RuntimeError if it dies early.
 
-    It gives `threading.Thread.start` another `_started` to wait for and another `_bootstrap` to
-    run. Both names are the same from Python 3.10 to 3.14.
+    It replaces `_started`, which `threading.Thread.start` waits for, and `_bootstrap`, which the
+    new thread runs. Both names are the same from Python 3.10 to 3.14.
     """
 
     def __init__(self, **words: Any) -> None:
@@ -70,7 +70,7 @@ class _Thread(threading.Thread):
     def start(self) -> None:
         try:
             super().start()
-        except (RuntimeError, MemoryError):  # it will never run, and so not remove itself
+        except (RuntimeError, MemoryError):  # it never runs, and does not remove itself
             if not self._started.is_set():
                 getattr(threading, "_limbo", {}).pop(self, None)
             raise

@@ -15,7 +15,7 @@ from gdsload.backends.cufile import library
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.doctor import cufile as cufile_module
+from gdsload.doctor import gpu as doctor_gpu
 from gdsload.errors import BackendUnavailable, GdsloadError, PlacementError
 from gdsload.system import gpu
 from gpudoubles import CLOSES_INPUT, CODE, Doubles
@@ -188,7 +188,7 @@ def test_the_doctor_reads_the_settings(
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(own))
     if text is not None:
         own.write_text(text)
-    facts = {each.name: each for each in cufile_module.findings()}
+    facts = {each.name: each for each in doctor_gpu.findings(str(tmp_path))}
     found = facts["cuFile's configuration"]
     assert (found.verdict, words in found.detail) == (verdict, True), found
 
@@ -210,9 +210,9 @@ def test_there_is_no_such_device(doubles: Doubles) -> None:
     assert not PosixBackend.probe("mps").usable
 
 
-def test_what_is_known_of_a_device(doubles: Doubles, tmp_path: Path) -> None:
-    facts = gpu.facts(1)
-    assert (facts.name, facts.bus) == ("Double 1", "0000:02:00.0")
+def test_device_has_name_bus_and_numa_node(doubles: Doubles, tmp_path: Path) -> None:
+    found = gpu.device(1)
+    assert (found.name, found.bus) == ("Double 1", "0000:02:00.0")
     folder = tmp_path / "root/sys/bus/pci/devices/0000:02:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")
@@ -228,16 +228,18 @@ def test_room_is_asked_for_first(doubles: Doubles) -> None:
     assert caught.value.missing_bytes == gpu.SPARE_BYTES
 
 
-def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Path) -> None:
+def test_doctor_reports_devices_cufile_and_rings(
+    doubles: Doubles, file: OpenFile, tmp_path: Path
+) -> None:
     opens = doubles.cufile_log["opens"]
-    facts = {each.name: each for each in cufile_module.findings()}
-    assert {each.verdict for each in facts.values()} == {"yes"}
+    facts = {each.name: each for each in doctor_gpu.findings(str(tmp_path))}
+    assert {each.verdict for each in facts.values() if each.name != "GPU"} == {"yes"}
     assert facts["libcufile"].detail.startswith("1.17 at ")
     assert "Double 0 at 0000:01:00.0" in facts["cuda:0"].detail
     assert doubles.cufile_log["opens"] == opens
     (tmp_path / "root/dev/nvidia-fs0").unlink()
     (tmp_path / "root/run/udev").rmdir()
-    facts = {each.name: each for each in cufile_module.findings("cuda:9")}
+    facts = {each.name: each for each in (*doctor_gpu.findings(), doctor_gpu.cuda("cuda:9"))}
     assert "not in this container" in facts["native path"].detail
     assert "/run/udev" in facts["opening cuFile"].hint
     assert "CUDA sees 2" in facts["cuda:9"].detail
@@ -246,5 +248,5 @@ def test_the_facts_for_the_doctor(doubles: Doubles, file: OpenFile, tmp_path: Pa
         load = Load(backend, file)
         load.finish()
         backend.release(load.request)
-        ringed = cufile_module.findings()[-1]
+        (ringed,) = doctor_gpu.staging_rings()
     assert (ringed.name, ringed.detail[:13]) == ("ring of cuda:0", "1 MiB of DRAM")

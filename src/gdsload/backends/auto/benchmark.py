@@ -52,7 +52,7 @@ class Benchmark:
         self._decide()
         if self.choice:
             return
-        mount, facts = mount_of(path), gpu.facts(gpu.ordinal_of(device))
+        mount, facts = mount_of(path), gpu.device(gpu.ordinal_of(device))
         # Keys that are equal for all files of one storage, and independent of the GPU's number.
         self._mount = mount.key if mount is not None else ""
         self._device = f"{facts.name} {facts.bus}"
