@@ -11,7 +11,7 @@ import torch
 
 import gdsload
 from devicetensors import raw
-from gdsload.backends.auto.candidates import Part
+from gdsload.backends.auto.backend import Part
 from gdsload.report import LoadReport
 
 MIB = 1 << 20

@@ -14,9 +14,9 @@ import pytest
 import gdsload
 from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
-from gdsload.backends.auto import benchmark, failover
-from gdsload.backends.auto.backend import AutoBackend
-from gdsload.backends.auto.candidates import Part
+from gdsload.backends.auto import backend as backend_module
+from gdsload.backends.auto import benchmark
+from gdsload.backends.auto.backend import AutoBackend, Part
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable
 from gdsload.loading import device_batch
@@ -172,7 +172,7 @@ def test_compatibility_mode_that_shows_itself_late_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile says that it is native, and its own counters say otherwise."""
-    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", 128 << 10)
+    monkeypatch.setattr(backend_module, "MOST_COMPAT_BYTES", 128 << 10)
     doubles.fault("cuFileRead", STRANGE, times=-1)
     report = load(checkpoint)
     assert report.backend != "gds_mt"
@@ -186,7 +186,7 @@ def test_a_few_reads_by_posix_do_not_condemn_cufile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A small share, as of the ends of files; or a large share of little."""
-    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", most_bytes)
+    monkeypatch.setattr(backend_module, "MOST_COMPAT_BYTES", most_bytes)
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     doubles.fault("cuFileRead", STRANGE, skip=10 if reads == 1 else 0, times=reads)
     report = load(checkpoint)

@@ -15,9 +15,8 @@ import pytest
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, staging, tuning_cache
-from gdsload.backends.auto import failover
-from gdsload.backends.auto.backend import AutoBackend
-from gdsload.backends.auto.candidates import Candidate
+from gdsload.backends.auto import backend as backend_module
+from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate
 from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
@@ -62,7 +61,7 @@ def test_a_failed_range_goes_by_the_next_road(
     report = load(checkpoint)
     assert report.backend == "gds_mt"
     assert report.failovers == {"gds_mt -> posix": 2 * (64 << 10)}  # one of each file
-    assert report.refusals["gds_mt/ranges"].startswith("2 failed, first ")
+    assert report.refusals["gds_mt/ranges"].startswith("2 ranges failed, first ")
     assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
     assert why in report.refusals["gds_mt/ranges"]
     assert "failover: gds_mt -> posix, 131,072 bytes" in report.summary()
@@ -118,7 +117,7 @@ def test_a_ring_with_no_slot_left_is_left_at_once(
 ) -> None:
     """Four slots, each lost with an entry that timed out, before three ranges have failed."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
-    monkeypatch.setattr(failover, "SILENT_SECONDS", 1e9)
+    monkeypatch.setattr(backend_module, "SILENT_SECONDS", 1e9)
     doubles.fault("event", STATUS, 0x20, skip=3, times=-1)
     report = load(checkpoint, request_bytes=256 << 10)
     assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
@@ -142,10 +141,10 @@ def test_a_read_that_hangs_goes_by_the_next_road(
 ) -> None:
     """And what it brings in the end harms nobody."""
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
-    monkeypatch.setattr(failover, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(backend_module, "SILENT_SECONDS", 0.2)
     doubles.fault("cuFileRead", HANG, skip=9)
     report = load(checkpoint)
-    assert "no byte has come for" in report.refusals["gds_mt"]
+    assert "no byte has arrived for" in report.refusals["gds_mt"]
     assert report.failovers["gds_mt -> posix"] > 0
 
 
@@ -324,14 +323,14 @@ class Refusing(PosixBackend):
 
 @pytest.mark.parametrize("step", ["register", "prepare", "post"])
 def test_candidate_that_cannot_post_gives_back_what_it_took(step: str, file: OpenFile) -> None:
-    candidate = Candidate(Refusing, {})
-    backend = candidate.backend
-    assert isinstance(backend, Refusing)
+    backend = Refusing()
     backend.step = step
+    candidate = Candidate(backend)
     transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
     memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
     with pytest.raises(KeyboardInterrupt):
-        candidate.post([transfer], [Registration(file, 0)], memory, "cuda:0")
+        request = AutoRequest([transfer], [Registration(file, 0)], memory)
+        candidate.post(request, [transfer], "cuda:0")
     assert (backend.registered, backend.prepared) == (1, 0)  # the file is kept
     candidate.close()
     assert backend.registered == 0
