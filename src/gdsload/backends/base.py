@@ -207,13 +207,6 @@ def require_own_process(pid: int, backend: str) -> None:
         )
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
-
-
 class Backend(ABC):
     """A way to read files into memory.
 
@@ -245,7 +238,11 @@ class Backend(ABC):
         self.settings: dict[str, Any] = {**known, **options}
         for name, default in known.items():
             if type(default) is int:
-                self.settings[name] = _integer(name, self.settings[name])
+                try:
+                    self.settings[name] = operator.index(self.settings[name])
+                except TypeError:
+                    value = self.settings[name]
+                    raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

@@ -129,15 +129,14 @@ class StagedRequest(PumpedRequest):
         self.pipeline = pipeline
         self._files = files
         self._memory = list(memory)  # alive as long as something may be copied into it
-        lengths = [_vram(entry.what).length for entry in memory]
-        for transfer in transfers:
-            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
-                raise ValueError(f"transfer {transfer.tag} leaves its memory")
         # One address space for all memory of the request, in which the pump reads.
         shares: list[tuple[int, int, int]] = []
-        starts, end = [], 0
+        lengths, starts, end = [], [], 0
         for entry in memory:
-            what = _vram(entry.what)
+            what = entry.what
+            if not isinstance(what, Memory) or what.kind != VRAM:
+                raise TypeError(f"{what!r} is no memory of a device")
+            lengths.append(what.length)
             starts.append(end)
             for start, nbytes, address in what.shares or ((0, what.length, what.address),):
                 if start < 0 or nbytes < 0 or start + nbytes > what.length:
@@ -145,6 +144,9 @@ class StagedRequest(PumpedRequest):
                 if nbytes:
                     shares.append((end + start, nbytes, address))
             end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
+        for transfer in transfers:
+            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
+                raise ValueError(f"transfer {transfer.tag} leaves its memory")
         self._addresses = AddressMap(pipeline.stage, shares)
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
@@ -192,12 +194,6 @@ class StagedRequest(PumpedRequest):
     def landed(self) -> bool:
         """Whether no copy into its memory is under way."""
         return self._addresses.end(0.0)
-
-
-def _vram(what: OpenFile | Memory) -> Memory:
-    if not isinstance(what, Memory) or what.kind != VRAM:
-        raise TypeError(f"{what!r} is no memory of a device")
-    return what
 
 
 # Requests that have ended before their copies did.

@@ -123,29 +123,22 @@ def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
         ("posix", {}),
     ],
 )
-def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
+def test_entry_contradicted_by_its_rates_is_ignored(
     choice: str, rates: dict[str, float], cache: Path
 ) -> None:
-    lie = verdict(choice=choice, rates=rates)
-    assert tuning_cache.store(lie) == "its rates say that another backend is faster"
-    assert not cache.exists()
-    tuning_cache.store(verdict())
-    found = json.loads(cache.read_text())
-    found["choices"][0].update(choice=choice, rates=rates)  # as earlier versions kept it
-    cache.write_text(json.dumps(found))
+    tuning_cache.store(verdict(choice=choice, rates=rates))
     assert asked() is None
+    assert tuning_cache.store(verdict()) == ""
+    assert asked() == verdict()
+
+
+def test_entry_of_unknown_mount_is_not_stored(cache: Path) -> None:
+    assert tuning_cache.store(verdict(mount="")) == "the mount of the file is unknown"
+    assert not cache.exists()
 
 
 def test_verdict_within_what_is_no_difference_is_kept() -> None:
     assert tuning_cache.store(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
-
-
-def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:
-    cache.parent.mkdir()
-    os.mkfifo(cache)
-    assert tuning_cache.entries() == []
-    assert tuning_cache.store(verdict()) == ""
-    assert asked() == verdict()
 
 
 def test_without_a_home_nothing_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,6 @@ from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 
-ORDER = ("gds_mt", LAST, "gds")  # of preference, if they are equally fast
 FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
@@ -281,12 +280,12 @@ class AutoBackend(Backend):
             )
         self._device, self._wanted, self._asked = device, wanted_bytes, 0
         self._options, self._refusals = options, dict[str, str]()
-        kinds = {name: registry.built_in(name) for name in ORDER}
-        known = {name: {each.name for each in kinds[name].options()} for name in ORDER}
-        self._others = {name: (kinds[name], known[name]) for name in ORDER if name != LAST}
-        foreign = set().union(*known.values()) - known[LAST]
+        kinds = {name: registry.built_in(name) for name in registry.BUILT_IN}
+        others = {name: kind for name, kind in kinds.items() if name != LAST}
+        last = kinds[LAST]
+        foreign = set().union(*map(_names_of_options, others.values())) - _names_of_options(last)
         own = {key: value for key, value in options.items() if key not in foreign}
-        self._candidates = {LAST: Candidate(kinds[LAST](**own))}
+        self._candidates, self._unprobed = {LAST: Candidate(last(**own))}, others
         self._requests: list[AutoRequest] = []
         self._failovers: Counter[str] = Counter()  # bytes, by "from -> to"
         self._benchmark: Benchmark | None = None
@@ -309,9 +308,9 @@ class AutoBackend(Backend):
 
     def _probe_others(self) -> None:
         """Probes the candidates besides the last one, once. None is opened."""
-        others, self._others = self._others, {}
-        for name, (kind, known) in others.items():
-            if foreign := self._options.keys() - known:
+        kinds, self._unprobed = self._unprobed, {}
+        for name, kind in kinds.items():
+            if foreign := self._options.keys() - _names_of_options(kind):
                 self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
             elif registry.is_usable(kind, self._device, self._refusals):
                 self._candidates[name] = Candidate(kind(**self._options))
@@ -406,7 +405,7 @@ class AutoBackend(Backend):
 
     def _new_benchmark(self, path: str) -> Benchmark:
         self._probe_others()
-        names = [name for name in ORDER if name in self._candidates]
+        names = [name for name in registry.BUILT_IN if name in self._candidates]
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
         rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
@@ -584,6 +583,10 @@ def _is_cold(transfer: Transfer, files: Registrations) -> bool:
     """Whether it is read from storage, not through the page cache."""
     file = files[transfer.shard].what
     return transfer.io_mode == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0
+
+
+def _names_of_options(kind: type[Backend]) -> set[str]:
+    return {option.name for option in kind.options()}
 
 
 def bytes_of(transfers: Sequence[Transfer]) -> int:

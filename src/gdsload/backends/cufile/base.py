@@ -83,7 +83,7 @@ class CuFileBackend(PumpBackend):
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
-            self._counted = self._driver.paths() or {}
+            self._counted = self._driver.paths()
         require_own_process(self._driver.pid, self.name)
         return self._driver
 
@@ -174,7 +174,7 @@ class CuFileBackend(PumpBackend):
 
     def post(self, request: PumpedRequest) -> None:
         if not self._in_flight and self._driver is not None:
-            self._counted = self._driver.paths() or {}  # others may have read in the meantime
+            self._counted = self._driver.paths()  # others may have read in the meantime
         self._in_flight.add(id(request))
         super().post(request)
 
@@ -189,11 +189,9 @@ class CuFileBackend(PumpBackend):
         if driver is None:
             return {}
         counts = driver.paths()
-        if counts is None:
-            return {f"{self.name}/{driver.mode}": total}
         reads = {path: counts[path] - self._counted.get(path, 0) for path in counts}
         self._counted = counts
-        # Some releases do not count batches: then only the mode of the driver is known.
+        # Without counts (before 1.15, or of batches) only the mode of the driver is known.
         parts = shares_of(total, reads) or {driver.mode: total}
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 

@@ -52,15 +52,12 @@ def settings(root: str = "/") -> Settings:
     named = os.environ.get(_PATH, "")
     path = named or os.path.join(root, _SYSTEM[1:])
     source = f"{_PATH}={named}" if named else _SYSTEM
-    if not os.path.exists(path):
-        if not named:
-            return Settings("", {})
-        return Settings(source, {}, note="there is no such file, and cuFile uses its defaults")
-    if not os.path.isfile(path):
-        return Settings(source, {}, fault="it is no file")
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
+    except FileNotFoundError:
+        note = "there is no such file, and cuFile uses its defaults" if named else ""
+        return Settings(source if named else "", {}, note=note)
     except OSError as error:
         return Settings(source, {}, fault=f"it cannot be read: {error.strerror}")
     try:
