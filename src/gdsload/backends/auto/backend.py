@@ -192,8 +192,7 @@ class Candidate:
     Attributes:
         files: The files that are registered with it, by their numbers.
         left: Why it is no longer used, or "".
-        failures: The number of transfers that failed.
-        failed: Their number, and the first of them in words.
+        failures: The transfers that failed, in words.
         read_bytes: All bytes that it has read, in parts that have ended.
         compat_bytes: Those that cuFile read in compatibility mode.
         fixed_seconds: The time to open it; -1 if it was never opened.
@@ -202,8 +201,8 @@ class Candidate:
     def __init__(self, backend: Backend) -> None:
         self.backend, self.name = backend, backend.name
         self.files: dict[int, Registration] = {}
-        self.left = self.failed = self._first_failure = ""
-        self.failures = self.read_bytes = self.compat_bytes = 0
+        self.left, self.failures = "", list[str]()
+        self.read_bytes = self.compat_bytes = 0
         self.fixed_seconds = -1.0
 
     def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
@@ -241,10 +240,10 @@ class Candidate:
             whole.parts.append(Part(self, reads, request, taken.pop_all()))
         return whole.parts[-1]
 
-    def note_failure(self, why: str) -> None:
-        self.failures += 1
-        self._first_failure = self._first_failure or why
-        self.failed = f"{self.failures} ranges failed, first {self._first_failure}"
+    @property
+    def failed(self) -> str:
+        """The failures in words."""
+        return f"{len(self.failures)} ranges failed, first {self.failures[0]}"
 
     def close(self) -> None:
         """Closes the backend; the next use opens it again."""
@@ -355,9 +354,7 @@ class AutoBackend(Backend):
         return Registration(what, next(self._numbers))
 
     def deregister(self, registration: Registration) -> None:
-        for candidate in list(self._candidates.values()):
-            if (known := candidate.files.pop(registration.handle, None)) is not None:
-                candidate.backend.deregister(known)
+        """Nothing to do: candidates deregister it when they are closed."""
 
     def follow(self, device: str, stream: int) -> bool:
         """Applies to requests that this thread prepares from now on, whenever they are posted."""
@@ -383,9 +380,8 @@ class AutoBackend(Backend):
                 self.release(request)
             request.reset()
             self._requests.append(request)
-            warm, cold = list[Transfer](), list[Transfer]()
-            for transfer in request.transfers:
-                (cold if _is_cold(transfer, request.files) else warm).append(transfer)
+            cold = [each for each in request.transfers if each.io_mode == "direct"]
+            warm = [each for each in request.transfers if each.io_mode != "direct"]
             self._asked += bytes_of(cold)
             if not cold:
                 self._why = self._why or "all bytes come through the page cache"
@@ -493,7 +489,7 @@ class AutoBackend(Backend):
                 continue
             again.append(transfer)
             why = f"{path_of(request, transfer)} at {transfer.offset}:"
-            candidate.note_failure(f"{why} {failure.text or os.strerror(failure.errno)}")
+            candidate.failures.append(f"{why} {failure.text or os.strerror(failure.errno)}")
         if progress.finished or candidate.left:
             part.end()
             again += part.unsettled()
@@ -519,7 +515,7 @@ class AutoBackend(Backend):
         compat, total = candidate.compat_bytes, candidate.read_bytes
         if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:
             return f"cuFile used its compatibility mode for {compat:,} of {total:,} bytes"
-        if candidate.failures >= MOST_FAILURES:
+        if len(candidate.failures) >= MOST_FAILURES:
             return candidate.failed
         # Its parts share a queue: progress of any of them proves that it is alive.
         mine = [part.idle_seconds for _, part in self._active() if part.candidate is candidate]
@@ -577,12 +573,6 @@ class AutoBackend(Backend):
             self.release(request)
         for candidate in self._candidates.values():
             candidate.close()
-
-
-def _is_cold(transfer: Transfer, files: Registrations) -> bool:
-    """Whether it is read from storage, not through the page cache."""
-    file = files[transfer.shard].what
-    return transfer.io_mode == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0
 
 
 def _names_of_options(kind: type[Backend]) -> set[str]:

@@ -53,7 +53,6 @@ class CuFileBackend(PumpBackend):
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
         self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
         self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
-        self._in_flight: set[int] = set()  # ids of requests
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -143,23 +142,9 @@ class CuFileBackend(PumpBackend):
         ordinal, ring_bytes = gpu.ordinal_of(device), self.settings["ring_bytes"]
         with ring_for(VRAM, ordinal, slot_bytes, ring_bytes, register) as ring:
             pipeline = ring.unpark(kind)
-            if not isinstance(pipeline, StagingPipeline):
-                handles = driver.library.files(owner, event_seconds)
-                try:
-                    pipeline = StagingPipeline(
-                        self.name,
-                        ring,
-                        self._new_engine(),
-                        depth,
-                        files=handles,
-                        explain=library.explain,
-                        kind=kind,
-                    )
-                except OSError as error:
-                    why = library.explain(error.errno or 0) or str(error.strerror)
-                    raise BackendUnavailable(
-                        f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
-                    ) from error
+            if pipeline is None:
+                handles, engine = driver.library.files(owner, event_seconds), self._new_engine()
+                pipeline = StagingPipeline(self.name, ring, engine, depth, files=handles, kind=kind)
         if pipeline.files is not None:
             for slot, handle in self._handles.items():
                 pipeline.files.put(slot, handle)
@@ -171,16 +156,6 @@ class CuFileBackend(PumpBackend):
         what = memory[0].what if memory else None
         device = (what.device if isinstance(what, Memory) else "") or self._device
         return self._pipeline(device).prepare(transfers, files, memory)
-
-    def post(self, request: PumpedRequest) -> None:
-        if not self._in_flight and self._driver is not None:
-            self._counted = self._driver.paths()  # others may have read in the meantime
-        self._in_flight.add(id(request))
-        super().post(request)
-
-    def release(self, request: PumpedRequest) -> None:
-        self._in_flight.discard(id(request))
-        super().release(request)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         """Bytes by I/O path, according to cuFile's own counters since the last call."""

@@ -47,16 +47,11 @@ MEANINGS = {
     5009: "GPUDirect Storage does not work on this GPU",
     5010: "the nvidia-fs driver refused; is the GPU's BAR1 large enough?",
     5011: "the CUDA driver refused",
-    5012: "that is no device pointer",
-    5015: "the memory is another GPU's than the current one",
-    5017: "a read past the end of what was registered",
     5018: "cuFile reads no files of this kind",
     5019: "cuFile does not take a file that was opened like this; does its filesystem do O_DIRECT?",
     5022: "cuFile refused the arguments",
     5025: "permission denied: by the driver or for the file",
-    5026: "cuFile's driver is open already",
     5027: "cuFile does not know the file; in a container it needs the host's /run/udev",
-    5028: "the descriptor is registered already",
     5029: "cuFile finds no GPU",
     5030: "an internal error; in a container cuFile needs the host's /run/udev",
     5033: "cuFile could not be set up: is libcuda there?",
@@ -64,7 +59,6 @@ MEANINGS = {
     5036: "no room to pin GPU memory: the BAR1 window is too small or full",
     5037: "cuFile's batch queue is full",
     5040: "cuFile refused the whole batch",
-    5041: "cuFile lost count of a batch",
     5044: "a read failed below cuFile",
     5049: "cuFile takes no batches in compatibility mode here",
 }
@@ -106,7 +100,6 @@ class Driver(quiesce.Holder):
     def __init__(self, library: CuFile) -> None:
         self.library = library
         self.pid = os.getpid()
-        self.version = library.version
         facts = library.properties()
         self.mode = _mode(library, facts)
         self.limits = BatchLimits(
