@@ -1,4 +1,4 @@
-"""cuFile's types and functions as we wrote them down, against the headers that NVIDIA ships.
+"""Our declarations of cuFile's types and functions, compared with NVIDIA's headers.
 
 The headers are those of the nvidia-cufile packages: the one that torch brought into this
 environment, and any below the folders named in GDSLOAD_CUFILE_HEADERS (separated by colons).
@@ -18,7 +18,7 @@ import pytest
 from gdsload._native import cufilelayout
 from gpudoubles import compiler
 
-# What cufile.h wants of CUDA: two names.
+# The types of CUDA that cufile.h needs.
 CUDA_H = """
 #ifndef CUDA_STANDIN
 #define CUDA_STANDIN
@@ -47,26 +47,31 @@ PROTOTYPES = {
     "cuFileBatchIOCancel": "CUfileError_t (*{0})(void *)",
     "cuFileBatchIODestroy": "void (*{0})(void *)",
 }
-# Those that came later; types that are enums or bools there are written as the header has them.
+# Functions of later releases, with the enums and bools of the header.
 LATER = {
     "cuFileGetParameterSizeT": "CUfileError_t (*{0})(CUFileSizeTConfigParameter_t, size_t *)",
     "cuFileSetParameterSizeT": "CUfileError_t (*{0})(CUFileSizeTConfigParameter_t, size_t)",
     "cuFileGetParameterBool": "CUfileError_t (*{0})(CUFileBoolConfigParameter_t, bool *)",
     "cuFileSetParameterBool": "CUfileError_t (*{0})(CUFileBoolConfigParameter_t, bool)",
-    "cuFileSetParameterString":
-        "CUfileError_t (*{0})(CUFileStringConfigParameter_t, const char *)",
+    "cuFileSetParameterString": "CUfileError_t (*{0})(CUFileStringConfigParameter_t, const char *)",
     "cuFileSetStatsLevel": "CUfileError_t (*{0})(int)",
     "cuFileStatsStart": "CUfileError_t (*{0})(void)",
     "cuFileGetStatsL3": "CUfileError_t (*{0})(CUfileStatsLevel3_t *)",
-    "cuFileDriverGetP2PFlags":
-        "CUfileError_t (*{0})(CUfileDriverStatusFlags_t, CUfileP2PFlags_t *)",
-}  # fmt: skip
+    "cuFileDriverGetP2PFlags": "CUfileError_t (*{0})(CUfileDriverStatusFlags_t,"
+    " CUfileP2PFlags_t *)",
+}
 # Numbers that the code holds, by their name in the header.
 NUMBERS = {
-    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": 1, "CUFILE_READ": 0, "CUFILE_BATCH": 1,
-    "CUFILE_INVALID": 4, "CUFILE_CANCELED": 8, "CUFILE_COMPLETE": 16, "CUFILE_TIMEOUT": 32,
-    "CUFILE_FAILED": 64, "CU_FILE_NVME_SUPPORTED": 4,
-}  # fmt: skip
+    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": 1,
+    "CUFILE_READ": 0,
+    "CUFILE_BATCH": 1,
+    "CUFILE_INVALID": 4,
+    "CUFILE_CANCELED": 8,
+    "CUFILE_COMPLETE": 16,
+    "CUFILE_TIMEOUT": 32,
+    "CUFILE_FAILED": 64,
+    "CU_FILE_NVME_SUPPORTED": 4,
+}
 LATER_NUMBERS = {
     "CUFILE_PARAM_PROPERTIES_MAX_DIRECT_IO_SIZE_KB": 5,
     "CUFILE_PARAM_PROPERTIES_MAX_DEVICE_CACHE_SIZE_KB": 6,
@@ -77,10 +82,14 @@ LATER_NUMBERS = {
     "CU_FILE_P2P_SUPPORTED": 4,
 }
 GPU_FIELDS = {
-    "read_bytes": "read_bytes", "reads": "n_total_reads", "p2p": "n_p2p_reads",
-    "nvfs": "n_nvfs_reads", "posix": "n_posix_reads", "unaligned": "n_unaligned_reads",
+    "read_bytes": "read_bytes",
+    "reads": "n_total_reads",
+    "p2p": "n_p2p_reads",
+    "nvfs": "n_nvfs_reads",
+    "posix": "n_posix_reads",
+    "unaligned": "n_unaligned_reads",
     "errors": "n_reads_err",
-}  # fmt: skip
+}
 
 
 def headers() -> list[Path]:
@@ -95,7 +104,7 @@ def headers() -> list[Path]:
 
 
 def name_of(header: Path) -> str:
-    """The package's version where one is to be seen, or the path."""
+    """The version of the package if it is known, else the path."""
     found = re.search(r"cufile[\w-]*?-(\d[\d.]+\d)", str(header))
     if found:
         return found[1]
@@ -115,7 +124,7 @@ def header(request: pytest.FixtureRequest) -> Path:
 
 
 def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
-    """What a C program that includes the header prints: names and numbers."""
+    """The names and numbers that a C program prints which includes the header."""
     (folder / "cuda.h").write_text(CUDA_H)
     source, program = folder / "ask.c", folder / "ask"
     source.write_text(
@@ -123,15 +132,23 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
         '#define SAY(name, value) printf("%s %lld\\n", name, (long long)(value))\n'
         f"{body}"
     )
-    command = [compiler(), "-w", "-D_GNU_SOURCE", "-Werror=incompatible-pointer-types",
-               f"-I{folder}", str(source), "-o", str(program)]  # fmt: skip
+    command = [
+        compiler(),
+        "-w",
+        "-D_GNU_SOURCE",
+        "-Werror=incompatible-pointer-types",
+        f"-I{folder}",
+        str(source),
+        "-o",
+        str(program),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     out = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
     return {name: int(value) for name, value in (line.split() for line in out.splitlines())}
 
 
-def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path) -> None:
+def test_struct_layouts_equal_the_header(header: Path, tmp_path: Path) -> None:
     ours = cufilelayout.layout()
     lines = [
         f'SAY("{name}", offsetof({name.partition(".")[0]}, {name.partition(".")[2]}));'
@@ -142,7 +159,7 @@ def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path) -> None:
     assert ask(header, tmp_path, "int main() {" + "\n".join(lines) + "}") == ours
 
 
-def test_functions_are_declared_as_ours(header: Path, tmp_path: Path) -> None:
+def test_function_prototypes_equal_the_header(header: Path, tmp_path: Path) -> None:
     text = header.read_text()
     wanted = dict(PROTOTYPES)
     wanted.update({name: proto for name, proto in LATER.items() if f"{name}(" in text})
@@ -157,7 +174,7 @@ def test_functions_are_declared_as_ours(header: Path, tmp_path: Path) -> None:
     }
 
 
-def test_numbers_are_ours(header: Path, tmp_path: Path) -> None:
+def test_constants_equal_the_header(header: Path, tmp_path: Path) -> None:
     text = header.read_text()
     wanted = dict(NUMBERS)
     wanted.update({name: value for name, value in LATER_NUMBERS.items() if name in text})
@@ -165,7 +182,7 @@ def test_numbers_are_ours(header: Path, tmp_path: Path) -> None:
     assert ask(header, tmp_path, "int main() {" + "\n".join(lines) + "}") == wanted
 
 
-def test_statistics_are_read_where_they_are(header: Path, tmp_path: Path) -> None:
+def test_statistics_offsets_equal_the_header(header: Path, tmp_path: Path) -> None:
     if "CUfileStatsLevel3" not in header.read_text():
         pytest.skip(f"cuFile {name_of(header)} has no statistics: they came with 1.15")
     version = 1190 if "readv_ops" in header.read_text() else 1150
