@@ -127,7 +127,11 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[Backend]:
-    """The backend of that name. Raises BackendUnavailable, which names the others."""
+    """The backend of that name.
+
+    Raises:
+        BackendUnavailable: There is none of that name, or it does not fit; it names the others.
+    """
     if name in BUILT_IN:
         return built_in(name)
     found, refusals = discover()
@@ -138,7 +142,11 @@ def find(name: str) -> type[Backend]:
 
 
 def reaches(name: str, kind: str) -> bool:
-    """Whether a backend reads into that kind of memory; ``auto`` reads into all.
+    """Whether a backend reads into a kind of memory; ``auto`` reads into all.
+
+    Args:
+        name: The name of a backend.
+        kind: `DRAM` or `VRAM`.
 
     Raises:
         BackendUnavailable: There is no backend of that name.
@@ -147,7 +155,14 @@ def reaches(name: str, kind: str) -> bool:
 
 
 def probe_all(device: str = "cpu") -> dict[str, Support]:
-    """The answer of every backend's probe, with the plugins that were left out."""
+    """The answer of every backend's probe, with the plugins that were left out.
+
+    Args:
+        device: The device to load into, such as "cpu" or "cuda:0".
+
+    Returns:
+        The answers, by name of the backend or of the entry point.
+    """
     found, refusals = discover()
     answers = {name: _probe(backend, device) for name, backend in found.items()}
     return answers | {name: Support(False, (reason,)) for name, reason in refusals.items()}
@@ -163,8 +178,16 @@ def choose(
         wanted: The name of a backend, or "auto" for the first that works.
         options: The options for the wanted backend: some decide whether it works.
 
+    Returns:
+        The class of the backend, and why others were not taken.
+
     Raises:
         BackendUnavailable: No backend works; it has all the reasons.
+
+    Example:
+        >>> choice = choose("cpu")
+        >>> with choice.backend() as backend:
+        ...     backend.limits()
     """
     if wanted != "auto":
         backend = find(wanted)
