@@ -59,6 +59,35 @@ def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None
     assert after[1:] == before[1:]
 
 
+@pytest.mark.parametrize(
+    ("text", "parallel_io", "p2pdma"),
+    [
+        ("{}", 0, 1),
+        ('{"execution": {"parallel_io": true}}', -1, 1),
+        ('{"properties": {"use_pci_p2pdma": false}}', 0, -1),
+    ],
+)
+def test_switches_without_a_setting_of_the_user_are_set(
+    text: str,
+    parallel_io: int,
+    p2pdma: int,
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """On a machine for PCI P2PDMA: no second pool of threads, and the mode is asked for."""
+    doubles.set(native=gpudoubles.P2P)
+    (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
+    (tmp_path / "root/proc/driver/nvidia").mkdir()
+    (tmp_path / "root/proc/driver/nvidia/params").write_text("RMForceStaticBar1=1")
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    monkeypatch.delenv("CUFILE_USE_PCIP2PDMA", raising=False)
+    library.opened("cuda:0", False)
+    switch = doubles.cufile.cufile_double_switch
+    assert (switch(4), switch(7)) == (parallel_io, p2pdma)
+
+
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:
     doubles.set(native=gpudoubles.COMPAT)
     with pytest.raises(BackendUnavailable, match="5001"):

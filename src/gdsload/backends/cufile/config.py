@@ -38,6 +38,9 @@ class Settings(NamedTuple):
         found = self._section("properties").get(name)
         return found if type(found) is int else default
 
+    def has(self, section: str, name: str) -> bool:
+        return name in self._section(section)
+
     @property
     def has_log_directory(self) -> bool:
         return bool(self._section("logging").get("dir"))

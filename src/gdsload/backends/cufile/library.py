@@ -35,7 +35,7 @@ EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
 _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 6, 7, 9
-_ALLOW_COMPAT = 1
+_ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
@@ -340,9 +340,18 @@ def opened(device: str, allow_compat: bool) -> Driver:
 
 
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
-    with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
-        found.set_bool(_ALLOW_COMPAT, allow_compat)
     settings = config.settings(ROOT)
+    switches = {_ALLOW_COMPAT: allow_compat}
+    # What the user has not set: reads are parallel already, and need no pool of cuFile's threads;
+    # PCI P2PDMA is off by default.
+    if not settings.has("execution", "parallel_io"):
+        switches[_PARALLEL_IO] = False
+    chosen = settings.has("properties", "use_pci_p2pdma") or "CUFILE_USE_PCIP2PDMA" in os.environ
+    if native_path()[0] == P2P and not chosen:
+        switches[_USE_P2PDMA] = True
+    for parameter, value in switches.items():
+        with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
+            found.set_bool(parameter, value)
     try:
         with config.log_elsewhere(settings):
             owner = gpu.device(gpu.ordinal_of(device))
