@@ -1,4 +1,4 @@
-"""Whole loads in "auto" over the doubles: what the tests of its choice and of its retries share."""
+"""Loads by `auto` over the doubles, for the tests of its choice and of failover."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import gdsload
 from devicetensors import raw
-from gdsload.backends.auto.candidates import Part
+from gdsload.backends.auto.backend import Part
 from gdsload.report import LoadReport
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"ring_bytes": MIB, "request_bytes": 64 << 10}
 
 
 def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
-    """One load in "auto", byte for byte."""
+    """Loads by `auto` and compares all bytes."""
     got = gdsload.load_file(checkpoint, "cuda:0", cache=cache, options={**SMALL, **changed})
     for shard in sorted(checkpoint.glob("*.safetensors")):
         for name, tensor in safetensors.torch.load_file(shard).items():
@@ -30,5 +30,5 @@ def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
 
 
 def rates_are(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    """Scripts how long a leg takes on each lane."""
+    """Sets the seconds that a sample takes with each backend."""
     monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.candidate.name])

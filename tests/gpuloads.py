@@ -1,4 +1,4 @@
-"""One file on its way into device memory, over the doubles: what the tests of the roads share."""
+"""Reads of one file into device memory over the doubles, for the tests of backends."""
 
 from __future__ import annotations
 

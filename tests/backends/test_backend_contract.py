@@ -1,4 +1,4 @@
-"""Every backend and engine of the house, and the one in the docs, held to the same contract."""
+"""The contract of a backend, for all built-in backends and engines and that of the guide."""
 
 from __future__ import annotations
 
@@ -48,9 +48,12 @@ for _engine in engines.ENGINES:
 TestDepthOfOne = suite("TestDepthOfOne", PosixContract, engine="threads", options={"depth": 1})
 TestDeep = suite("TestDeep", PosixContract, engine="linuxaio", options={"depth": 200}, direct=True)
 TestFixedBuffers = suite(
-    "TestFixedBuffers", PosixContract, engine="uring", options={"fixed_buffers": "always"},
+    "TestFixedBuffers",
+    PosixContract,
+    engine="uring",
+    options={"fixed_buffers": "always"},
     direct=True,
-)  # fmt: skip
+)
 TestNoPopulator = suite(
     "TestNoPopulator", PosixContract, engine="uring", options={"populate_threads": 0}
 )
@@ -71,7 +74,9 @@ class TestGuide(BackendContract):
         return guide_backend()()
 
 
-def test_the_guides_backend_loads_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_of_the_guide_loads_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     registry.register_backend(guide_backend())
     tensors = {"a": torch.arange(3_000_000, dtype=torch.int32), "b": torch.ones(3)}
@@ -83,19 +88,19 @@ def test_the_guides_backend_loads_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert "plain" in registry.names()
 
 
-# What is the posix backend's own.
+# The posix backend.
 
 
-def test_the_last_news_is_not_lost() -> None:
-    """A read that settles between two questions is told of before the request counts as done."""
+def test_last_settled_transfer_is_reported() -> None:
+    """A read that settles during a check is reported before the request counts as finished."""
 
     class Native:
         settled, count, failed, posted, idle_seconds = 1, 2, 0, True, 0.0
         pump = backend_module.Pump(engines.engine_module("threads").engine(), 1)
 
         def news(self) -> list[int]:
-            told, self.settled = [0], 2
-            return told
+            found, self.settled = [0], 2
+            return found
 
     request = object.__new__(PosixRequest)
     request.backend, request.native = "posix", Native()  # type: ignore[assignment]
@@ -116,13 +121,13 @@ def test_the_last_news_is_not_lost() -> None:
         {"depth": 1 << 20},
     ],
 )
-def test_settings_that_cannot_be(options: dict[str, int]) -> None:
+def test_impossible_settings_raise_value_error(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"request_bytes|depth"):
         PosixBackend(**options)
 
 
 @pytest.mark.parametrize("value", ["1M", 1.5e6, None])
-def test_settings_that_are_no_whole_number(value: object) -> None:
+def test_fractional_settings_raise_type_error(value: object) -> None:
     with pytest.raises(TypeError, match=r"ring_bytes=.*: a whole number"):
         PosixBackend(ring_bytes=value)
 
@@ -133,7 +138,7 @@ def test_unknown_engine_is_refused_and_the_others_are_named(engine: str) -> None
         PosixBackend(engine=engine)
 
 
-def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unopenable_engine_falls_back_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It worked when it was tried, and cannot be opened now."""
     for engine in engines.ENGINES:
         engines.try_engine(engine)
@@ -154,7 +159,7 @@ def test_the_next_engine_when_one_is_used_up(monkeypatch: pytest.MonkeyPatch) ->
         assert "Resource temporarily" in backend.refusals[f"posix/{first}"]
 
 
-def test_a_refusal_that_passes_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_refusal_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_tried", {})
     real = backend_module.Pump
     failing = [OSError(24, "Too many open files")]
@@ -184,7 +189,7 @@ def test_engine_without_memory_for_its_trial_is_tried_again(
     assert engines.try_engine("threads").usable
 
 
-def test_closing_from_many_threads() -> None:
+def test_close_from_many_threads_returns() -> None:
     for _ in range(20):
         pump = backend_module.Pump(engines.engine_module("threads").engine(), 4)
         gate = threading.Barrier(4)

@@ -1,4 +1,4 @@
-"""The contract of a backend, held on the three roads into VRAM, over doubles of CUDA and cuFile."""
+"""The contract of a backend for reads into VRAM, over doubles of CUDA and cuFile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ for _direct in (False, True):
         globals()[f"Test{_label}{_way}"] = suite(f"Test{_label}{_way}", _kind, direct=_direct)
 
 TestGdsCompat = suite(
-    "TestGdsCompat", GdsBackend, direct=True, options={"allow_compat": True},
+    "TestGdsCompat",
+    GdsBackend,
+    direct=True,
+    options={"allow_compat": True},
     machine={"native": gpudoubles.COMPAT},
-)  # fmt: skip
+)
 TestGdsP2P = suite("TestGdsP2P", GdsBackend, direct=True, machine={"native": gpudoubles.P2P})
 TestGdsMtOldest = suite("TestGdsMtOldest", GdsMtBackend, machine={"version": 1110})
 TestGdsMtNewest = suite("TestGdsMtNewest", GdsMtBackend, machine={"version": 1200})

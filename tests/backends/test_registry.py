@@ -1,4 +1,4 @@
-"""Finding and choosing backends: what does not fit is named, and takes nothing down."""
+"""Finding and choosing backends. A plugin that does not fit is reported, and no load fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unusable(PosixBackend):
 
     @classmethod
     def probe(cls, device: str = "cpu") -> Support:
-        return Support(False, ("the moon is full",), "wait a day")
+        return Support(False, ("no such hardware",), "install it")
 
 
 class Raises(PosixBackend):
@@ -85,7 +85,7 @@ MISFITS = {
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """The plugins that this environment seems to have."""
+    """The plugins of this environment."""
     there: list[EntryPoint] = []
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: list(there))
     monkeypatch.setattr(registry, "_registered", {})
@@ -96,13 +96,13 @@ def entry(name: str) -> EntryPoint:
     return EntryPoint(name.lower(), f"{__name__}:{name}", registry.GROUP)
 
 
-def test_the_house_has_posix() -> None:
+def test_posix_is_built_in() -> None:
     assert "posix" in registry.names()
     assert registry.find("posix") is PosixBackend
     assert registry.probe_all()["posix"].usable
 
 
-def test_posix_is_there_without_metadata(entries: list[EntryPoint]) -> None:
+def test_posix_is_found_without_metadata(entries: list[EntryPoint]) -> None:
     assert registry.find("posix") is PosixBackend
 
 
@@ -132,14 +132,14 @@ def test_backend_that_cannot_be_imported_is_a_refusal(
     assert "failed to map segment" in refusals["gds_mt"]
 
 
-def test_an_entry_point(entries: list[EntryPoint]) -> None:
+def test_entry_point_is_found(entries: list[EntryPoint]) -> None:
     entries.append(entry("Plain"))
     assert registry.find("plain") is Plain
-    assert registry.names()[-1] == "plain", "after the roads of the house"
+    assert registry.names()[-1] == "plain", "after the built-in backends"
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_registering_what_does_not_fit(name: str, entries: list[EntryPoint]) -> None:
+def test_unfit_backend_cannot_be_registered(name: str, entries: list[EntryPoint]) -> None:
     backend, reason = MISFITS[name]
     with pytest.raises(gdsload.BackendUnavailable, match=reason) as caught:
         registry.register_backend(backend)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_registering_what_does_not_fit(name: str, entries: list[EntryPoint]) -> 
 
 
 @pytest.mark.parametrize("name", ["Newer", "Other", "Strings", "Versionless", "Abstract", "Gone"])
-def test_a_plugin_that_does_not_fit_is_left_out(
+def test_unfit_plugin_is_left_out(
     name: str, entries: list[EntryPoint], tiny_checkpoint: Path
 ) -> None:
     entries += [entry(name), entry("Plain")]
@@ -158,14 +158,14 @@ def test_a_plugin_that_does_not_fit_is_left_out(
         gdsload.load_file(tiny_checkpoint, backend=key)
     assert caught.value.reasons[key]
     gdsload.load_file(tiny_checkpoint, cache="buffered")
-    assert gdsload.last_report().backend == "posix", "and it takes no load down"
+    assert gdsload.last_report().backend == "posix", "and no load fails"
 
 
 @pytest.mark.parametrize(
     ("backend", "reason"),
-    [(Unusable, "the moon is full"), (Raises, "half installed"), (Mumbles, "not a Support")],
+    [(Unusable, "no such hardware"), (Raises, "half installed"), (Mumbles, "not a Support")],
 )
-def test_a_backend_that_cannot_work(
+def test_unusable_backend_is_refused(
     backend: type[Backend],
     reason: str,
     entries: list[EntryPoint],
@@ -181,7 +181,9 @@ def test_a_backend_that_cannot_work(
     assert report.backend == "posix" and reason in report.refusals[backend.name]
 
 
-def test_none_that_works(entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_usable_backend_raises_all_reasons(
+    entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "BUILT_IN", {})
     entries += [entry("Newer")]
     registry.register_backend(Unusable)
@@ -191,7 +193,7 @@ def test_none_that_works(entries: list[EntryPoint], monkeypatch: pytest.MonkeyPa
     assert sorted(caught.value.reasons) == ["newer", "raises", "unusable"]
 
 
-def test_a_plugin_where_no_road_of_the_house_works(
+def test_plugin_is_chosen_without_built_in_backends(
     entries: list[EntryPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "BUILT_IN", {})
@@ -201,18 +203,18 @@ def test_a_plugin_where_no_road_of_the_house_works(
     assert choice.backend is Plain and "newer" in choice.refusals
 
 
-def test_memory_that_it_does_not_reach(entries: list[EntryPoint]) -> None:
+def test_unreached_memory_is_refused(entries: list[EntryPoint]) -> None:
     with pytest.raises(gdsload.BackendUnavailable, match="does not reach DRAM"):
         registry.choose("cpu", "gds_mt")
 
 
-def test_one_of_no_such_name() -> None:
+def test_unknown_name_is_refused() -> None:
     with pytest.raises(gdsload.BackendUnavailable, match="posix") as caught:
         registry.choose("cpu", "warp")
     assert "warp" in caught.value.reasons
 
 
-def test_the_one_registered_last_stands(entries: list[EntryPoint]) -> None:
+def test_last_registered_backend_wins(entries: list[EntryPoint]) -> None:
     class Again(Plain):
         pass
 
@@ -221,7 +223,7 @@ def test_the_one_registered_last_stands(entries: list[EntryPoint]) -> None:
     assert registry.find("plain") is Again
 
 
-def test_what_support_says() -> None:
+def test_support_text_has_reasons_and_hint() -> None:
     assert str(Support(True)) == "usable"
     assert str(Support(False, ("a", "b"), "hint it")) == "a; b (hint it)"
     facts: dict[str, Any] = registry.probe_all()

@@ -32,6 +32,7 @@ typedef struct batch {
 
 static int version = 1170, is_open, failed_open, opens, files, buffers, batches, in_flight;
 static int native = 1, compat_allowed = 1, compat;
+static int switches[16];                 /* parameters that were set, by number; -1: not set */
 static size_t sizes[16] = { 0, 128, 8, 1024, 4, 16384, 131072, 1024, 1 << 30, 128, 4, 5 };
 static buffer_t known[ROOM];
 static int64_t reads, read_bytes, by_p2p, by_nvfs, by_posix, unaligned;
@@ -47,6 +48,7 @@ EXPORT void cufile_double_set(int wanted_version, int is_native, int (*device)(c
     version = wanted_version; native = is_native; is_device = device;
     is_open = failed_open = opens = files = buffers = batches = in_flight = late_count = 0;
     compat_allowed = 1; level = started = 0;
+    memset(switches, -1, sizeof switches);
     reads = read_bytes = by_p2p = by_nvfs = by_posix = unaligned = 0;
     sizes[5] = 16384; sizes[6] = 131072; sizes[7] = 1024; sizes[9] = 128;
     log_path[0] = 0;
@@ -134,8 +136,10 @@ EXPORT answer_t cuFileSetParameterBool(int parameter, int value)
     ENTER();
     if (is_open) DONE(5026);
     if (parameter == 1) compat_allowed = value & 1;
+    switches[parameter] = value & 1;
     DONE(0);
 }
+EXPORT int cufile_double_switch(int parameter) { return switches[parameter]; }
 EXPORT answer_t cuFileSetParameterString(int parameter, const char *value)
 {
     ENTER();

@@ -1,4 +1,15 @@
-"""Backends, which read files into memory, and the plugin interface that they share."""
+"""Backends, which read files into memory, and the plugin interface that they share.
+
+A plugin is a subclass of `Backend`. It is found by the entry point group ``gdsload.backends``, or
+registered by `register_backend`.
+
+Example:
+    >>> from gdsload import backends
+    >>> backends.names()
+    ['gds_mt', 'posix', 'gds']
+    >>> backends.choose("cpu").backend.name
+    'posix'
+"""
 
 from gdsload.backends.base import (
     API_VERSION,

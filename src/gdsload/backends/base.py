@@ -204,13 +204,6 @@ def require_own_process(pid: int, backend: str) -> None:
         )
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
-
-
 class Backend(ABC):
     """A way to read files into memory.
 
@@ -242,34 +235,56 @@ class Backend(ABC):
         self.settings: dict[str, Any] = {**known, **options}
         for name, default in known.items():
             if type(default) is int:
-                self.settings[name] = _integer(name, self.settings[name])
+                try:
+                    self.settings[name] = operator.index(self.settings[name])
+                except TypeError:
+                    value = self.settings[name]
+                    raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """The options that a user may set."""
+        """The options that a user may set with ``options={name: value}``."""
         return ()
 
     @classmethod
     @abstractmethod
     def probe(cls, device: str = "cpu") -> Support:
-        """Whether it can read into the memory of `device` on this machine: tried, not guessed."""
+        """Tries whether it can read into the memory of a device on this machine.
+
+        Args:
+            device: The device, such as "cpu" or "cuda:0".
+        """
 
     @classmethod
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
-        """Like `probe`, for a backend that was selected by name and will get these options."""
+        """Like `probe`, for a backend that was selected by name and will get these options.
+
+        Args:
+            device: The device.
+            options: The options of the user, by name.
+        """
         return cls.probe(device)
 
     @abstractmethod
     def limits(self, device: str = "cpu") -> Limits:
-        """The largest read and the number of reads in flight."""
+        """The largest read in bytes, and the number of reads in flight, into a device."""
 
     @abstractmethod
     def register(self, what: OpenFile | Memory) -> Registration:
-        """Registers a file or memory, once for many transfers."""
+        """Registers a file or memory, once for many transfers.
+
+        Raises:
+            BackendUnavailable: It does not reach this kind of memory, or does not open.
+            ReadError: It refuses the file.
+        """
 
     @abstractmethod
     def deregister(self, registration: Registration) -> None:
-        """Ends a registration. No request that uses it may be in flight."""
+        """Ends a registration. No request that uses it may be in flight.
+
+        Args:
+            registration: A result of `register`.
+        """
 
     @abstractmethod
     def prepare(
@@ -288,11 +303,15 @@ class Backend(ABC):
 
     @abstractmethod
     def post(self, request: Any) -> None:
-        """Starts the reads and returns at once. A finished request can be posted again."""
+        """Starts the reads and returns at once. A finished request can be posted again.
+
+        Raises:
+            BackendUnavailable: The backend can read no more, or was opened before a fork.
+        """
 
     @abstractmethod
     def check(self, request: Any) -> Progress:
-        """The progress since the last `check`; returns at once."""
+        """Returns the progress since the last `check`, at once."""
 
     @abstractmethod
     def release(self, request: Any) -> None:
@@ -304,16 +323,18 @@ class Backend(ABC):
 
         Args:
             request: A posted request.
-            seconds: The longest time to wait.
+            seconds: The longest time to wait, in seconds.
             first: The position of the first transfer to wait for.
             last: The position of the last one; -1 is the last of the request.
         """
         time.sleep(min(seconds, _POLL_SECONDS))
 
     def yield_to_loads(self, request: Any, ahead: bool) -> None:  # noqa: B027 - optional
-        """Sets whether a request is a prefetch that gives way to loads which somebody waits for.
+        """Sets whether a request gives way to loads. A backend without priorities ignores it.
 
-        It is called before or after `post`. A backend without priorities ignores it.
+        Args:
+            request: A request, before or after `post`.
+            ahead: Whether it is a prefetch that no caller waits for.
         """
 
     def follow(self, device: str, stream: int) -> bool:

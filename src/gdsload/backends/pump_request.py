@@ -75,13 +75,9 @@ class PumpedRequest(ABC):
             ops.append((file_number, offset, length, wanted, address, region, buffer))
         self.native = Request(pump, table, ops, self.populator)
 
-    def require_own_process(self) -> None:
-        """Raises BackendUnavailable after a fork."""
-        require_own_process(self.native.pump.pid, self.backend)
-
     def post(self) -> None:
         """Starts it. Raises BackendUnavailable after a fork, or if the pump has ended."""
-        self.require_own_process()
+        require_own_process(self.native.pump.pid, self.backend)
         try:
             self.native.post()
         except OSError as error:
@@ -92,15 +88,13 @@ class PumpedRequest(ABC):
 
     def check(self) -> Progress:
         """The progress since the last check."""
-        self.require_own_process()
+        require_own_process(self.native.pump.pid, self.backend)
         native = self.native
         # Read before the news: a transfer that settles in between is reported by the next check.
         finished = native.settled == native.count or not native.posted
         settled = native.news()
-        failures = []
-        if native.failed:
-            failures = [self.failure(number) for number in settled if native.result(number)[2]]
-        return Progress(settled, failures, finished, native.idle_seconds)
+        bad = [number for number in settled if native.failed and native.result(number)[2]]
+        return Progress(settled, [*map(self.failure, bad)], finished, native.idle_seconds)
 
     def failure(self, number: int) -> Failure:
         """Why a transfer failed."""
@@ -109,7 +103,7 @@ class PumpedRequest(ABC):
 
     def wait(self, seconds: float, first: int, last: int) -> None:
         """Returns when these transfers have settled, after `seconds` at the latest."""
-        self.require_own_process()
+        require_own_process(self.native.pump.pid, self.backend)
         self.native.wait(seconds, first, last)
 
     def yield_to_loads(self, ahead: bool) -> None:

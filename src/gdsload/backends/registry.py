@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("gdsload")
 
 GROUP = "gdsload.backends"
-# The library's own backends, in the order in which `auto` tries them. A plugin is used only if it
+# The library's own backends, in the order in which `auto` prefers them. A plugin is used only if it
 # is selected by name, or if none of these works.
 BUILT_IN = {
-    "posix": "gdsload.backends.posix:PosixBackend",
     "gds_mt": "gdsload.backends.cufile.gds_mt:GdsMtBackend",
+    "posix": "gdsload.backends.posix:PosixBackend",
     "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
-# Backends for VRAM only, and the order for VRAM: cuFile's threads, our own ring, cuFile's batches.
 _VRAM_ONLY = frozenset({"gds_mt", "gds"})
-_FOR_VRAM = ("gds_mt", "posix", "gds")
 _registered: dict[str, type[Backend]] = {}
 
 
@@ -95,6 +93,7 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
     from importlib.metadata import entry_points
 
     found: dict[str, type[Backend]] = {}
+    plugins: dict[str, type[Backend]] = {}
     refusals: dict[str, str] = {}
     for name in BUILT_IN:
         try:
@@ -116,23 +115,25 @@ def discover() -> tuple[dict[str, type[Backend]], dict[str, str]]:
             refusals[entry.name] = complaint
             log.warning("backend %r (%s) is left out: %s", entry.name, entry.value, complaint)
         else:
-            found[backend.name] = backend
-    found.update(_registered)
-    return found, refusals
+            plugins[backend.name] = backend
+    plugins.update(_registered)
+    return {**found, **dict(sorted(plugins.items()))}, refusals
 
 
 def names() -> list[str]:
-    """The names of all backends, in the order in which `auto` tries them."""
-    return ordered(discover()[0])
-
-
-def ordered(found: dict[str, type[Backend]]) -> list[str]:
-    rank = {name: number for number, name in enumerate(BUILT_IN)}
-    return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
+    """The names of all backends: the library's own, in the order in which `auto` prefers them, and
+    then the plugins."""
+    return list(discover()[0])
 
 
 def find(name: str) -> type[Backend]:
-    """The backend of that name. Raises BackendUnavailable, which names the others."""
+    """The backend of that name.
+
+    Raises:
+        BackendUnavailable: There is none of that name, or it does not fit; it names the others.
+    """
+    if name in BUILT_IN:
+        return built_in(name)
     found, refusals = discover()
     if name in found:
         return found[name]
@@ -141,23 +142,30 @@ def find(name: str) -> type[Backend]:
 
 
 def reaches(name: str, kind: str) -> bool:
-    """Whether a backend reads into that kind of memory; ``auto`` reads into all.
+    """Whether a backend reads into a kind of memory; ``auto`` reads into all.
+
+    Args:
+        name: The name of a backend.
+        kind: `DRAM` or `VRAM`.
 
     Raises:
         BackendUnavailable: There is no backend of that name.
     """
-    if name == "auto":
-        return True
-    backend = built_in(name) if name in BUILT_IN else find(name)
-    return kind in backend.memory_kinds
+    return name == "auto" or kind in find(name).memory_kinds
 
 
 def probe_all(device: str = "cpu") -> dict[str, Support]:
-    """The answer of every backend's probe, with the plugins that were left out."""
+    """The answer of every backend's probe, with the plugins that were left out.
+
+    Args:
+        device: The device to load into, such as "cpu" or "cuda:0".
+
+    Returns:
+        The answers, by name of the backend or of the entry point.
+    """
     found, refusals = discover()
-    answers = {name: _probe(found[name], device) for name in ordered(found)}
-    answers.update({name: Support(False, (reason,)) for name, reason in refusals.items()})
-    return answers
+    answers = {name: _probe(backend, device) for name, backend in found.items()}
+    return answers | {name: Support(False, (reason,)) for name, reason in refusals.items()}
 
 
 def choose(
@@ -170,11 +178,19 @@ def choose(
         wanted: The name of a backend, or "auto" for the first that works.
         options: The options for the wanted backend: some decide whether it works.
 
+    Returns:
+        The class of the backend, and why others were not taken.
+
     Raises:
         BackendUnavailable: No backend works; it has all the reasons.
+
+    Example:
+        >>> choice = choose("cpu")
+        >>> with choice.backend() as backend:
+        ...     backend.limits()
     """
     if wanted != "auto":
-        backend = built_in(wanted) if wanted in BUILT_IN else find(wanted)
+        backend = find(wanted)
         support = _probe(backend, device, options)
         if not support.usable:
             raise BackendUnavailable(
@@ -182,14 +198,15 @@ def choose(
             )
         return Choice(backend, {})
     refusals: dict[str, str] = {}
-    for name in _built_in_order(device):
-        if is_usable(built_in(name), device, refusals):
+    dram = device.partition(":")[0] == "cpu"
+    for name in BUILT_IN:
+        if not (dram and name in _VRAM_ONLY) and is_usable(built_in(name), device, refusals):
             return Choice(built_in(name), refusals)
     found, left_out = discover()
     refusals.update(left_out)
-    for name in ordered(found):
-        if name not in BUILT_IN and is_usable(found[name], device, refusals):
-            return Choice(found[name], refusals)
+    for name, backend in found.items():
+        if name not in BUILT_IN and is_usable(backend, device, refusals):
+            return Choice(backend, refusals)
     raise BackendUnavailable(f"no backend can load to {device}: {refusals}", refusals)
 
 
@@ -199,14 +216,6 @@ def is_usable(backend: type[Backend], device: str, refusals: dict[str, str]) -> 
     if not support.usable:
         refusals[backend.name] = str(support)
     return support.usable
-
-
-def _built_in_order(device: str) -> list[str]:
-    """The library's own backends that may reach a device, the preferred one first."""
-    if device.partition(":")[0] == "cpu":
-        return [name for name in BUILT_IN if name not in _VRAM_ONLY]
-    rank = {name: number for number, name in enumerate(_FOR_VRAM)}
-    return sorted(BUILT_IN, key=lambda name: rank.get(name, -1))
 
 
 def _probe(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
@@ -24,7 +24,9 @@ from gdsload.backends.base import (
     Registrations,
     require_own_process,
 )
+from gdsload.backends.cufile.library import explain
 from gdsload.backends.pump_request import PumpedRequest
+from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
@@ -49,7 +51,6 @@ class StagingPipeline:
         *,
         register: bool = False,
         files: Files | None = None,
-        explain: Callable[[int], str] | None = None,
         kind: object = None,
     ) -> None:
         """Opens the engine and starts the pump.
@@ -61,29 +62,30 @@ class StagingPipeline:
             depth: Reads in flight.
             register: Whether to register the ring with the engine.
             files: The handles of cuFile, for its engines.
-            explain: Returns the meaning of an error code of the engine, or "".
             kind: A later load may use a pipeline of an equal kind again; None: never.
 
         Raises:
-            OSError: The engine does not open.
+            BackendUnavailable: The engine does not open.
         """
-        self.name, self.ring, self.explain = name, ring, explain
+        self.name, self.ring = name, ring
         self.files, self.kind = files, kind
         self._requests = 0  # that have not ended
         self._sound = True
-        self.stage = Stage(ring.native, gpu.device(ring.ordinal), engine, int(register), files)
-        self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count))
+        device = gpu.device(ring.ordinal)
+        try:
+            self.stage = Stage(ring.native, device, engine, int(register), files)
+            self.pump = Pump(self.stage.capsule(), min(depth, ring.native.count))
+        except OSError as error:
+            why = explain(error.errno or 0) or str(error.strerror)
+            text = f"backend {name!r} cannot be opened for cuda:{ring.ordinal}: {why}"
+            raise BackendUnavailable(text, {name: why}) from error
         ring.users.add(self)
-
-    def require_own_process(self) -> None:
-        """Raises BackendUnavailable after a fork."""
-        require_own_process(self.pump.pid, self.name)
 
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> StagedRequest:
         """Makes a request for these transfers."""
-        self.require_own_process()
+        require_own_process(self.pump.pid, self.name)
         request = StagedRequest(self, transfers, files, memory)
         self._requests += 1
         return request
@@ -96,7 +98,7 @@ class StagingPipeline:
     def follow(self, stream: int) -> bool:
         """Starts copies from now on after the present work of `stream`. False if the device cannot
         order them, and the caller must wait for the stream."""
-        self.require_own_process()
+        require_own_process(self.pump.pid, self.name)
         return self.stage.follow(stream)
 
     def leave(self) -> bool:
@@ -131,15 +133,14 @@ class StagedRequest(PumpedRequest):
         self.pipeline = pipeline
         self._files = files
         self._memory = list(memory)  # alive as long as something may be copied into it
-        lengths = [_vram(entry.what).length for entry in memory]
-        for transfer in transfers:
-            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
-                raise ValueError(f"transfer {transfer.tag} leaves its memory")
         # One address space for all memory of the request, in which the pump reads.
         shares: list[tuple[int, int, int]] = []
-        starts, end = [], 0
+        lengths, starts, end = [], [], 0
         for entry in memory:
-            what = _vram(entry.what)
+            what = entry.what
+            if not isinstance(what, Memory) or what.kind != VRAM:
+                raise TypeError(f"{what!r} is no memory of a device")
+            lengths.append(what.length)
             starts.append(end)
             for start, nbytes, address in what.shares or ((0, what.length, what.address),):
                 if start < 0 or nbytes < 0 or start + nbytes > what.length:
@@ -147,6 +148,9 @@ class StagedRequest(PumpedRequest):
                 if nbytes:
                     shares.append((end + start, nbytes, address))
             end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
+        for transfer in transfers:
+            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
+                raise ValueError(f"transfer {transfer.tag} leaves its memory")
         self._addresses = AddressMap(pipeline.stage, shares)
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
@@ -161,7 +165,7 @@ class StagedRequest(PumpedRequest):
         if code < 0 and pipeline.files is not None and self._is_in_file(self.transfers[number]):
             text = "cuFile read nothing, though the file goes on"
             return Failure(number, got, errno.EIO, text)
-        if code > 0 and pipeline.explain is not None and (text := pipeline.explain(code)):
+        if code > 0 and pipeline.files is not None and (text := explain(code)):
             return Failure(number, got, 0, text, code)
         if code > 0 and (cuda_error := pipeline.stage.cuda_error):
             text = f"the device refused a copy: CUDA error {cuda_error}"
@@ -194,12 +198,6 @@ class StagedRequest(PumpedRequest):
     def landed(self) -> bool:
         """Whether no copy into its memory is under way."""
         return self._addresses.end(0.0)
-
-
-def _vram(what: OpenFile | Memory) -> Memory:
-    if not isinstance(what, Memory) or what.kind != VRAM:
-        raise TypeError(f"{what!r} is no memory of a device")
-    return what
 
 
 # Requests that have ended before their copies did.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,8 +26,6 @@ VALID_SECONDS = 30 * 24 * 3600.0
 _FORMAT = 1
 # Rates that differ by less count as equal.
 CLOSE_SHARE = 0.95
-# A file of a hundred mounts and devices has 50 kB: a larger one was not written by this module.
-_LARGEST_BYTES = 1 << 20
 _MOST_ENTRIES = 200
 
 
@@ -51,12 +50,6 @@ class TunedChoice:
     versions: Mapping[str, str]
     at: float = field(default_factory=time.time)
     fixed_seconds: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def consistent(self) -> bool:
-        """Whether the choice is the fastest, by these rates."""
-        fastest = max(self.rates.values(), default=0.0)
-        return self.rates.get(self.choice, 0.0) >= max(CLOSE_SHARE * fastest, 1.0)
 
     def stale(self, versions: Mapping[str, str], now: float) -> str:
         """Why the entry is no longer valid, or ""."""
@@ -91,8 +84,8 @@ def entries() -> list[TunedChoice]:
     if not cache:
         return []
     try:
-        with open(os.path.join(cache, FILE), encoding="utf-8", opener=_without_blocking) as file:
-            found = json.loads(file.read(_LARGEST_BYTES))
+        with open(os.path.join(cache, FILE), encoding="utf-8") as file:
+            found = json.load(file)
     except (OSError, ValueError, RecursionError):
         return []
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
@@ -102,26 +95,15 @@ def entries() -> list[TunedChoice]:
     return sorted((each for each in parsed if each), key=lambda each: -each.at)
 
 
-def _without_blocking(path: str, flags: int) -> int:
-    # A FIFO of that name would block the load.
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _entry(row: Any) -> TunedChoice | None:
     try:
-        found = TunedChoice(
-            str(row["mount"]),
-            str(row["device"]),
-            str(row["choice"]),
-            {str(name): float(rate) for name, rate in row["rates"].items()},
-            {str(name): str(value) for name, value in row["versions"].items()},
-            float(row["at"]),
-            {str(name): float(value) for name, value in row.get("fixed_seconds", {}).items()},
-        )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        found = TunedChoice(**row)
+        numbers = [found.at, *found.rates.values(), *found.fixed_seconds.values()]
+        sound = all(0 <= each < math.inf for each in numbers) and isinstance(found.versions, dict)
+        rate, fastest = found.rates[found.choice], max(found.rates.values())
+    except (AttributeError, KeyError, TypeError):
         return None
-    numbers = [*found.rates.values(), *found.fixed_seconds.values()]
-    return found if found.consistent and all(0 <= each < math.inf for each in numbers) else None
+    return found if sound and 0 < CLOSE_SHARE * fastest <= rate else None
 
 
 def find(
@@ -137,16 +119,14 @@ def find(
 
 def store(entry: TunedChoice) -> str:
     """Replaces the entry for a mount and a device; returns why it could not, or ""."""
-    if not entry.consistent:
-        return "its rates say that another backend is faster"
+    if not entry.mount:
+        return "the mount of the file is unknown"
     return _write([entry, *_others(entry.mount, entry.device)])
 
 
 def forget(mount: str, device: str) -> None:
     """Removes the entry for a mount and a device, because its choice has failed."""
-    others = _others(mount, device)
-    if len(others) < len(entries()):
-        _write(others)
+    _write(_others(mount, device))
 
 
 def _others(mount: str, device: str) -> list[TunedChoice]:
@@ -154,25 +134,19 @@ def _others(mount: str, device: str) -> list[TunedChoice]:
 
 
 def _write(choices: list[TunedChoice]) -> str:
-    import tempfile  # every load imports this module, and few write
-
     # If two processes write at the same time, one entry is lost, and measured again.
     cache = directory()
     if not cache:
         return "this user has no home directory"
     rows = [asdict(each) for each in choices[:_MOST_ENTRIES]]
-    text = json.dumps({"format": _FORMAT, "choices": rows}, indent=1)
+    draft = os.path.join(cache, f".{FILE}.{os.getpid()}.{threading.get_ident()}")
     try:
         os.makedirs(cache, mode=0o700, exist_ok=True)
-        fd, draft = tempfile.mkstemp(prefix=f".{FILE}.", dir=cache)
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(draft, os.path.join(cache, FILE))
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(draft)
-            raise
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump({"format": _FORMAT, "choices": rows}, file, indent=1)
+        os.replace(draft, os.path.join(cache, FILE))
     except OSError as error:
+        with suppress(OSError):
+            os.unlink(draft)
         return f"{cache}: {error.strerror}"
     return ""

@@ -40,10 +40,10 @@ class DeviceInit:
             self.refusal = str(error)
 
     def _open_pipeline(self) -> None:
-        from gdsload.backends.auto.candidates import LAST, Candidates
+        from gdsload.backends.auto.backend import AutoBackend
 
         # Warm bytes pass through this pipeline, whichever backend reads the cold ones.
-        with Candidates(self._device, self._options)[LAST].backend as backend:
+        with AutoBackend(self._device, **self._options).last as backend:
             nothing = Registration(Memory(VRAM, 0, 0, device=self._device), -1)
             backend.release(backend.prepare([], [], [nothing]))
 

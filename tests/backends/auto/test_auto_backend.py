@@ -1,4 +1,4 @@
-"""What "auto" does on the way into VRAM: it measures, chooses, remembers, falls back, and tells."""
+"""Loads into VRAM by `auto`: measuring, choosing, the tuning cache, the report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import gdsload
 from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
-from gdsload.backends.auto import benchmark, failover
-from gdsload.backends.auto.backend import AutoBackend
-from gdsload.backends.auto.candidates import Part
+from gdsload.backends.auto import backend as backend_module
+from gdsload.backends.auto import benchmark
+from gdsload.backends.auto.backend import AutoBackend, Part
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable
 from gdsload.loading import device_batch
@@ -33,7 +33,7 @@ def doubles(measuring: Doubles) -> Doubles:
 
 
 @pytest.mark.parametrize("fastest", ["gds_mt", "posix", "gds"])
-def test_the_fastest_is_measured_taken_and_kept(
+def test_fastest_backend_is_chosen_and_cached(
     fastest: str, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {"gds_mt": 0.2, "posix": 0.2, "gds": 0.2, fastest: 0.1}
@@ -44,38 +44,38 @@ def test_the_fastest_is_measured_taken_and_kept(
     assert set(report.rates) == {"gds_mt", "posix", "gds"}
     assert max(report.rates, key=lambda name: report.rates[name]) == fastest
     by_backend: dict[str, int] = {}
-    for road, size in report.paths.items():
-        name = road.partition("/")[0]
+    for path, size in report.paths.items():
+        name = path.partition("/")[0]
         by_backend[name] = by_backend.get(name, 0) + size
-    assert sum(by_backend.values()) == report.read_bytes, "something was read twice"
+    assert sum(by_backend.values()) == report.read_bytes, "bytes were read twice"
     assert by_backend.pop(fastest) > 2 * MIB
     assert set(by_backend.values()) == {benchmark.SAMPLE_BYTES}
-    (kept,) = tuning_cache.entries()
-    assert (kept.choice, kept.rates) == (fastest, report.rates)
-    assert kept.device == "Double 0 0000:01:00.0"
+    (cached,) = tuning_cache.entries()
+    assert (cached.choice, cached.rates) == (fastest, report.rates)
+    assert cached.device == "Double 0 0000:01:00.0"
 
     again = load(checkpoint)
     assert again.backend == fastest
     assert "cached in" in again.choice
-    assert {road.partition("/")[0] for road, size in again.paths.items() if size} == {fastest}
+    assert {path.partition("/")[0] for path, size in again.paths.items() if size} == {fastest}
     assert len(tuning_cache.entries()) == 1
 
 
-def test_close_rates_keep_the_order_of_the_house(
+def test_close_rates_choose_the_preferred_backend(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.099, gds=0.098)
     assert load(checkpoint).backend == "gds_mt"
 
 
-def test_what_is_in_the_page_cache_is_not_measured(doubles: Doubles, checkpoint: Path) -> None:
+def test_warm_files_are_not_measured(doubles: Doubles, checkpoint: Path) -> None:
     report = load(checkpoint, cache="buffered")
-    assert {road.partition("/")[0] for road in report.paths} == {"posix"}
+    assert {path.partition("/")[0] for path in report.paths} == {"posix"}
     assert report.rates == {} and tuning_cache.entries() == []
     assert doubles.cufile_log["opens"] == 0
 
 
-def test_versions_that_changed_are_measured_again(
+def test_changed_versions_are_measured_again(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
@@ -86,7 +86,7 @@ def test_versions_that_changed_are_measured_again(
     assert (report.backend, report.choice) == ("posix", "posix: measured in this load")
 
 
-def test_sample_that_came_through_the_page_cache_is_no_measurement(
+def test_sample_through_the_page_cache_is_not_counted(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Direct reads may be refused when they are made."""
@@ -96,50 +96,50 @@ def test_sample_that_came_through_the_page_cache_is_no_measurement(
     assert tuning_cache.entries() == []
 
 
-def test_a_road_that_was_not_there_before_is_measured(
+def test_backend_missing_in_the_cache_is_measured(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that failed is not tried again each time."""
+    """A backend that failed when it was measured is not tried again."""
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.05)
     doubles.fault("cuFileBatchIOSetUp", CODE, 5030, times=-1)
     assert load(checkpoint).choice == "gds_mt: measured in this load"
-    (kept,) = tuning_cache.entries()
-    assert kept.rates["gds"] == 0.0
+    (cached,) = tuning_cache.entries()
+    assert cached.rates["gds"] == 0.0
     gdsload.quiesce(1.0)
     doubles.set()
     again = load(checkpoint)
     assert "cached in" in again.choice and "gds" not in again.rates
-    tuning_cache.store(dataclasses.replace(kept, rates={"gds_mt": 2.0, "posix": 1.0}))
+    tuning_cache.store(dataclasses.replace(cached, rates={"gds_mt": 2.0, "posix": 1.0}))
     report = load(checkpoint)
     assert report.choice == "gds: measured in this load"
 
 
-def test_a_cache_that_cannot_be_written_is_said(
+def test_cache_that_cannot_be_written_is_reported(
     doubles: Doubles, checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "root/cache").write_text("")
     assert ", and not cached: " in load(checkpoint).choice
 
 
-def test_legs_go_on_from_request_to_request(
+def test_sample_spans_several_requests(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of several smaller than a leg, and posted before the one before it has ended: never are
-    two lanes measured at a time."""
+    """Each request is smaller than a sample and posted before the previous one has ended; never
+    are two backends measured at the same time."""
     monkeypatch.setattr(benchmark, "SAMPLE_BYTES", MIB)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     source = next(iter(checkpoint.iterdir()))
     fds = os.open(source, os.O_RDONLY), os.open(source, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fds[0]).st_size // BLOCK * BLOCK
     memory = DeviceMemory(size)
-    legs: list[str] = []
+    samples: list[str] = []
     real = benchmark.Benchmark.add
 
-    def moved(self: benchmark.Benchmark, lane: str, *rest: Any) -> None:
-        legs.append(lane)
-        real(self, lane, *rest)
+    def add(self: benchmark.Benchmark, name: str, *rest: Any) -> None:
+        samples.append(name)
+        real(self, name, *rest)
 
-    monkeypatch.setattr(benchmark.Benchmark, "add", moved)
+    monkeypatch.setattr(benchmark.Benchmark, "add", add)
     step = 64 << 10
     with AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         file = backend.register(OpenFile(str(source), fds[0], size, fds[1], BLOCK))
@@ -154,25 +154,25 @@ def test_legs_go_on_from_request_to_request(
         ]
         for request in requests:
             backend.post(request)
-        assert len([r for r in requests if r.parts]) == 1, "two legs at a time"
+        assert len([r for r in requests if r.parts]) == 1, "two samples at a time"
         for request in reversed(requests):
             assert BackendContract().finish(backend, request, len(request.transfers)) == {}
         for request in requests:
             backend.release(request)
     assert ctypes.string_at(memory.address, size) == source.read_bytes()[:size]
-    assert legs == ["gds_mt", "gds_mt", "posix", "posix"]  # 2 MB: the third has no turn
+    assert samples == ["gds_mt", "gds_mt", "posix", "posix"]  # 2 MB: nothing is left for the third
     for fd in fds:
         os.close(fd)
 
 
-# The truth.
+# Compatibility mode.
 
 
-def test_compatibility_mode_that_shows_itself_late_is_left(
+def test_compatibility_mode_seen_in_counters_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile says that it is native, and its own counters say otherwise."""
-    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", 128 << 10)
+    monkeypatch.setattr(backend_module, "MOST_COMPAT_BYTES", 128 << 10)
     doubles.fault("cuFileRead", STRANGE, times=-1)
     report = load(checkpoint)
     assert report.backend != "gds_mt"
@@ -181,12 +181,15 @@ def test_compatibility_mode_that_shows_itself_late_is_left(
 
 
 @pytest.mark.parametrize(("most_bytes", "reads"), [(0, 1), (256 << 10, 4)])
-def test_a_few_reads_by_posix_do_not_condemn_cufile(
-    most_bytes: int, reads: int, doubles: Doubles, checkpoint: Path,
+def test_few_compatibility_reads_keep_the_backend(
+    most_bytes: int,
+    reads: int,
+    doubles: Doubles,
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """A small share, as of the ends of files; or a large share of little."""
-    monkeypatch.setattr(failover, "MOST_COMPAT_BYTES", most_bytes)
+) -> None:
+    """A small share, as of the ends of files; or a large share of few bytes."""
+    monkeypatch.setattr(backend_module, "MOST_COMPAT_BYTES", most_bytes)
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     doubles.fault("cuFileRead", STRANGE, skip=10 if reads == 1 else 0, times=reads)
     report = load(checkpoint)
@@ -194,12 +197,12 @@ def test_a_few_reads_by_posix_do_not_condemn_cufile(
     assert 0 < report.paths["gds_mt/posix"] <= reads * (64 << 10)
 
 
-def test_compatibility_mode_is_never_asked_for(doubles: Doubles, checkpoint: Path) -> None:
+def test_allow_compat_raises_value_error(doubles: Doubles, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="by name"):
         load(checkpoint, allow_compat=True)
 
 
-def test_options_that_one_road_alone_has(doubles: Doubles, checkpoint: Path) -> None:
+def test_option_of_one_backend_refuses_the_others(doubles: Doubles, checkpoint: Path) -> None:
     report = load(checkpoint, engine="threads")
     assert report.backend == "posix"
     assert "it has no option engine" in report.refusals["gds_mt"]
@@ -207,7 +210,7 @@ def test_options_that_one_road_alone_has(doubles: Doubles, checkpoint: Path) -> 
         load(checkpoint, nonsense=1)
 
 
-def test_a_fork_is_refused(doubles: Doubles, checkpoint: Path) -> None:
+def test_backend_after_fork_is_refused(doubles: Doubles, checkpoint: Path) -> None:
     backend = AutoBackend("cuda:0", 1 << 30, **SMALL)
     child = os.fork()
     if child == 0:
@@ -223,7 +226,7 @@ def test_a_fork_is_refused(doubles: Doubles, checkpoint: Path) -> None:
     backend.close()
 
 
-def test_quiesce_leaves_nothing_of_it(doubles: Doubles, checkpoint: Path) -> None:
+def test_quiesce_releases_all_device_resources(doubles: Doubles, checkpoint: Path) -> None:
     before = doubles.cuda_log
     for _ in range(2):
         load(checkpoint)
@@ -236,7 +239,7 @@ def test_quiesce_leaves_nothing_of_it(doubles: Doubles, checkpoint: Path) -> Non
 
 
 class Stream:
-    """One of torch's, for which somebody may wait."""
+    """A stream of torch that counts how often it was waited for."""
 
     cuda_stream = 1  # CU_STREAM_LEGACY
     waited = 0
@@ -258,45 +261,45 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return found
 
 
-def test_every_road_copies_after_the_stream_of_its_caller(
+def test_every_backend_copies_after_the_stream_of_its_caller(
     stream: Stream, doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that is opened in the middle, and while roads are measured."""
+    """Also a backend that is opened during the load, and while backends are measured."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
-    told: set[tuple[str, int]] = set()
+    followed: set[tuple[str, int]] = set()
     answers: list[bool] = []
-    real_road, real_auto = StagingPipeline.follow, AutoBackend.follow
+    real_pipeline, real_auto = StagingPipeline.follow, AutoBackend.follow
 
-    def road_follows(self: StagingPipeline, handle: int) -> bool:
-        told.add((self.name, handle))
-        return real_road(self, 0)
+    def pipeline_follows(self: StagingPipeline, handle: int) -> bool:
+        followed.add((self.name, handle))
+        return real_pipeline(self, 0)
 
     def auto_follows(self: AutoBackend, device: str, handle: int) -> bool:
         answers.append(real_auto(self, device, handle))
         return answers[-1]
 
-    monkeypatch.setattr(StagingPipeline, "follow", road_follows)
+    monkeypatch.setattr(StagingPipeline, "follow", pipeline_follows)
     monkeypatch.setattr(AutoBackend, "follow", auto_follows)
     for _ in gdsload.stream(checkpoint, "cuda:0", cache="direct", options=SMALL, window_bytes=MIB):
         pass
-    assert told == {("gds_mt", 1), ("posix", 1), ("gds", 1)}
+    assert followed == {("gds_mt", 1), ("posix", 1), ("gds", 1)}
     assert all(answers) and stream.waited == 0
-    told.clear()
+    followed.clear()
     load(checkpoint, cache="buffered")
-    assert told == {("posix", 1)} and answers[-1]
+    assert followed == {("posix", 1)} and answers[-1]
 
 
-def test_a_road_whose_device_takes_no_order_is_left(
+def test_backend_that_cannot_order_streams_is_left(
     stream: Stream, doubles: Doubles, checkpoint: Path
 ) -> None:
     doubles.fault("cuStreamWaitEvent", CODE, 1)
     report = load(checkpoint)
     assert "cannot order its streams" in report.refusals["gds_mt"]
-    assert "gds_mt" not in {road.partition("/")[0] for road, size in report.paths.items() if size}
+    assert "gds_mt" not in {path.partition("/")[0] for path, size in report.paths.items() if size}
 
 
 class Measuring(AutoBackend):
-    """With every request measured: what a contract test sends is a leg, or a few."""
+    """Measures every request: those of a contract test are samples."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__("cuda:0", 1 << 30, **{"ring_bytes": MIB, **options})

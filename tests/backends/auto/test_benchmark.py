@@ -1,4 +1,4 @@
-"""The benchmark of "auto": what it chooses from, what it keeps, and when it does not measure."""
+"""The benchmark of `auto`: its choice, what it caches, and when it does not measure."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ def test_dropped_choice_leaves_the_next_best_and_no_cached_result(
 def test_cached_choice_is_the_fastest_of_the_cached_rates(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a later load uses it as it is: nothing is measured, no rate changes."""
+    """A later load uses it unchanged: nothing is measured."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     first = load(checkpoint)
-    (kept,) = tuning_cache.entries()
-    assert kept.choice == cheapest(kept.rates) == "posix"
-    assert kept.fixed_seconds.keys() == kept.rates.keys()
-    assert all(seconds > 0 for seconds in kept.fixed_seconds.values())
+    (cached,) = tuning_cache.entries()
+    assert cached.choice == cheapest(cached.rates) == "posix"
+    assert cached.fixed_seconds.keys() == cached.rates.keys()
+    assert all(seconds > 0 for seconds in cached.fixed_seconds.values())
     rates_are(monkeypatch, gds_mt=0.1, posix=5.0, gds=0.1)
     again = load(checkpoint)
     assert (again.backend, again.rates) == ("posix", first.rates)
-    assert tuning_cache.entries() == [kept]
+    assert tuning_cache.entries() == [cached]
 
 
 def test_candidate_that_is_not_worth_opening_is_not_opened(

@@ -1,4 +1,4 @@
-"""What "auto" into VRAM does when a road fails in the middle of a load, and what no road hints."""
+"""Failover inside `auto`, and the errors that no other backend would avoid."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, staging, tuning_cache
-from gdsload.backends.auto import failover
-from gdsload.backends.auto.backend import AutoBackend
-from gdsload.backends.auto.candidates import Candidate
+from gdsload.backends.auto import backend as backend_module
+from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate
 from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
@@ -53,23 +52,27 @@ def direct(file: OpenFile) -> Iterator[OpenFile]:
     ("kind", "value", "why"),
     [(NEGATIVE, 5008, "cuFile error 5008"), (ERRNO, 5011, "5011"), (ERRNO, 5, "Input/output")],
 )
-def test_a_failed_range_goes_by_the_next_road(
-    kind: int, value: int, why: str, doubles: Doubles, checkpoint: Path,
+def test_failed_range_is_read_by_the_next_backend(
+    kind: int,
+    value: int,
+    why: str,
+    doubles: Doubles,
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
     doubles.fault(f"cuFileRead at {MIB}", kind, value, times=-1)
     report = load(checkpoint)
     assert report.backend == "gds_mt"
     assert report.failovers == {"gds_mt -> posix": 2 * (64 << 10)}  # one of each file
-    assert report.refusals["gds_mt/ranges"].startswith("2 failed, first ")
+    assert report.refusals["gds_mt/ranges"].startswith("2 ranges failed, first ")
     assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
     assert why in report.refusals["gds_mt/ranges"]
     assert "failover: gds_mt -> posix, 131,072 bytes" in report.summary()
     assert sum(report.paths.values()) == report.read_bytes
 
 
-def test_an_end_of_file_that_is_none_goes_by_the_next_road(
+def test_false_end_of_file_is_read_by_the_next_backend(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
@@ -80,7 +83,7 @@ def test_an_end_of_file_that_is_none_goes_by_the_next_road(
 
 
 @pytest.mark.parametrize(("backend", "call"), [("gds", "event"), ("gds_mt", "cuFileRead")])
-def test_an_end_of_file_that_is_none_is_not_called_one(
+def test_false_end_of_file_is_no_short_read(
     backend: str, call: str, doubles: Doubles, checkpoint: Path
 ) -> None:
     doubles.fault(call, SHORT, 0, skip=3, times=-1)
@@ -89,7 +92,7 @@ def test_an_end_of_file_that_is_none_is_not_called_one(
     assert not isinstance(caught.value, ShortRead)
 
 
-def test_a_road_that_fails_for_good_is_left(
+def test_backend_that_keeps_failing_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.15, gds=0.2)
@@ -102,7 +105,7 @@ def test_a_road_that_fails_for_good_is_left(
     assert "gds_mt" not in report.rates
 
 
-def test_a_kept_verdict_that_fails_is_forgotten(
+def test_cached_choice_that_fails_is_deleted(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
@@ -113,20 +116,20 @@ def test_a_kept_verdict_that_fails_is_forgotten(
     assert tuning_cache.entries() == []
 
 
-def test_a_ring_with_no_slot_left_is_left_at_once(
+def test_backend_whose_ring_lost_all_slots_is_left(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four slots, each lost with an entry that timed out, before three ranges have failed."""
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
-    monkeypatch.setattr(failover, "SILENT_SECONDS", 1e9)
+    monkeypatch.setattr(backend_module, "SILENT_SECONDS", 1e9)
     doubles.fault("event", STATUS, 0x20, skip=3, times=-1)
     report = load(checkpoint, request_bytes=256 << 10)
     assert report.backend != "gds" and "ranges failed" in report.refusals["gds"]
-    # What had waited at that ring for another load went with it: the fixture counts what is left.
+    # Pipelines parked at that ring were closed with it: the fixture counts what is left.
     assert [each.native.lost for each in staging_ring._given_up] == [4]
 
 
-def test_batches_fall_back_on_single_reads(
+def test_failing_batches_fail_over_to_single_reads(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates_are(monkeypatch, gds_mt=0.2, posix=0.2, gds=0.1)
@@ -137,15 +140,15 @@ def test_batches_fall_back_on_single_reads(
     assert report.backend == "gds_mt"
 
 
-def test_a_read_that_hangs_goes_by_the_next_road(
+def test_hanging_read_is_read_by_the_next_backend(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it brings in the end harms nobody."""
+    """Its late write goes to a slot that is not used again."""
     rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
-    monkeypatch.setattr(failover, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(backend_module, "SILENT_SECONDS", 0.2)
     doubles.fault("cuFileRead", HANG, skip=9)
     report = load(checkpoint)
-    assert "no byte has come for" in report.refusals["gds_mt"]
+    assert "no byte has arrived for" in report.refusals["gds_mt"]
     assert report.failovers["gds_mt -> posix"] > 0
 
 
@@ -157,7 +160,7 @@ def test_a_read_that_hangs_goes_by_the_next_road(
         ("cuFileBatchIOSetUp", ""),
     ],
 )
-def test_what_does_not_open_is_refused_and_the_load_goes_on(
+def test_backend_that_does_not_open_is_refused(
     call: str, why: str, doubles: Doubles, checkpoint: Path
 ) -> None:
     doubles.fault(call, CODE, 5011, times=-1)
@@ -170,7 +173,7 @@ def test_what_does_not_open_is_refused_and_the_load_goes_on(
         assert "gds" not in report.rates and "gds_mt" in report.rates
 
 
-def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
+def test_missing_vram_for_the_ring_chooses_posix(doubles: Doubles, checkpoint: Path) -> None:
     taken = doubles.cuda_log["used"]
     doubles.set(nbytes=taken + 4_000_000 + gpu.SPARE_BYTES)
     report = load(checkpoint, ring_bytes=128 * MIB, request_bytes=4 * MIB)
@@ -178,10 +181,10 @@ def test_no_room_for_a_ring_of_vram(doubles: Doubles, checkpoint: Path) -> None:
     assert "no staging ring" in report.refusals["gds_mt"]
 
 
-# What no other road would hint.
+# Errors that no other backend would avoid.
 
 
-def test_a_file_that_was_cut_is_an_error_at_once(
+def test_truncated_file_raises_without_failover(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = device_batch.follow
@@ -197,7 +200,7 @@ def test_a_file_that_was_cut_is_an_error_at_once(
     assert gdsload.last_report().failovers == {}
 
 
-def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpoint: Path) -> None:
+def test_device_error_raises_without_failover(doubles: Doubles, checkpoint: Path) -> None:
     before = doubles.cuda_log
     doubles.fault("cuMemcpyAsync", CODE, 719, skip=8, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
@@ -211,7 +214,7 @@ def test_a_device_that_breaks_down_is_an_error_at_once(doubles: Doubles, checkpo
     }
 
 
-def test_the_last_road_fails_too(
+def test_failure_of_last_backend_raises_read_error(
     doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is the usual one: file, tensor and reason."""
@@ -262,7 +265,7 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
 def test_parts_follow_the_stream_of_their_own_request(
     doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was followed since, by this thread or by another: also those read again."""
+    """Streams that were followed since then do not count; parts read again keep the stream too."""
     followed: dict[str, int] = {}
     prepared: list[tuple[str, int, int]] = []  # backend, stream, address
     real_follow, real_prepare = StagingPipeline.follow, StagingPipeline.prepare
@@ -295,7 +298,7 @@ def test_parts_follow_the_stream_of_their_own_request(
 
 
 class Refusing(PosixBackend):
-    """Fails in one step, and counts what it has given out."""
+    """Fails in one step, and counts its registrations and requests."""
 
     step = ""
     registered = prepared = 0
@@ -324,20 +327,20 @@ class Refusing(PosixBackend):
 
 @pytest.mark.parametrize("step", ["register", "prepare", "post"])
 def test_candidate_that_cannot_post_gives_back_what_it_took(step: str, file: OpenFile) -> None:
-    candidate = Candidate(Refusing, {})
-    backend = candidate.backend
-    assert isinstance(backend, Refusing)
+    backend = Refusing()
     backend.step = step
+    candidate = Candidate(backend)
     transfer = Transfer(0, 0, 4096, 4096, 0, 0, "buffered", 0)
     memory = [Registration(Memory("vram", 0, 4096), 1)] * 2
     with pytest.raises(KeyboardInterrupt):
-        candidate.post([transfer], [Registration(file, 0)], memory, "cuda:0")
-    assert (backend.registered, backend.prepared) == (1, 0)  # the file is kept
+        request = AutoRequest([transfer], [Registration(file, 0)], memory)
+        candidate.post(request, [transfer], "cuda:0")
+    assert (backend.registered, backend.prepared) == (1, 0)  # the file stays registered
     candidate.close()
     assert backend.registered == 0
 
 
-def test_named_backends_do_not_fall_back(doubles: Doubles, checkpoint: Path) -> None:
+def test_named_backend_does_not_fail_over(doubles: Doubles, checkpoint: Path) -> None:
     doubles.fault("cuFileRead", NEGATIVE, 5008, skip=6, times=-1)
     with pytest.raises(ReadError, match="cuFile error 5008"):
         gdsload.load_file(checkpoint, "cuda:0", backend="gds_mt", cache="direct", options=SMALL)
@@ -346,9 +349,7 @@ def test_named_backends_do_not_fall_back(doubles: Doubles, checkpoint: Path) -> 
     assert report.failovers == {}
 
 
-def test_a_device_that_is_too_full_is_known_before_a_byte_is_read(
-    doubles: Doubles, checkpoint: Path
-) -> None:
+def test_full_device_raises_before_reading(doubles: Doubles, checkpoint: Path) -> None:
     doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
     reads = doubles.cufile_log["reads"]
     with pytest.raises(PlacementError) as caught:

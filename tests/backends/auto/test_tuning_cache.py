@@ -1,4 +1,4 @@
-"""What is kept of measurements, and what is made of a file that others have been at."""
+"""The tuning cache: storing and finding entries, and files that are damaged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ VERSIONS = {"gdsload": "1", "cuFile": "1170"}
 NOW = time.time()
 
 
-def verdict(**changed: Any) -> TunedChoice:
+def entry_of(**changed: Any) -> TunedChoice:
     facts: dict[str, Any] = {
-        "mount": "xfs /dev/md0 9:0", "device": "H200 0000:01:00.0", "choice": "gds_mt",
-        "rates": {"gds_mt": 2e10, "posix": 1e10}, "versions": VERSIONS, "at": NOW,
-    }  # fmt: skip
+        "mount": "xfs /dev/md0 9:0",
+        "device": "H200 0000:01:00.0",
+        "choice": "gds_mt",
+        "rates": {"gds_mt": 2e10, "posix": 1e10},
+        "versions": VERSIONS,
+        "at": NOW,
+    }
     facts.update(changed)
-    if "rates" not in changed:  # what is chosen is the fastest
-        facts["rates"] = {road: 1e10 for road in facts["rates"]} | {facts["choice"]: 2e10}
+    if "rates" not in changed:  # the choice is the fastest
+        facts["rates"] = {name: 1e10 for name in facts["rates"]} | {facts["choice"]: 2e10}
     return TunedChoice(**facts)
 
 
@@ -39,9 +43,9 @@ def asked(versions: dict[str, str] = VERSIONS, now: float = NOW) -> TunedChoice 
     return tuning_cache.find("xfs /dev/md0 9:0", "H200 0000:01:00.0", versions, now)
 
 
-def test_what_was_kept_is_found_again(cache: Path) -> None:
+def test_stored_entry_is_found_until_forgotten(cache: Path) -> None:
     assert asked() is None
-    for each in (verdict(), verdict(mount="nfs4 there:/it 0:52"), verdict(choice="posix")):
+    for each in (entry_of(), entry_of(mount="nfs4 there:/it 0:52"), entry_of(choice="posix")):
         assert tuning_cache.store(each) == ""
     assert len(tuning_cache.entries()) == 2
     found = asked()
@@ -57,58 +61,64 @@ def test_what_was_kept_is_found_again(cache: Path) -> None:
         ({**VERSIONS, "cuFile": "1180"}, 0, "cuFile changed"),
         ({**VERSIONS, "driver": "580"}, 0, "driver changed"),
         (VERSIONS, tuning_cache.VALID_SECONDS + 1, "30 days"),
-        (VERSIONS, -3600, "30 days"),  # measured in the future: some clock was wrong
+        (VERSIONS, -3600, "30 days"),  # measured in the future: a wrong clock
     ],
 )
-def test_what_is_old_or_of_other_versions_says_nothing(
-    versions: dict[str, str], later: float, why: str
-) -> None:
-    tuning_cache.store(verdict())
+def test_stale_entry_is_not_found(versions: dict[str, str], later: float, why: str) -> None:
+    tuning_cache.store(entry_of())
     assert asked() is not None
     assert asked(versions, NOW + later) is None
-    assert why in verdict().stale(versions, NOW + later)
+    assert why in entry_of().stale(versions, NOW + later)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "null", "[]", "{}", '{"format": 2, "choices": []}', "[" * 100_000, "\udcff",
-        '{"format": 1, "choices": {}}', '{"format": 1, "choices": [1, null, {}, []]}',
+        "",
+        "{",
+        "null",
+        "[]",
+        "{}",
+        '{"format": 2, "choices": []}',
+        "[" * 100_000,
+        "\udcff",
+        '{"format": 1, "choices": {}}',
+        '{"format": 1, "choices": [1, null, {}, []]}',
         '{"format": 1, "choices": [{"mount": "m", "device": "d", "choice": "x", "rates": {},'
         ' "versions": {}, "at": 1}]}',
         '{"format": 1, "choices": [{"mount": "m", "device": "d", "choice": "x",'
         ' "rates": {"x": "fast"}, "versions": {}, "at": 1}]}',
     ],
-)  # fmt: skip
-def test_a_file_that_others_have_been_at(text: str, cache: Path) -> None:
+)
+def test_damaged_file_is_ignored_and_replaced(text: str, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_bytes(text.encode(errors="surrogateescape"))
     assert tuning_cache.entries() == []
-    assert tuning_cache.store(verdict()) == ""
-    assert asked() == verdict()
+    assert tuning_cache.store(entry_of()) == ""
+    assert asked() == entry_of()
     json.loads(cache.read_text())
 
 
-def test_fixed_seconds_are_kept_and_optional(cache: Path) -> None:
-    tuning_cache.store(verdict(fixed_seconds={"gds_mt": 0.25}))
-    assert asked() == verdict(fixed_seconds={"gds_mt": 0.25})
+def test_fixed_seconds_are_stored_and_optional(cache: Path) -> None:
+    tuning_cache.store(entry_of(fixed_seconds={"gds_mt": 0.25}))
+    assert asked() == entry_of(fixed_seconds={"gds_mt": 0.25})
     row = json.loads(cache.read_text())
     del row["choices"][0]["fixed_seconds"]
     cache.write_text(json.dumps(row))
-    assert asked() == verdict()
+    assert asked() == entry_of()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "long"])
-def test_fixed_seconds_that_cannot_be_are_not_used(seconds: object, cache: Path) -> None:
-    tuning_cache.store(verdict(fixed_seconds={"gds_mt": seconds}))
+def test_impossible_fixed_seconds_are_ignored(seconds: object, cache: Path) -> None:
+    tuning_cache.store(entry_of(fixed_seconds={"gds_mt": seconds}))
     assert tuning_cache.entries() == []
 
 
 @pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
-def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
-    tuning_cache.store(verdict())
+def test_impossible_rates_are_ignored(rate: str, cache: Path) -> None:
+    tuning_cache.store(entry_of())
     text = json.dumps({**json.loads(cache.read_text())})
-    for measured in verdict().rates.values():
+    for measured in entry_of().rates.values():
         text = text.replace(f": {measured}", f": {rate}")
     cache.write_text(text)
     assert tuning_cache.entries() == []
@@ -123,49 +133,42 @@ def test_rates_that_nobody_measured(rate: str, cache: Path) -> None:
         ("posix", {}),
     ],
 )
-def test_verdict_that_its_rates_contradict_is_neither_kept_nor_believed(
+def test_entry_contradicted_by_its_rates_is_ignored(
     choice: str, rates: dict[str, float], cache: Path
 ) -> None:
-    lie = verdict(choice=choice, rates=rates)
-    assert tuning_cache.store(lie) == "its rates say that another backend is faster"
-    assert not cache.exists()
-    tuning_cache.store(verdict())
-    found = json.loads(cache.read_text())
-    found["choices"][0].update(choice=choice, rates=rates)  # as earlier versions kept it
-    cache.write_text(json.dumps(found))
+    tuning_cache.store(entry_of(choice=choice, rates=rates))
     assert asked() is None
+    assert tuning_cache.store(entry_of()) == ""
+    assert asked() == entry_of()
 
 
-def test_verdict_within_what_is_no_difference_is_kept() -> None:
-    assert tuning_cache.store(verdict(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
+def test_entry_of_unknown_mount_is_not_stored(cache: Path) -> None:
+    assert tuning_cache.store(entry_of(mount="")) == "the mount of the file is unknown"
+    assert not cache.exists()
 
 
-def test_a_pipe_in_its_place_keeps_nobody(cache: Path) -> None:
-    cache.parent.mkdir()
-    os.mkfifo(cache)
-    assert tuning_cache.entries() == []
-    assert tuning_cache.store(verdict()) == ""
-    assert asked() == verdict()
+def test_choice_within_the_tolerance_is_stored() -> None:
+    assert tuning_cache.store(entry_of(rates={"gds_mt": 0.96e10, "posix": 1e10})) == ""
 
 
-def test_without_a_home_nothing_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning_cache.store(verdict())
-    monkeypatch.chdir(cache.parent)  # where a file of that name is
+def test_missing_home_directory_reads_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning_cache.store(entry_of())
+    monkeypatch.chdir(cache.parent)  # it has a file of that name
     monkeypatch.setattr(tuning_cache, "directory", str)
     assert tuning_cache.entries() == []
 
 
-def test_one_bad_row_spoils_no_other(cache: Path) -> None:
-    tuning_cache.store(verdict())
+def test_damaged_row_leaves_the_others_valid(cache: Path) -> None:
+    tuning_cache.store(entry_of())
     found = json.loads(cache.read_text())
     found["choices"].insert(0, {"mount": 1})
     cache.write_text(json.dumps(found))
-    assert tuning_cache.entries() == [verdict()]
+    assert tuning_cache.entries() == [entry_of()]
 
 
-def test_a_directory_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_directory_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.write_text("a file in its place")
-    assert "File exists" in tuning_cache.store(verdict())
+    assert "File exists" in tuning_cache.store(entry_of())
     assert tuning_cache.entries() == []
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(cache.parent.parent / "home"))
@@ -173,25 +176,23 @@ def test_a_directory_that_cannot_be_written(cache: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert tuning_cache.directory() == ""
-    assert "no home" in tuning_cache.store(verdict())
+    assert "no home" in tuning_cache.store(entry_of())
 
 
-def test_a_write_that_fails_leaves_what_there_was(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tuning_cache.store(verdict())
+def test_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning_cache.store(entry_of())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(tuning_cache.os, "replace", full)
-        assert "No space left" in tuning_cache.store(verdict(choice="posix"))
-    assert asked() == verdict()
+        assert "No space left" in tuning_cache.store(entry_of(choice="posix"))
+    assert asked() == entry_of()
     assert [each.name for each in cache.parent.iterdir()] == [cache.name]
 
 
-def test_the_mount_of_a_path(tmp_path: Path) -> None:
+def test_mount_of_path_is_the_innermost(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(
         "1 0 8:1 / / rw - ext4 /dev/sda1 rw\nnonsense\n"

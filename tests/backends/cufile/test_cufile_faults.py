@@ -1,7 +1,7 @@
-"""What the roads into VRAM do when CUDA, cuFile or the machine fail: by script, in bounded time.
+"""Faults of CUDA, cuFile and the machine, injected by the doubles: each ends in bounded time.
 
-Each test ends with what the doubles say of broken promises: a slot used too early, memory written
-after it was given back, a batch handle used after an error.
+After each test the doubles report violations of the interface: a slot used too early, memory
+written after it was freed, a batch handle used after an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from gpudoubles import (
 )
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
 
-# What is mended without a word.
+# Faults that are handled without an error.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_that_take_their_time(kind: type[Backend], doubles: Doubles, file: OpenFile) -> None:
-    """A slot that was used again before its copy was done would show as wrong bytes."""
+def test_slow_copies_keep_their_slots(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
+    """A slot used again before its copy is done would give wrong bytes."""
     doubles.set(patience=50)
     with kind(**{**SMALL, "ring_bytes": 64 << 10}) as backend:
         load = Load(backend, file)
@@ -66,7 +68,7 @@ def test_copies_that_take_their_time(kind: type[Backend], doubles: Doubles, file
         (NEGATIVE, 5044),
     ],
 )
-def test_a_read_that_is_short_or_fails_once(
+def test_short_or_failed_read_is_continued(
     kind: int, value: int, doubles: Doubles, file: OpenFile
 ) -> None:
     doubles.fault("cuFileRead", kind, value, skip=2)
@@ -98,7 +100,7 @@ def test_a_read_that_is_short_or_fails_once(
         ("cuFileBatchIOGetStatus", CODE, 5041),
     ],
 )
-def test_a_batch_that_goes_wrong_once(
+def test_batch_that_fails_once_is_retried(
     call: str, kind: int, value: int, doubles: Doubles, file: OpenFile
 ) -> None:
     doubles.fault(call, kind, value, skip=1)
@@ -110,7 +112,7 @@ def test_a_batch_that_goes_wrong_once(
         backend.release(load.request)
 
 
-def test_entries_that_are_cut_short_in_silence(doubles: Doubles, file: OpenFile) -> None:
+def test_silently_truncated_entries_are_continued(doubles: Doubles, file: OpenFile) -> None:
     doubles.size(7, 4)  # KiB a buffer; said to be more when it was opened
     with GdsBackend(ring_bytes=1 << 20) as backend:
         assert backend.limits("cuda:0").max_request == 1 << 20
@@ -122,8 +124,8 @@ def test_entries_that_are_cut_short_in_silence(doubles: Doubles, file: OpenFile)
         backend.release(load.request)
 
 
-def test_an_event_that_never_comes(doubles: Doubles, file: OpenFile) -> None:
-    """Its slot is lost, and what is written to it later harms nobody; the read is asked again."""
+def test_lost_event_loses_a_slot_and_is_retried(doubles: Doubles, file: OpenFile) -> None:
+    """Its slot is not used again, and the read is repeated."""
     doubles.fault("event", LOST, 1, skip=3)
     with GdsBackend(**SMALL, event_seconds=0.05) as backend:
         load = Load(backend, file)
@@ -132,10 +134,10 @@ def test_an_event_that_never_comes(doubles: Doubles, file: OpenFile) -> None:
         (only,) = staging_ring.rings()
         assert only.native.lost == 1
         backend.release(load.request)
-    doubles.cufile.cufile_double_set(1170, 1, None)  # what it still had is forgotten
+    doubles.cufile.cufile_double_set(1170, 1, None)  # forget its pending events
 
 
-def test_one_file_that_is_refused_spoils_no_other_entry(doubles: Doubles, tmp_path: Path) -> None:
+def test_refused_file_fails_only_its_entry(doubles: Doubles, tmp_path: Path) -> None:
     bad = os.open(tmp_path / "bad", os.O_WRONLY | os.O_CREAT)
     good = os.open(tmp_path / "good", os.O_RDWR | os.O_CREAT)
     os.write(good, bytes_of(0))
@@ -161,13 +163,13 @@ def test_one_file_that_is_refused_spoils_no_other_entry(doubles: Doubles, tmp_pa
     os.close(good)
 
 
-# What is an error, and says which.
+# Faults that are errors.
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "code"), [(NEGATIVE, 5008, 5008), (ERRNO, 5011, 5011), (ERRNO, 5, 0)]
 )
-def test_a_read_that_fails_for_good(
+def test_failing_read_reports_its_code(
     kind: int, value: int, code: int, doubles: Doubles, file: OpenFile
 ) -> None:
     doubles.fault("cuFileRead", kind, value, times=-1)
@@ -183,7 +185,7 @@ def test_a_read_that_fails_for_good(
         backend.release(load.request)
 
 
-def test_a_file_that_cufile_does_not_take(doubles: Doubles, file: OpenFile) -> None:
+def test_file_refused_by_cufile_raises(doubles: Doubles, file: OpenFile) -> None:
     doubles.fault("cuFileHandleRegister", CODE, 5027)
     with GdsMtBackend(**SMALL) as backend, pytest.raises(CuFileError, match="udev") as caught:
         backend.register(file)
@@ -192,7 +194,7 @@ def test_a_file_that_cufile_does_not_take(doubles: Doubles, file: OpenFile) -> N
     assert doubles.cufile_log["files"] == 0
 
 
-def test_a_ring_that_cannot_be_registered(doubles: Doubles, file: OpenFile) -> None:
+def test_unregistered_ring_still_reads(doubles: Doubles, file: OpenFile) -> None:
     doubles.fault("cuFileBufRegister", CODE, 5036)
     with GdsMtBackend(**SMALL) as backend:
         load = Load(backend, file)
@@ -204,7 +206,7 @@ def test_a_ring_that_cannot_be_registered(doubles: Doubles, file: OpenFile) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventQuery"])
-def test_a_copy_that_fails(
+def test_failing_copy_fails_the_transfers(
     kind: type[Backend], call: str, doubles: Doubles, file: OpenFile
 ) -> None:
     doubles.fault(call, CODE, 719, times=-1)
@@ -216,7 +218,7 @@ def test_a_copy_that_fails(
         backend.release(load.request)
 
 
-def test_no_memory_for_the_ring(doubles: Doubles, file: OpenFile) -> None:
+def test_missing_memory_for_the_ring_raises(doubles: Doubles, file: OpenFile) -> None:
     before = doubles.cuda_log
     doubles.set(nbytes=before["used"] + (1 << 16))
     with GdsMtBackend(**SMALL) as backend:
@@ -228,7 +230,7 @@ def test_no_memory_for_the_ring(doubles: Doubles, file: OpenFile) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nbytes", [1 << 45, 1 << 62, 10**30])
-def test_rings_larger_than_any_machine(
+def test_oversized_ring_raises_placement_error(
     kind: type[Backend], nbytes: int, doubles: Doubles, file: OpenFile
 ) -> None:
     before = doubles.cuda_log
@@ -240,7 +242,7 @@ def test_rings_larger_than_any_machine(
     assert (after["ranges"], after["pins"]) == (before["ranges"], before["pins"])
 
 
-def test_pinning_that_fails(doubles: Doubles) -> None:
+def test_failing_pin_raises_placement_error(doubles: Doubles) -> None:
     doubles.fault("cuMemHostRegister_v2", CODE, 801)
     doubles.fault("cuMemHostAlloc", CODE, 2)
     with PosixBackend(**SMALL) as backend:
@@ -250,7 +252,7 @@ def test_pinning_that_fails(doubles: Doubles) -> None:
     assert doubles.cuda_log["pins"] == 0
 
 
-def test_a_batch_that_cannot_be_set_up(doubles: Doubles, file: OpenFile) -> None:
+def test_batch_that_cannot_be_set_up_is_refused(doubles: Doubles, file: OpenFile) -> None:
     doubles.fault("cuFileBatchIOSetUp", CODE, 5022, skip=2)
     with GdsBackend(**SMALL) as backend, pytest.raises(BackendUnavailable, match="5022"):
         Load(backend, file)
@@ -258,7 +260,7 @@ def test_a_batch_that_cannot_be_set_up(doubles: Doubles, file: OpenFile) -> None
     assert doubles.cuda_log["events"] == 0
 
 
-# What hangs.
+# Calls that hang.
 
 
 @pytest.mark.parametrize(
@@ -269,10 +271,10 @@ def test_a_batch_that_cannot_be_set_up(doubles: Doubles, file: OpenFile) -> None
         (GdsBackend, "cuFileBatchIOGetStatus"),
     ],
 )
-def test_a_call_that_hangs_holds_nobody(
+def test_hanging_call_does_not_block_release(
     kind: type[Backend], call: str, doubles: Doubles, file: OpenFile
 ) -> None:
-    """It is left behind; the memory it was for is not written to when it comes back."""
+    """The thread of the call is abandoned, and its late return writes to no tensor."""
     doubles.fault(call, HANG, skip=1)
     backend = kind(**SMALL, **({"depth": 8} if kind is GdsBackend else {}))
     load = Load(backend, file)
@@ -283,7 +285,7 @@ def test_a_call_that_hangs_holds_nobody(
     backend.release(load.request)
     ctypes.memset(load.memory.address, 0x5A, SIZE)
     backend.close()
-    assert doubles.cufile.double_hung(), "both have come back before the call"
+    assert doubles.cufile.double_hung(), "both have returned before the call"
     pump = load.request.pipeline.pump
     doubles.let_go()
     assert pump.close(0.0) is True  # it was detached: there is nothing left to wait for
@@ -291,11 +293,11 @@ def test_a_call_that_hangs_holds_nobody(
         assert time.monotonic() < deadline
     (only,) = staging_ring.rings()
     while not only.close():
-        assert time.monotonic() < deadline, "its slots did not come back"
+        assert time.monotonic() < deadline, "its slots were not given back"
     assert load.bytes() == b"\x5a" * SIZE
 
 
-def test_an_open_that_hangs(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_open_is_final(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "OPEN_SECONDS", 0.05)
     doubles.fault("cuFileDriverOpen", HANG)
     with pytest.raises(BackendUnavailable, match="has not come back"):
@@ -316,10 +318,10 @@ def come_back(doubles: Doubles) -> None:
 
 
 @pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])
-def test_registration_of_ring_that_hangs_is_given_up(
+def test_hanging_ring_registration_is_abandoned(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuFile is not used any more, and the memory stays: the call may still come back."""
+    """cuFile is not used any more, and the memory stays: the call may still return."""
     monkeypatch.setattr(library, "REGISTER_SECONDS", 0.05)
     doubles.fault("cuFileBufRegister", HANG)
     with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not come back"):
@@ -337,7 +339,7 @@ def test_registration_of_ring_that_hangs_is_given_up(
 
 
 @pytest.mark.parametrize("kind", [GdsMtBackend, GdsBackend])
-def test_registration_of_file_that_hangs_is_given_up(
+def test_hanging_file_registration_is_abandoned(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "REGISTER_SECONDS", 0.05)
@@ -354,10 +356,10 @@ def test_registration_of_file_that_hangs_is_given_up(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_that_never_end(
+def test_unfinished_copies_keep_their_memory(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Release comes back, and what they are for is kept for good."""
+    """Release returns, and the memory of the copies stays allocated."""
     from gdsload.backends import staging
 
     monkeypatch.setattr(staging, "_kept", [])
@@ -374,4 +376,4 @@ def test_copies_that_never_end(
     doubles.hold_copies(False)
     assert load.request.native.quiet(PATIENCE_SECONDS)
     backend.close()
-    staging._kept.clear()  # its copies have ended after all
+    staging._kept.clear()  # its copies have ended by now

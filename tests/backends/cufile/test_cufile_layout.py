@@ -1,4 +1,4 @@
-"""cuFile's types and functions as we wrote them down, against the headers that NVIDIA ships.
+"""Our declarations of cuFile's types and functions, compared with NVIDIA's headers.
 
 The headers are those of the nvidia-cufile packages: the one that torch brought into this
 environment, and any below the folders named in GDSLOAD_CUFILE_HEADERS (separated by colons).
@@ -20,7 +20,7 @@ import pytest
 
 from gpudoubles import compiler
 
-# What cufile.h wants of CUDA: two names.
+# The types of CUDA that cufile.h needs.
 CUDA_H = """
 #ifndef CUDA_STANDIN
 #define CUDA_STANDIN
@@ -49,40 +49,51 @@ PROTOTYPES = {
     "cuFileBatchIOCancel": "CUfileError_t (*{0})(void *)",
     "cuFileBatchIODestroy": "void (*{0})(void *)",
 }
-# Those that came later; types that are enums or bools there are written as the header has them.
+# Functions of later releases, with the enums and bools of the header.
 LATER = {
     "cuFileGetParameterSizeT": "CUfileError_t (*{0})(CUFileSizeTConfigParameter_t, size_t *)",
     "cuFileSetParameterSizeT": "CUfileError_t (*{0})(CUFileSizeTConfigParameter_t, size_t)",
     "cuFileGetParameterBool": "CUfileError_t (*{0})(CUFileBoolConfigParameter_t, bool *)",
     "cuFileSetParameterBool": "CUfileError_t (*{0})(CUFileBoolConfigParameter_t, bool)",
-    "cuFileSetParameterString":
-        "CUfileError_t (*{0})(CUFileStringConfigParameter_t, const char *)",
+    "cuFileSetParameterString": "CUfileError_t (*{0})(CUFileStringConfigParameter_t, const char *)",
     "cuFileSetStatsLevel": "CUfileError_t (*{0})(int)",
     "cuFileStatsStart": "CUfileError_t (*{0})(void)",
     "cuFileGetStatsL3": "CUfileError_t (*{0})(CUfileStatsLevel3_t *)",
-    "cuFileDriverGetP2PFlags":
-        "CUfileError_t (*{0})(CUfileDriverStatusFlags_t, CUfileP2PFlags_t *)",
-}  # fmt: skip
+    "cuFileDriverGetP2PFlags": "CUfileError_t (*{0})(CUfileDriverStatusFlags_t,"
+    " CUfileP2PFlags_t *)",
+}
 # Numbers that the code holds, by their name in the header.
 NUMBERS = {
-    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": 1, "CUFILE_READ": 0, "CUFILE_BATCH": 1,
-    "CUFILE_INVALID": 4, "CUFILE_CANCELED": 8, "CUFILE_COMPLETE": 16, "CUFILE_TIMEOUT": 32,
-    "CUFILE_FAILED": 64, "CU_FILE_NVME_SUPPORTED": 4,
-}  # fmt: skip
+    "CU_FILE_HANDLE_TYPE_OPAQUE_FD": 1,
+    "CUFILE_READ": 0,
+    "CUFILE_BATCH": 1,
+    "CUFILE_INVALID": 4,
+    "CUFILE_CANCELED": 8,
+    "CUFILE_COMPLETE": 16,
+    "CUFILE_TIMEOUT": 32,
+    "CUFILE_FAILED": 64,
+    "CU_FILE_NVME_SUPPORTED": 4,
+}
 LATER_NUMBERS = {
     "CUFILE_PARAM_PROPERTIES_MAX_DIRECT_IO_SIZE_KB": 5,
     "CUFILE_PARAM_PROPERTIES_MAX_DEVICE_CACHE_SIZE_KB": 6,
     "CUFILE_PARAM_PROPERTIES_PER_BUFFER_CACHE_SIZE_KB": 7,
     "CUFILE_PARAM_PROPERTIES_IO_BATCHSIZE": 9,
     "CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE": 1,
+    "CUFILE_PARAM_EXECUTION_PARALLEL_IO": 4,
+    "CUFILE_PARAM_USE_PCIP2PDMA": 7,
     "CUFILE_PARAM_LOG_DIR": 2,
     "CU_FILE_P2P_SUPPORTED": 4,
 }
 GPU_FIELDS = {
-    "read_bytes": "read_bytes", "reads": "n_total_reads", "p2p": "n_p2p_reads",
-    "nvfs": "n_nvfs_reads", "posix": "n_posix_reads", "unaligned": "n_unaligned_reads",
+    "read_bytes": "read_bytes",
+    "reads": "n_total_reads",
+    "p2p": "n_p2p_reads",
+    "nvfs": "n_nvfs_reads",
+    "posix": "n_posix_reads",
+    "unaligned": "n_unaligned_reads",
     "errors": "n_reads_err",
-}  # fmt: skip
+}
 
 
 def headers() -> list[Path]:
@@ -97,7 +108,7 @@ def headers() -> list[Path]:
 
 
 def name_of(header: Path) -> str:
-    """The package's version where one is to be seen, or the path."""
+    """The version of the package if it is known, else the path."""
     found = re.search(r"cufile[\w-]*?-(\d[\d.]+\d)", str(header))
     if found:
         return found[1]
@@ -117,7 +128,7 @@ def header(request: pytest.FixtureRequest) -> Path:
 
 
 def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
-    """What a C program that includes the header prints: names and numbers."""
+    """The names and numbers that a C program prints which includes the header."""
     (folder / "cuda.h").write_text(CUDA_H)
     source, program = folder / "ask.c", folder / "ask"
     source.write_text(
@@ -125,8 +136,16 @@ def ask(header: Path, folder: Path, body: str) -> dict[str, int]:
         '#define SAY(name, value) printf("%s %lld\\n", name, (long long)(value))\n'
         f"{body}"
     )
-    command = [compiler(), "-w", "-D_GNU_SOURCE", "-Werror=incompatible-pointer-types",
-               f"-I{folder}", str(source), "-o", str(program)]  # fmt: skip
+    command = [
+        compiler(),
+        "-w",
+        "-D_GNU_SOURCE",
+        "-Werror=incompatible-pointer-types",
+        f"-I{folder}",
+        str(source),
+        "-o",
+        str(program),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     out = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
@@ -154,7 +173,7 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path, declared: Any) -> None:
+def test_struct_layouts_equal_the_header(header: Path, tmp_path: Path, declared: Any) -> None:
     ours = declared.layout()
     lines = [
         f'SAY("{name}", offsetof({name.partition(".")[0]}, {name.partition(".")[2]}));'
@@ -165,7 +184,7 @@ def test_structs_are_laid_out_as_ours(header: Path, tmp_path: Path, declared: An
     assert ask(header, tmp_path, "int main() {" + "\n".join(lines) + "}") == ours
 
 
-def test_functions_are_declared_as_ours(header: Path, tmp_path: Path) -> None:
+def test_function_prototypes_equal_the_header(header: Path, tmp_path: Path) -> None:
     text = header.read_text()
     wanted = dict(PROTOTYPES)
     wanted.update({name: proto for name, proto in LATER.items() if f"{name}(" in text})
@@ -180,7 +199,7 @@ def test_functions_are_declared_as_ours(header: Path, tmp_path: Path) -> None:
     }
 
 
-def test_numbers_are_ours(header: Path, tmp_path: Path) -> None:
+def test_constants_equal_the_header(header: Path, tmp_path: Path) -> None:
     text = header.read_text()
     wanted = dict(NUMBERS)
     wanted.update({name: value for name, value in LATER_NUMBERS.items() if name in text})
@@ -188,7 +207,7 @@ def test_numbers_are_ours(header: Path, tmp_path: Path) -> None:
     assert ask(header, tmp_path, "int main() {" + "\n".join(lines) + "}") == wanted
 
 
-def test_statistics_are_read_where_they_are(header: Path, tmp_path: Path, declared: Any) -> None:
+def test_statistics_offsets_equal_the_header(header: Path, tmp_path: Path, declared: Any) -> None:
     if "CUfileStatsLevel3" not in header.read_text():
         pytest.skip(f"cuFile {name_of(header)} has no statistics: they came with 1.15")
     version = 1190 if "readv_ops" in header.read_text() else 1150

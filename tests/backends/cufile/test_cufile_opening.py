@@ -1,4 +1,4 @@
-"""How cuFile is opened, what stands in its way, and what is known of the devices."""
+"""Opening cuFile, the obstacles to it, and the facts about devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpudoubles import CLOSES_INPUT, CODE, Doubles
 from gpuloads import SMALL, Load
 
 
-def test_a_failed_open_is_final(doubles: Doubles) -> None:
+def test_failed_open_is_final(doubles: Doubles) -> None:
     doubles.fault("cuFileDriverOpen", CODE, 5011)
     for _ in range(2):
         with pytest.raises(BackendUnavailable, match="5011"):
@@ -31,7 +31,7 @@ def test_a_failed_open_is_final(doubles: Doubles) -> None:
     assert not library.support("cuda:0", True).usable
 
 
-def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> None:
+def test_driver_without_properties_is_closed(doubles: Doubles) -> None:
     doubles.fault("cuFileDriverGetProperties", CODE, 5030, times=-1)
     doubles.fault("cuFileDriverClose_v2", CODE, 5004, skip=1)
     for _ in range(2):
@@ -40,7 +40,7 @@ def test_a_driver_that_says_nothing_of_itself_is_closed(doubles: Doubles) -> Non
     assert (doubles.cufile_log["opens"], doubles.cufile_log["open"]) == (1, 0)
 
 
-def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
+def test_driver_that_does_not_close_raises(doubles: Doubles) -> None:
     library.opened("cuda:0", False)
     doubles.fault("cuFileDriverClose_v2", CODE, 5004)
     with pytest.raises(GdsloadError, match="does not close"):
@@ -49,7 +49,7 @@ def test_a_driver_that_does_not_close_is_told_of(doubles: Doubles) -> None:
 
 
 def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None:
-    """As cuFile does where nvidia-fs is loaded and its nodes are missing."""
+    """cuFile closes it if nvidia-fs is loaded and its device nodes are missing."""
     before = os.fstat(0), os.get_inheritable(0), len(os.listdir("/proc/self/fd"))
     doubles.fault("cuFileDriverOpen", CLOSES_INPUT)
     library.opened("cuda:0", False)
@@ -59,16 +59,45 @@ def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None
     assert after[1:] == before[1:]
 
 
+@pytest.mark.parametrize(
+    ("text", "parallel_io", "p2pdma"),
+    [
+        ("{}", 0, 1),
+        ('{"execution": {"parallel_io": true}}', -1, 1),
+        ('{"properties": {"use_pci_p2pdma": false}}', 0, -1),
+    ],
+)
+def test_switches_without_a_setting_of_the_user_are_set(
+    text: str,
+    parallel_io: int,
+    p2pdma: int,
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """On a machine for PCI P2PDMA: no second pool of threads, and the mode is asked for."""
+    doubles.set(native=gpudoubles.P2P)
+    (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
+    (tmp_path / "root/proc/driver/nvidia").mkdir()
+    (tmp_path / "root/proc/driver/nvidia/params").write_text("RMForceStaticBar1=1")
+    (tmp_path / "own.json").write_text(text)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
+    monkeypatch.delenv("CUFILE_USE_PCIP2PDMA", raising=False)
+    library.opened("cuda:0", False)
+    switch = doubles.cufile.cufile_double_switch
+    assert (switch(4), switch(7)) == (parallel_io, p2pdma)
+
+
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:
     doubles.set(native=gpudoubles.COMPAT)
     with pytest.raises(BackendUnavailable, match="5001"):
         library.opened("cuda:0", False)
 
 
-def test_compatibility_mode_is_refused_where_it_cannot_be_forbidden(
+def test_compatibility_mode_of_old_releases_is_refused(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 1.14 only the properties of an open driver tell."""
+    """Before 1.14 only the properties of an open driver show the mode."""
     doubles.set(native=gpudoubles.COMPAT, version=1110)
     doubles.fault("cuFileSetParameterBool", CODE, 5030, times=-1)
     with pytest.raises(BackendUnavailable, match="compatibility mode only"):
@@ -80,7 +109,7 @@ def test_compatibility_mode_is_refused_where_it_cannot_be_forbidden(
     ("machine", "mode"),
     [({"native": 1}, "nvfs"), ({"native": 2}, "p2p"), ({"native": 0}, "compat")],
 )
-def test_the_mode_is_told(
+def test_mode_is_reported(
     machine: dict[str, int], mode: str, doubles: Doubles, file: OpenFile
 ) -> None:
     doubles.set(**machine)
@@ -88,8 +117,8 @@ def test_the_mode_is_told(
         load = Load(backend, file)
         assert load.finish() == {}
         assert backend.engine == mode
-        road = "posix" if mode == "compat" else mode
-        assert backend.paths(load.request) == {f"gds_mt/{road}": SIZE}
+        path = "posix" if mode == "compat" else mode
+        assert backend.paths(load.request) == {f"gds_mt/{path}": SIZE}
         assert ("gds_mt/native" in backend.refusals) == (mode == "compat")
         backend.release(load.request)
 
@@ -103,7 +132,9 @@ def test_the_mode_is_told(
         ("proc/driver/nvidia-fs/version", "nvidia-fs is not loaded"),
     ],
 )
-def test_what_the_machine_lacks(gone: str, why: str, doubles: Doubles, tmp_path: Path) -> None:
+def test_missing_machine_file_is_refused(
+    gone: str, why: str, doubles: Doubles, tmp_path: Path
+) -> None:
     path = tmp_path / "root" / gone
     path.rmdir() if path.is_dir() else path.unlink()
     before = doubles.cufile.double_calls()
@@ -117,7 +148,7 @@ def test_what_the_machine_lacks(gone: str, why: str, doubles: Doubles, tmp_path:
     assert allowed == 0 or allowed.backend is GdsMtBackend
 
 
-def test_auto_takes_the_native_way_or_our_own(doubles: Doubles, tmp_path: Path) -> None:
+def test_choose_prefers_native_gds_to_posix(doubles: Doubles, tmp_path: Path) -> None:
     assert registry.choose("cuda:0").backend is GdsMtBackend
     (tmp_path / "root/dev/nvidia-fs0").unlink()
     choice = registry.choose("cuda:0")
@@ -125,7 +156,7 @@ def test_auto_takes_the_native_way_or_our_own(doubles: Doubles, tmp_path: Path) 
     assert "gds_mt" in choice.refusals
 
 
-def test_the_log_is_not_dropped_where_the_process_stands(doubles: Doubles) -> None:
+def test_log_is_not_written_to_the_working_directory(doubles: Doubles) -> None:
     library.opened("cuda:0", False)
     assert os.path.isabs(doubles.log_path)
     assert "CUFILE_LOGFILE_PATH" not in os.environ
@@ -135,12 +166,12 @@ def test_the_log_is_not_dropped_where_the_process_stands(doubles: Doubles) -> No
     ("text", "its_own"),
     [
         ('{"logging": {"dir": "/var/log"}}', True),
-        # As NVIDIA's packages bring it.
+        # As in NVIDIA's packages.
         ('{"logging": {\n // "dir": "/home/<xxxx>",\n "level": "ERROR" /* "dir": "/x" */}}', False),
         ("[]", False),
     ],
 )
-def test_a_log_of_ones_own_is_respected(
+def test_log_setting_of_the_user_is_respected(
     text: str, its_own: bool, doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "own.json").write_text(text)
@@ -149,7 +180,7 @@ def test_a_log_of_ones_own_is_respected(
     assert (doubles.log_path == "cufile.log") == its_own
 
 
-def test_the_variable_for_the_log_is_respected(
+def test_log_variable_of_the_user_is_respected(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/somewhere/x.log")
@@ -157,7 +188,7 @@ def test_the_variable_for_the_log_is_respected(
     assert doubles.log_path == os.environ["CUFILE_LOGFILE_PATH"] == "/somewhere/x.log"
 
 
-def test_settings_that_cufile_does_not_take_are_named(
+def test_invalid_settings_are_named(
     doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "own.json").write_text('{"properties": {')
@@ -176,7 +207,7 @@ def test_settings_that_cufile_does_not_take_are_named(
         ('{"properties": {"per_buffer_cache_size_kb": 16384}}', "partly", "holds 8 buffers"),
     ],
 )
-def test_the_doctor_reads_the_settings(
+def test_doctor_shows_the_settings(
     text: str | None,
     verdict: str,
     words: str,
@@ -193,7 +224,7 @@ def test_the_doctor_reads_the_settings(
     assert (found.verdict, words in found.detail) == (verdict, True), found
 
 
-def test_limits_that_stall_batches_are_explained(doubles: Doubles, file: OpenFile) -> None:
+def test_stalling_batch_limits_are_explained(doubles: Doubles, file: OpenFile) -> None:
     doubles.size(7, 16384)  # per_buffer_cache_size_kb, with max_device_cache_size_kb at 131072
     with GdsBackend(ring_bytes=64 << 20) as backend:
         load = Load(backend, file)
@@ -203,7 +234,7 @@ def test_limits_that_stall_batches_are_explained(doubles: Doubles, file: OpenFil
         backend.release(load.request)
 
 
-def test_there_is_no_such_device(doubles: Doubles) -> None:
+def test_missing_device_raises(doubles: Doubles) -> None:
     with pytest.raises(PlacementError, match="CUDA sees 2"):
         gpu.device(7)
     assert not PosixBackend.probe("cuda:7").usable
@@ -220,7 +251,7 @@ def test_device_has_name_bus_and_numa_node(doubles: Doubles, tmp_path: Path) -> 
     assert gpu.numa_node("0000:99:00.0", str(tmp_path / "root")) == -1
 
 
-def test_room_is_asked_for_first(doubles: Doubles) -> None:
+def test_missing_room_raises_with_its_bytes(doubles: Doubles) -> None:
     doubles.set(nbytes=(1 << 30) + doubles.cuda_log["used"])
     gpu.require_room(0, 1 << 29)
     with pytest.raises(PlacementError) as caught:

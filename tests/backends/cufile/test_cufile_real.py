@@ -1,7 +1,7 @@
-"""Whole checkpoints through the real libcufile: in its compatibility mode, over the double of CUDA.
+"""Checkpoints through the real libcufile, in its compatibility mode, over the double of CUDA.
 
-What this proves is that our side of the contract holds: the bookkeeping, the codes and the limits
-are the real ones. The native road and its speed are not in it.
+This tests our use of the interface with the real codes and limits. It tests no native mode and no
+speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_SECONDS = 360  # ends a library that spins; a busy machine needs more than a
 
 
 def libraries_here() -> list[Path]:
-    """The one that torch brought, and any below GDSLOAD_CUFILE_HEADERS."""
+    """The library that torch installed, and those below GDSLOAD_CUFILE_HEADERS."""
     folders = [*sys.path, *os.environ.get("GDSLOAD_CUFILE_HEADERS", "").split(":")]
     found = [
         Path(path).resolve()
@@ -43,13 +43,24 @@ if not LIBRARIES:
 
 
 def build(source: Path, out: Path, *arguments: str) -> None:
-    command = [compiler(), "-O1", "-w", "-shared", "-fPIC", "-pthread", *arguments,
-               str(source), "-o", str(out), "-ldl"]  # fmt: skip
+    command = [
+        compiler(),
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        *arguments,
+        str(source),
+        "-o",
+        str(out),
+        "-ldl",
+    ]
     subprocess.run(command, check=True)
 
 
 def stand_in(library: Path, folder: Path) -> None:
-    """A libcuda.so.1: the double, and a stub for whatever else this libcufile looks up."""
+    """A libcuda.so.1: the double, and stubs for the other functions that this libcufile needs."""
     names = {
         name.decode()
         for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", library.read_bytes())
@@ -60,9 +71,12 @@ def stand_in(library: Path, folder: Path) -> None:
     stubs = folder / "stubs.inc"
     stubs.write_text("".join(f"STUB({name})\n" for name in sorted(names)))
     build(
-        SOURCES / "cuda_double.c", folder / "libcuda.so.1", "-fvisibility=hidden",
-        f'-DSTUBS="{stubs}"', "-Wl,-soname,libcuda.so.1",
-    )  # fmt: skip
+        SOURCES / "cuda_double.c",
+        folder / "libcuda.so.1",
+        "-fvisibility=hidden",
+        f'-DSTUBS="{stubs}"',
+        "-Wl,-soname,libcuda.so.1",
+    )
 
 
 # A private /run with the one entry of the udev database that libcufile asks for.
@@ -75,7 +89,7 @@ exec "$@"
 
 
 def command(folder: Path, environment: dict[str, str]) -> list[str]:
-    """What to put before a command so that libcufile finds what it needs; skips where it cannot."""
+    """The prefix of a command in which libcufile finds what it needs; skips if there is none."""
     if not os.access("/proc/modules", os.R_OK):
         build(SOURCES / "modules_shim.c", folder / "shim.so")
         (folder / "modules").write_text("ext4 1 0 - Live 0x0\n")
@@ -116,7 +130,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ("backend", "request_bytes"),
     [("gds_mt", 64 << 10), ("gds_mt", 4 << 20), ("gds", 0), ("gds", 64 << 10)],
 )
-def test_whole_checkpoints(
+def test_checkpoints_load_through_real_cufile(
     backend: str, request_bytes: int, library: Path, sources: list[Path], tmp_path: Path
 ) -> None:
     environment = {
@@ -130,21 +144,32 @@ def test_whole_checkpoints(
         (tmp_path / name).mkdir()
     stand_in(library, tmp_path)
     before = command(tmp_path, environment)
-    script = [sys.executable, str(HERE / "real_cufile.py"), str(library), backend,
-              str(request_bytes), *map(str, sources)]  # fmt: skip
+    script = [
+        sys.executable,
+        str(HERE / "real_cufile.py"),
+        str(library),
+        backend,
+        str(request_bytes),
+        *map(str, sources),
+    ]
     ran = subprocess.run(
-        [*before, *script], capture_output=True, text=True, env=environment, cwd=tmp_path / "here",
-        timeout=RUN_SECONDS, check=False,
-    )  # fmt: skip
+        [*before, *script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path / "here",
+        timeout=RUN_SECONDS,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     facts: dict[str, Any] = json.loads(ran.stdout)
     assert facts["engine"] == "compat"
     if not os.path.exists("/etc/cufile.json"):
         assert list((tmp_path / "log").glob("cufile-*.log"))
-        assert not list((tmp_path / "here").iterdir()), "cuFile's log is where the process stands"
+        assert not list((tmp_path / "here").iterdir()), "cuFile's log is in the working directory"
     assert facts["equal"] > 100
     assert facts["rings"] == 0
-    roads = {road for each in facts["paths"] for road in each}
+    found = {path for each in facts["paths"] for path in each}
     # libcufile counts single reads from 1.15 on, and batches of compatibility mode never.
     counted = facts["version"] >= 1150 and backend == "gds_mt"
-    assert roads == {f"{backend}/{'posix' if counted else 'compat'}"}
+    assert found == {f"{backend}/{'posix' if counted else 'compat'}"}

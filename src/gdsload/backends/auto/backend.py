@@ -4,30 +4,35 @@
              └─ cold ─► benchmark: a sample each ─► the fastest reads the rest ─► failover
 
 Cold transfers are read by the candidate that is the fastest from their storage: measured on the
-first of them (`benchmark`), or by an earlier load (tuning cache). What fails is read by the next
-candidate (`failover`). Not responsible for opening backends and posting reads: see `candidates`.
+first of them (`benchmark`), or by an earlier load (tuning cache).
+
+Failover: the next candidate reads what failed on one. A candidate is left if it fails too often,
+reads nothing for too long, or turns out to use cuFile's compatibility mode; then the next one also
+reads what it had in flight.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left
+import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import Any, ClassVar
 
 from gdsload.backends import registry
-from gdsload.backends.auto.benchmark import Benchmark
-from gdsload.backends.auto.candidates import LAST, Candidates, Part
-from gdsload.backends.auto.failover import AutoRequest, Failover, path_of
+from gdsload.backends.auto.benchmark import LAST, Benchmark
 from gdsload.backends.base import (
     DRAM,
+    NO_FILE,
     VRAM,
     Backend,
     BackendStatus,
+    Failure,
     Memory,
     OpenFile,
     Progress,
@@ -38,18 +43,213 @@ from gdsload.backends.base import (
     require_own_process,
 )
 from gdsload.backends.cufile import library
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import staging_ring
-from gdsload.planning.read_plan import Limits, Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
 
+FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
+# A candidate is left after this many failed transfers.
+MOST_FAILURES = 3
+# It is also left if it reads nothing for this long: before the load fails (60 s), and after
+# cuFile's events have timed out.
+SILENT_SECONDS = 35.0
+# In native mode too, cuFile reads by POSIX what is not aligned, such as the end of a file. More
+# than both of these limits in a load is compatibility mode.
+MOST_COMPAT_BYTES = 64 << 20
+MOST_COMPAT_SHARE = 0.05
+_COMPAT = ("posix", library.COMPAT)  # cuFile's names for paths that are not native
 
 
 class _Followed(threading.local):
     stream: int | None = None  # that this thread's requests come after
+
+
+@dataclass(eq=False)
+class AutoRequest:
+    """Transfers that one or more candidates read.
+
+    Attributes:
+        transfers: The transfers. Their `tag` is their position.
+        stream: A CUstream: copies of all parts come after the work on it. None if there is none.
+        ahead: Whether it gives way to loads.
+        undone: The number of transfers that have not settled.
+        error: Why no candidate could be opened; final.
+        parts: The parts that were posted.
+    """
+
+    transfers: list[Transfer]
+    files: Registrations
+    memory: Registrations
+    stream: int | None = None
+    ahead: bool = False
+    undone: int = 0
+    error: Exception | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Back to the state before it was posted."""
+        self.undone, self.error = len(self.transfers), None
+        self._left_bytes = [transfer.wanted for transfer in self.transfers]
+        self._settled: list[int] = []  # not reported yet
+        self._failed: dict[int, Failure] = {}
+        self.parts.clear()
+
+    @property
+    def active(self) -> list[Part]:
+        return [part for part in self.parts if not part.ended]
+
+    def settle(self, transfer: Transfer, failure: Failure | None) -> None:
+        """Notes that a transfer, or a part of one, was read or has finally failed."""
+        tag = transfer.tag
+        if failure is not None:
+            before = transfer.offset - self.transfers[tag].offset
+            failure = failure._replace(transfer=tag, got=before + failure.got)
+            self._failed.setdefault(tag, failure)
+        self._left_bytes[tag] -= transfer.wanted
+        if self._left_bytes[tag] == 0:
+            self.undone -= 1
+            self._settled.append(tag)
+
+    def news(self) -> tuple[list[int], list[Failure]]:
+        """The transfers that settled since the last call, and the failures among them."""
+        if self.error is not None:
+            raise self.error
+        settled, self._settled = self._settled, []
+        return settled, [self._failed[tag] for tag in settled if tag in self._failed]
+
+
+class Part:
+    """Transfers of a request that a candidate has in flight.
+
+    Attributes:
+        request: The request to the backend of the candidate.
+        ended: Whether it has been ended.
+        failures: The number of transfers that failed.
+        idle_seconds: Time since the last byte was read.
+        paths: Bytes by I/O path, once it has ended.
+    """
+
+    def __init__(
+        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any, taken: ExitStack
+    ) -> None:
+        """`taken` releases the request and its registrations."""
+        self.candidate, self.request = candidate, request
+        self.transfers, self._tags = transfers, [transfer.tag for transfer in transfers]
+        self.ended, self.failures, self.idle_seconds = False, 0, 0.0
+        self.paths: dict[str, int] = {}
+        self._taken, self._settled = taken, bytearray(len(transfers))
+        self._posted_at = self._ended_at = time.monotonic()
+
+    def check(self) -> Progress:
+        progress = self.candidate.backend.check(self.request)
+        for number in progress.settled:
+            self._settled[number] = 1
+        self.failures += len(progress.failures)
+        self.idle_seconds = progress.idle_seconds
+        return progress
+
+    def unsettled(self) -> list[Transfer]:
+        return [t for t, done in zip(self.transfers, self._settled, strict=True) if not done]
+
+    def unsettled_range(self, first: int, last: int) -> tuple[int, int] | None:
+        """The positions of its transfers that belong to a range of the whole request; None if all
+        of them have settled."""
+        low, high = bisect_left(self._tags, first), bisect_right(self._tags, last)
+        return (low, high - 1) if 0 in self._settled[low:high] else None
+
+    @property
+    def facts(self) -> Sequence[RequestFacts]:
+        """Counts and times, once it has ended."""
+        return self.candidate.backend.facts(self.request) or [RequestFacts(self.transfers)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether nearly all bytes were read directly, so that its rate is that of the storage."""
+        wanted = bytes_of(self.transfers)
+        return all(not 0 <= 10 * each.direct_bytes < 9 * wanted for each in self.facts)
+
+    def seconds(self) -> float:
+        """From its first read to its last copied byte."""
+        times = [times for each in self.facts for times in each.times if times[1]]
+        if not times:
+            return self._ended_at - self._posted_at
+        return (max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
+
+    def end(self) -> None:
+        """Ends it, settled or not: nothing is written to its memory afterwards."""
+        self.ended, self._ended_at = True, time.monotonic()
+        self._taken.close()
+        self.paths = self.candidate.backend.paths(self.request)
+
+
+class Candidate:
+    """A backend that a load may use.
+
+    Attributes:
+        files: The files that are registered with it, by their numbers.
+        left: Why it is no longer used, or "".
+        failures: The transfers that failed, in words.
+        read_bytes: All bytes that it has read, in parts that have ended.
+        compat_bytes: Those that cuFile read in compatibility mode.
+        fixed_seconds: The time to open it; -1 if it was never opened.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.name = backend, backend.name
+        self.files: dict[int, Registration] = {}
+        self.left, self.failures = "", list[str]()
+        self.read_bytes = self.compat_bytes = 0
+        self.fixed_seconds = -1.0
+
+    def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
+        """Posts transfers of a request, split to the largest read of the backend.
+
+        Raises:
+            BackendUnavailable: The backend does not open.
+            CuFileError: The backend refuses a file.
+            PlacementError: There is no room for its ring.
+        """
+        started, backend = time.monotonic(), self.backend
+        files = [NO_FILE] * len(whole.files)
+        for shard in {transfer.shard for transfer in transfers}:
+            number = whole.files[shard].handle
+            if number not in self.files:
+                self.files[number] = backend.register(whole.files[shard].what)
+            files[shard] = self.files[number]
+        limit = backend.limits(device).max_request
+        reads = [read for transfer in transfers for read in split(transfer, limit)]
+        if whole.stream is not None and not backend.follow(device, whole.stream):
+            why = f"{device} cannot order its streams"
+            raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
+        memory: list[Registration] = []
+        with ExitStack() as taken:  # released in reverse order; here only if something fails
+            for entry in whole.memory:
+                memory.append(backend.register(entry.what))
+                taken.callback(backend.deregister, memory[-1])
+            request = backend.prepare(reads, files, memory)
+            taken.callback(backend.release, request)
+            if self.fixed_seconds < 0:
+                self.fixed_seconds = time.monotonic() - started
+            if whole.ahead:
+                backend.yield_to_loads(request, True)
+            backend.post(request)
+            whole.parts.append(Part(self, reads, request, taken.pop_all()))
+        return whole.parts[-1]
+
+    @property
+    def failed(self) -> str:
+        """The failures in words."""
+        return f"{len(self.failures)} ranges failed, first {self.failures[0]}"
+
+    def close(self) -> None:
+        """Closes the backend; the next use opens it again."""
+        while self.files:
+            self.backend.deregister(self.files.popitem()[1])
+        self.backend.close()
 
 
 class AutoBackend(Backend):
@@ -59,7 +259,7 @@ class AutoBackend(Backend):
     memory_kinds: ClassVar[frozenset[str]] = frozenset({VRAM})
 
     def __init__(self, device: str = "cuda:0", wanted_bytes: int = 0, **options: Any) -> None:
-        """Makes the candidates; none is opened yet.
+        """Makes the last candidate; it is not opened yet.
 
         Args:
             device: The device to load into.
@@ -67,18 +267,31 @@ class AutoBackend(Backend):
             **options: Options, for those candidates that have them.
 
         Raises:
+            BackendUnavailable: The last candidate cannot work with its options.
             TypeError: No candidate has such an option.
             ValueError: ``allow_compat`` is set.
         """
         super().__init__()
+        if options.get("allow_compat"):
+            raise ValueError(
+                "allow_compat=True: 'auto' never uses cuFile's compatibility mode; ask for"
+                " backend='gds_mt' or 'gds' by name"
+            )
         self._device, self._wanted, self._asked = device, wanted_bytes, 0
-        self._candidates = Candidates(device, options)
-        self._failover = Failover(device, self._candidates)
+        self._options, self._refusals = options, dict[str, str]()
+        kinds = {name: registry.built_in(name) for name in registry.BUILT_IN}
+        others = {name: kind for name, kind in kinds.items() if name != LAST}
+        last = kinds[LAST]
+        foreign = set().union(*map(_names_of_options, others.values())) - _names_of_options(last)
+        own = {key: value for key, value in options.items() if key not in foreign}
+        self._candidates, self._unprobed = {LAST: Candidate(last(**own))}, others
+        self._requests: list[AutoRequest] = []
+        self._failovers: Counter[str] = Counter()  # bytes, by "from -> to"
         self._benchmark: Benchmark | None = None
         self._sample: Part | None = None
         self._waiting: deque[tuple[AutoRequest, list[Transfer]]] = deque()  # for the sample
         self._why = ""
-        self._registrations = 0
+        self._numbers = count()  # of registrations
         self._followed = _Followed()
         self._lock = fork_safe_lock(self)
         self.pid = os.getpid()
@@ -87,41 +300,61 @@ class AutoBackend(Backend):
     def probe(cls, device: str = "cpu") -> Support:
         return registry.built_in(LAST).probe(device)
 
+    @property
+    def last(self) -> Backend:
+        """The backend of the last candidate. It reads what is in the page cache."""
+        return self._candidates[LAST].backend
+
+    def _probe_others(self) -> None:
+        """Probes the candidates besides the last one, once. None is opened."""
+        kinds, self._unprobed = self._unprobed, {}
+        for name, kind in kinds.items():
+            if foreign := self._options.keys() - _names_of_options(kind):
+                self._refusals[name] = f"it has no option {', '.join(sorted(foreign))}"
+            elif registry.is_usable(kind, self._device, self._refusals):
+                self._candidates[name] = Candidate(kind(**self._options))
+
+    @property
+    def _is_worth_cufile(self) -> bool:
+        return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or library.is_open()
+
     def status(self) -> BackendStatus:
-        benchmark = self._benchmark
-        best = self._candidates[benchmark.best if benchmark is not None else LAST]
-        why = benchmark.why if benchmark is not None else self._why
-        rates = benchmark.rates if benchmark is not None else {}
+        name, why, rates = LAST, self._why, dict[str, float]()
+        if (benchmark := self._benchmark) is not None:
+            name, why, rates = benchmark.best, benchmark.why, benchmark.rates
+        refusals = self._refusals.copy()
+        for each in self._candidates.values():
+            if each.left:
+                refusals[each.name] = each.left
+            elif each.failures:
+                refusals[f"{each.name}/ranges"] = each.failed
+            refusals.update(each.backend.status().refusals)
         return BackendStatus(
-            best.name,
-            best.backend.status().engine,
-            f"{best.name}: {why}" if why else best.name,
-            self._candidates.refusals,
+            name,
+            self._candidates[name].backend.status().engine,
+            f"{name}: {why}" if why else name,
+            refusals,
             {name: rate for name, rate in rates.items() if rate},
-            dict(self._failover.failovers),
+            dict(self._failovers),
         )
 
     def limits(self, device: str = "cpu") -> Limits:
         """The largest read of any candidate; for the others it is split."""
-        with self._locked():
+        with self._lock:
             if self._is_worth_cufile:
-                self._candidates.probe()
-            found = [each.backend.limits(device) for each in self._candidates if not each.left]
+                self._probe_others()
+            candidates = self._candidates.values()
+            found = [each.backend.limits(device) for each in candidates if not each.left]
             return max(found, key=lambda each: each.max_request)
 
     def register(self, what: OpenFile | Memory) -> Registration:
         """Candidates register it on first use."""
         if isinstance(what, Memory) and what.kind != VRAM:
             raise BackendUnavailable(f"'auto' into {self._device} does not reach {what.kind}")
-        with self._locked():
-            self._registrations += 1
-            return Registration(what, self._registrations)
+        return Registration(what, next(self._numbers))
 
     def deregister(self, registration: Registration) -> None:
-        if self.pid == os.getpid():
-            with self._lock:
-                for candidate in self._candidates:
-                    candidate.forget(registration.handle)
+        """Nothing to do: candidates deregister it when they are closed."""
 
     def follow(self, device: str, stream: int) -> bool:
         """Applies to requests that this thread prepares from now on, whenever they are posted."""
@@ -133,109 +366,184 @@ class AutoBackend(Backend):
     def prepare(
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> AutoRequest:
-        with self._locked():
-            return AutoRequest(transfers, files, memory, self._followed.stream)
+        require_own_process(self.pid, "auto")
+        numbered = [each._replace(tag=number) for number, each in enumerate(transfers)]
+        return AutoRequest(numbered, files, memory, self._followed.stream)
 
     def post(self, request: AutoRequest) -> None:
         """Posts it. While candidates are measured, cold transfers wait."""
-        with self._locked():
-            if request in self._failover.requests:
+        require_own_process(self.pid, "auto")
+        with self._lock:
+            if request in self._requests:
                 if request.undone and request.error is None:
                     raise RuntimeError("this request is in flight already")
                 self.release(request)
             request.reset()
-            self._failover.requests.append(request)
-            cold = [each for each in request.transfers if _is_cold(each, request.files)]
-            warm = [each for each in request.transfers if not _is_cold(each, request.files)]
-            self._asked += sum(transfer.wanted for transfer in cold)
+            self._requests.append(request)
+            cold = [each for each in request.transfers if each.io_mode == "direct"]
+            warm = [each for each in request.transfers if each.io_mode != "direct"]
+            self._asked += bytes_of(cold)
             if not cold:
                 self._why = self._why or "all bytes come through the page cache"
             elif not self._is_worth_cufile:
                 self._why = f"less than {WORTH_CUFILE_BYTES:,} bytes do not repay opening cuFile"
                 warm, cold = request.transfers, []
             if warm:
-                self._failover.post(request, warm, self._candidates[LAST])
+                self._post(request, warm, self._candidates[LAST])
             if cold:
-                # A checkpoint is on one storage: that of its first file.
-                path = path_of(request.files[cold[0].shard])
-                self._benchmark = self._benchmark or self._new_benchmark(path)
+                if self._benchmark is None:
+                    # A checkpoint is on one storage: that of its first file.
+                    self._benchmark = self._new_benchmark(path_of(request, cold[0]))
                 self._waiting.append((request, cold))
-                self._advance(self._benchmark)
-            request.require_no_error()
-
-    @property
-    def _is_worth_cufile(self) -> bool:
-        return max(self._wanted, self._asked) >= WORTH_CUFILE_BYTES or library.is_open()
+                self._advance()
+            if request.error is not None:
+                raise request.error
 
     def _new_benchmark(self, path: str) -> Benchmark:
-        self._candidates.probe()
-        names = [candidate.name for candidate in self._candidates if not candidate.left]
+        self._probe_others()
+        names = [name for name in registry.BUILT_IN if name in self._candidates]
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
         rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
         return Benchmark(names, path, self._device, nbytes, ready)
 
-    def _advance(self, benchmark: Benchmark) -> None:
+    def _advance(self) -> None:
         """Posts waiting transfers, up to the end of the next sample."""
-        while self._sample is None or self._sample.ended:
+        benchmark = self._benchmark
+        while benchmark is not None and (self._sample is None or self._sample.ended):
             sample, self._sample = self._sample, None
             sound = sample is not None and not sample.failures and not sample.candidate.left
             if sample is not None and sound and sample.is_direct:
-                nbytes = sum(transfer.wanted for transfer in sample.transfers)
-                fixed_seconds = sample.candidate.fixed_seconds
-                benchmark.add(sample.candidate.name, nbytes, sample.seconds(), fixed_seconds)
-            for candidate in self._candidates:
-                if candidate.left:
-                    benchmark.drop(candidate.name)
+                name, fixed_seconds = sample.candidate.name, sample.candidate.fixed_seconds
+                benchmark.add(name, bytes_of(sample.transfers), sample.seconds(), fixed_seconds)
             if not self._waiting:
-                return
+                return self._close_losers(benchmark.choice)
             request, transfers = self._waiting.popleft()
             reader, measures = self._candidates[benchmark.reader], not benchmark.choice
             ends = list(accumulate(transfer.wanted for transfer in transfers))
-            count = bisect_left(ends, benchmark.missing_bytes) + 1
-            if transfers[count:]:
-                self._waiting.appendleft((request, transfers[count:]))
-            part = self._failover.post(request, transfers[:count], reader)
+            end = bisect_left(ends, benchmark.missing_bytes) + 1
+            if transfers[end:]:
+                self._waiting.appendleft((request, transfers[end:]))
+            part = self._post(request, transfers[:end], reader)
             self._sample = part if measures else None
 
-    def _close_losers(self, benchmark: Benchmark) -> None:
+    def _close_losers(self, choice: str) -> None:
         """Closes candidates that the load does not need, after its last transfers were posted. The
         last candidate stays, for transfers from the page cache and for failover."""
-        if self._waiting or not benchmark.choice:
-            return
-        needed = {LAST, benchmark.choice, *(p.candidate.name for p in self._failover.active)}
-        for candidate in self._candidates:
-            if candidate.is_open and candidate.name not in needed:
+        needed = {LAST, choice, *(part.candidate.name for _, part in self._active())}
+        for name, candidate in self._candidates.items():
+            if choice and candidate.files and name not in needed:
                 candidate.close()
+
+    def _active(self) -> list[tuple[AutoRequest, Part]]:
+        return [(request, part) for request in self._requests for part in request.active]
+
+    def _post(
+        self, request: AutoRequest, transfers: Sequence[Transfer], candidate: Candidate
+    ) -> Part | None:
+        """Posts transfers on a candidate, or on the next one if it cannot be opened.
+
+        Returns:
+            The part; None if the last candidate cannot be opened either. The request then has the
+            error.
+        """
+        while request.error is None:
+            try:
+                return candidate.post(request, transfers, self._device)
+            except (BackendUnavailable, PlacementError, OSError) as error:
+                if candidate.name == LAST:
+                    request.error = error
+                else:
+                    self._leave(candidate, str(error))
+                    candidate = self._after(candidate)
+        return None
 
     def check(self, request: AutoRequest) -> Progress:
         """Raises the error of the last candidate, if it could not be opened."""
-        with self._locked():
-            self._failover.check()
-            if self._benchmark is not None:
-                self._advance(self._benchmark)
-                self._close_losers(self._benchmark)
-            request.require_no_error()
+        require_own_process(self.pid, "auto")
+        with self._lock:
+            for each, part in self._active():
+                if not part.ended:  # a failure of another part may have ended it
+                    self._collect(each, part)
+            for candidate in self._candidates.values():
+                if why := self._reason_to_leave(candidate):
+                    self._leave(candidate, why)
+            self._advance()
             settled, failures = request.news()
-            idle = min((part.idle_seconds for part in self._failover.active), default=0.0)
-            finished = request.undone == 0 or request not in self._failover.requests
+            idle = min((part.idle_seconds for _, part in self._active()), default=0.0)
+            finished = request.undone == 0 or request not in self._requests
             return Progress(settled, failures, finished, idle)
+
+    def _collect(self, request: AutoRequest, part: Part) -> None:
+        """Notes what a part has read, and ends it if all of it has settled or its candidate was
+        left. The next candidate reads what failed."""
+        candidate, again = part.candidate, list[Transfer]()
+        progress = part.check()
+        failures = {failure.transfer: failure for failure in progress.failures}
+        for number in progress.settled:
+            transfer, failure = part.transfers[number], failures.get(number)
+            if failure is None or failure.permanent or candidate.name == LAST:
+                request.settle(transfer, failure)
+                continue
+            again.append(transfer)
+            why = f"{path_of(request, transfer)} at {transfer.offset}:"
+            candidate.failures.append(f"{why} {failure.text or os.strerror(failure.errno)}")
+        if progress.finished or candidate.left:
+            part.end()
+            again += part.unsettled()
+            for path, nbytes in part.paths.items():
+                candidate.read_bytes += nbytes
+                if path.rpartition("/")[2] in _COMPAT:
+                    candidate.compat_bytes += nbytes
+        if again:
+            to = self._after(candidate)
+            self._failovers[f"{candidate.name} -> {to.name}"] += bytes_of(again)
+            self._post(request, sorted(again, key=lambda t: (t.tag, t.offset)), to)
+
+    def _after(self, candidate: Candidate) -> Candidate:
+        """The candidate that reads what failed on this one."""
+        names = FAILOVER[FAILOVER.index(candidate.name) + 1 :]
+        found = (self._candidates[name] for name in names if name in self._candidates)
+        return next(each for each in found if not each.left)
+
+    def _reason_to_leave(self, candidate: Candidate) -> str:
+        """Why a candidate must be left, or ""."""
+        if candidate.name == LAST or candidate.left:
+            return ""
+        compat, total = candidate.compat_bytes, candidate.read_bytes
+        if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:
+            return f"cuFile used its compatibility mode for {compat:,} of {total:,} bytes"
+        if len(candidate.failures) >= MOST_FAILURES:
+            return candidate.failed
+        # Its parts share a queue: progress of any of them proves that it is alive.
+        mine = [part.idle_seconds for _, part in self._active() if part.candidate is candidate]
+        idle = min(mine, default=0.0)
+        return f"no byte has arrived for {idle:.0f} s" if idle > SILENT_SECONDS else ""
+
+    def _leave(self, candidate: Candidate, why: str) -> None:
+        """Leaves a candidate: the next one reads what it has in flight."""
+        candidate.left = why
+        if self._benchmark is not None:
+            self._benchmark.drop(candidate.name)
+        for request, part in self._active():
+            if part.candidate is candidate and not part.ended:
+                self._collect(request, part)
 
     def wait(self, request: AutoRequest, seconds: float, first: int = 0, last: int = -1) -> None:
         last = last if last >= 0 else len(request.transfers) - 1
-        with self._locked():
-            found = [(p, at) for p in request.active if (at := p.unsettled_range(first, last))]
-            if not found and self._sample is not None:  # it is posted after the sample
-                found = [(self._sample, (0, len(self._sample.transfers) - 1))]
-        if found:
-            part, (low, high) = found[0]
-            part.candidate.backend.wait(part.request, seconds, low, high)
-        else:
-            super().wait(request, seconds)
+        found = [(part, part.unsettled_range(first, last)) for part in request.active]
+        if (sample := self._sample) is not None:  # others are posted after it
+            found.append((sample, (0, len(sample.transfers) - 1)))
+        for part, numbers in found:
+            if numbers is not None:
+                return part.candidate.backend.wait(part.request, seconds, *numbers)
+        super().wait(request, seconds)
 
     def yield_to_loads(self, request: AutoRequest, ahead: bool) -> None:
-        with self._locked():
-            request.yield_to_loads(ahead)
+        with self._lock:
+            request.ahead = ahead
+            for part in request.active:
+                part.candidate.backend.yield_to_loads(part.request, ahead)
 
     def release(self, request: AutoRequest) -> None:
         if self.pid != os.getpid():
@@ -246,8 +554,8 @@ class AutoBackend(Backend):
                 self._sample = None
             for part in request.active:
                 part.end()
-            if request in self._failover.requests:
-                self._failover.requests.remove(request)
+            if request in self._requests:
+                self._requests.remove(request)
 
     def paths(self, request: AutoRequest) -> dict[str, int]:
         found: Counter[str] = Counter()
@@ -259,22 +567,34 @@ class AutoBackend(Backend):
         return [facts for part in request.parts for facts in part.facts]
 
     def close(self) -> None:
-        if self.pid != os.getpid():
-            return
-        with self._lock:
-            for request in list(self._failover.requests):
-                self.release(request)
-            for candidate in self._candidates:
-                candidate.close()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        require_own_process(self.pid, "auto")
-        with self._lock:
-            yield
+        for request in list(self._requests):
+            self.release(request)
+        for candidate in self._candidates.values():
+            candidate.close()
 
 
-def _is_cold(transfer: Transfer, files: Registrations) -> bool:
-    """Whether it is read from storage, not through the page cache."""
-    file = files[transfer.shard].what
-    return transfer.io_mode == "direct" and isinstance(file, OpenFile) and file.direct_fd >= 0
+def _names_of_options(kind: type[Backend]) -> set[str]:
+    return {option.name for option in kind.options()}
+
+
+def bytes_of(transfers: Sequence[Transfer]) -> int:
+    return sum(transfer.wanted for transfer in transfers)
+
+
+def path_of(request: AutoRequest, transfer: Transfer) -> str:
+    file = request.files[transfer.shard].what
+    return file.path if isinstance(file, OpenFile) else ""
+
+
+def split(whole: Transfer, limit: int) -> list[Transfer]:
+    """Splits a transfer into reads of at most `limit` bytes that start on blocks like the whole."""
+    step = max(limit // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES)
+    return [
+        whole._replace(
+            offset=whole.offset + start,
+            length=min(step, whole.length - start),
+            wanted=min(step, whole.wanted - start),
+            target_offset=whole.target_offset + start,
+        )
+        for start in range(0, max(whole.wanted, 1), step)
+    ]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from gdsload.backends import tuning_cache
 from gdsload.system import gpu
 from gdsload.system.mountinfo import mount_of
 
+LAST = "posix"  # the last candidate: it needs nothing but CUDA
 # Long enough that starting and draining matter little; three of them fit into the smallest load
 # that is measured. Not measured on a GPU yet.
 SAMPLE_BYTES = 256 << 20
@@ -44,14 +46,10 @@ class Benchmark:
             ready: Candidates that are open in this process already.
         """
         self._names = names
-        self._bytes = dict.fromkeys(names, 0)
-        self._seconds = dict.fromkeys(names, 0.0)
+        self._bytes, self._seconds = Counter[str](), defaultdict[str, float](float)
         self._fixed_seconds: dict[str, float] = {}
         self.rates: dict[str, float] = {}
         self.choice = self.why = ""
-        self._decide()
-        if self.choice:
-            return
         mount, facts = mount_of(path), gpu.device(gpu.ordinal_of(device))
         # Keys that are equal for all files of one storage, and independent of the GPU's number.
         self._mount = mount.key if mount is not None else ""
@@ -59,15 +57,15 @@ class Benchmark:
         self._versions = tuning_cache.versions(self._device)
         cached = tuning_cache.find(self._mount, self._device, self._versions)
         # If a candidate was not measured then, it may be the fastest now.
-        if cached is not None and cached.rates.keys() >= set(names):
-            rates = {name: cached.rates[name] for name in names}
+        if len(names) > 1 and cached is not None and cached.rates.keys() >= set(names):
+            self.rates = {name: cached.rates[name] for name in names}
             fixed = {name: s for name, s in cached.fixed_seconds.items() if name not in ready}
-            if choice := cheapest(rates, nbytes, fixed):
-                day = time.strftime("%Y-%m-%d", time.localtime(cached.at))
-                self.rates, self.choice = rates, choice
-                self.why = f"measured on {day}, cached in {tuning_cache.directory()}"
-                if (fastest := cheapest(rates)) != choice:
-                    self.why += f"; opening {fastest} would take longer than it saves"
+            self.choice = cheapest(self.rates, nbytes, fixed)
+            day = time.strftime("%Y-%m-%d", time.localtime(cached.at))
+            self.why = f"measured on {day}, cached in {tuning_cache.directory()}"
+            if (fastest := cheapest(self.rates)) != self.choice:
+                self.why += f"; opening {fastest} would take longer than it saves"
+        self._decide()
 
     @property
     def reader(self) -> str:
@@ -98,7 +96,7 @@ class Benchmark:
         self.rates[name] = 0.0
         if name == self.choice:
             tuning_cache.forget(self._mount, self._device)
-            self.choice = cheapest(self.rates) or next(n for n in self._names if n != name)
+            self.choice = cheapest(self.rates) or LAST
             self.why = f"the first choice ({name}) failed"
         self._decide()
 
@@ -120,8 +118,7 @@ class Benchmark:
                 self._versions,
                 fixed_seconds=self._fixed_seconds,
             )
-            unknown = "the mount of the file is unknown"
-            why_not = tuning_cache.store(entry) if self._mount else unknown
+            why_not = tuning_cache.store(entry)
             self.why += f", and not cached: {why_not}" if why_not else ""
 
 

@@ -53,7 +53,6 @@ class CuFileBackend(PumpBackend):
         self._handles: dict[int, int] = {}  # slot -> CUfileHandle_t
         self._files: list[tuple[int, int]] = []  # (CUfileHandle_t, our descriptor)
         self._counted: dict[str, int] = {}  # reads by I/O path, at the last look
-        self._in_flight: set[int] = set()  # ids of requests
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
@@ -83,7 +82,7 @@ class CuFileBackend(PumpBackend):
                 self.refusals[f"{self.name}/native"] = (
                     "cuFile has no native path here; its compatibility mode was allowed"
                 )
-            self._counted = self._driver.paths() or {}
+            self._counted = self._driver.paths()
         require_own_process(self._driver.pid, self.name)
         return self._driver
 
@@ -142,20 +141,7 @@ class CuFileBackend(PumpBackend):
         handles = driver.library.files(owner, event_seconds)
         ordinal, ring_bytes = gpu.ordinal_of(device), self.settings["ring_bytes"]
         with ring_for(VRAM, ordinal, slot_bytes, ring_bytes, register) as ring:
-            try:
-                pipeline = StagingPipeline(
-                    self.name,
-                    ring,
-                    self._new_engine(),
-                    depth,
-                    files=handles,
-                    explain=library.explain,
-                )
-            except OSError as error:
-                why = library.explain(error.errno or 0) or str(error.strerror)
-                raise BackendUnavailable(
-                    f"backend {self.name!r} cannot be opened: {why}", {self.name: why}
-                ) from error
+            pipeline = StagingPipeline(self.name, ring, self._new_engine(), depth, files=handles)
         for slot, handle in self._handles.items():
             handles.put(slot, handle)
         return pipeline
@@ -167,16 +153,6 @@ class CuFileBackend(PumpBackend):
         device = (what.device if isinstance(what, Memory) else "") or self._device
         return self._pipeline(device).prepare(transfers, files, memory)
 
-    def post(self, request: PumpedRequest) -> None:
-        if not self._in_flight and self._driver is not None:
-            self._counted = self._driver.paths() or {}  # others may have read in the meantime
-        self._in_flight.add(id(request))
-        super().post(request)
-
-    def release(self, request: PumpedRequest) -> None:
-        self._in_flight.discard(id(request))
-        super().release(request)
-
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         """Bytes by I/O path, according to cuFile's own counters since the last call."""
         direct, buffered, _, _ = request.native.counts()
@@ -184,11 +160,9 @@ class CuFileBackend(PumpBackend):
         if driver is None:
             return {}
         counts = driver.paths()
-        if counts is None:
-            return {f"{self.name}/{driver.mode}": total}
         reads = {path: counts[path] - self._counted.get(path, 0) for path in counts}
         self._counted = counts
-        # Some releases do not count batches: then only the mode of the driver is known.
+        # Without counts (before 1.15, or of batches) only the mode of the driver is known.
         parts = shares_of(total, reads) or {driver.mode: total}
         return {f"{self.name}/{path}": nbytes for path, nbytes in parts.items()}
 

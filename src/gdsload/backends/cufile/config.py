@@ -38,6 +38,9 @@ class Settings(NamedTuple):
         found = self._section("properties").get(name)
         return found if type(found) is int else default
 
+    def has(self, section: str, name: str) -> bool:
+        return name in self._section(section)
+
     @property
     def has_log_directory(self) -> bool:
         return bool(self._section("logging").get("dir"))
@@ -52,15 +55,12 @@ def settings(root: str = "/") -> Settings:
     named = os.environ.get(_PATH, "")
     path = named or os.path.join(root, _SYSTEM[1:])
     source = f"{_PATH}={named}" if named else _SYSTEM
-    if not os.path.exists(path):
-        if not named:
-            return Settings("", {})
-        return Settings(source, {}, note="there is no such file, and cuFile uses its defaults")
-    if not os.path.isfile(path):
-        return Settings(source, {}, fault="it is no file")
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
+    except FileNotFoundError:
+        note = "there is no such file, and cuFile uses its defaults" if named else ""
+        return Settings(source if named else "", {}, note=note)
     except OSError as error:
         return Settings(source, {}, fault=f"it cannot be read: {error.strerror}")
     try:

@@ -8,7 +8,6 @@ own counters after reads.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
@@ -36,7 +35,7 @@ EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
 _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 6, 7, 9
-_ALLOW_COMPAT = 1
+_ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
 
@@ -48,16 +47,11 @@ MEANINGS = {
     5009: "GPUDirect Storage does not work on this GPU",
     5010: "the nvidia-fs driver refused; is the GPU's BAR1 large enough?",
     5011: "the CUDA driver refused",
-    5012: "that is no device pointer",
-    5015: "the memory is another GPU's than the current one",
-    5017: "a read past the end of what was registered",
     5018: "cuFile reads no files of this kind",
     5019: "cuFile does not take a file that was opened like this; does its filesystem do O_DIRECT?",
     5022: "cuFile refused the arguments",
     5025: "permission denied: by the driver or for the file",
-    5026: "cuFile's driver is open already",
     5027: "cuFile does not know the file; in a container it needs the host's /run/udev",
-    5028: "the descriptor is registered already",
     5029: "cuFile finds no GPU",
     5030: "an internal error; in a container cuFile needs the host's /run/udev",
     5033: "cuFile could not be set up: is libcuda there?",
@@ -65,7 +59,6 @@ MEANINGS = {
     5036: "no room to pin GPU memory: the BAR1 window is too small or full",
     5037: "cuFile's batch queue is full",
     5040: "cuFile refused the whole batch",
-    5041: "cuFile lost count of a batch",
     5044: "a read failed below cuFile",
     5049: "cuFile takes no batches in compatibility mode here",
 }
@@ -98,7 +91,7 @@ class BatchLimits(NamedTuple):
         )
 
 
-class Driver:
+class Driver(quiesce.Holder):
     """cuFile with its driver open.
 
     `mode` is the path that it uses: `NVFS`, `P2P` or `COMPAT`.
@@ -107,7 +100,6 @@ class Driver:
     def __init__(self, library: CuFile) -> None:
         self.library = library
         self.pid = os.getpid()
-        self.version = library.version
         facts = library.properties()
         self.mode = _mode(library, facts)
         self.limits = BatchLimits(
@@ -162,10 +154,6 @@ class Driver:
         self._registered -= 1
         self.library.deregister_buffer(address, device)
 
-    def busy(self) -> str:
-        """For `quiesce`: its users are holders of their own."""
-        return ""
-
     def quiesce(self) -> None:
         """Closes it until the next load. Raises GdsloadError if something is registered."""
         with _lock:
@@ -194,14 +182,11 @@ class Driver:
             with suppress(BackendUnavailable):  # nobody is left to handle it
                 self._close(EXIT_SECONDS)
 
-    def resume(self) -> None:
-        """The next load opens it."""
-
-    def paths(self) -> dict[str, int] | None:
-        """Reads that cuFile has counted so far, by path; None if it does not count."""
+    def paths(self) -> dict[str, int]:
+        """Reads that cuFile has counted so far, by path; empty if it does not count."""
         gpus = self.library.statistics() if self.counts else None
         if gpus is None:
-            return None
+            return {}
         return {path: sum(each[path] for each in gpus) for path in ("p2p", "nvfs", "posix")}
 
 
@@ -241,27 +226,20 @@ lifecycle.at_exit(lifecycle.CUFILE, _end)
 def library() -> CuFile:
     """libcufile; its driver may be closed. Raises BackendUnavailable if there is none."""
     with _lock:
-        return _find()
-
-
-def _find() -> CuFile:
-    if not _library:
         reasons = []
-        for path in shared_libraries.candidates(shared_libraries.CUFILE):
+        for path in () if _library else shared_libraries.candidates(shared_libraries.CUFILE):
             try:
                 _library.append(CuFile(path))
                 break
             except OSError as error:
                 reasons.append(str(error))
-        else:
+        if not _library:
             why = "; ".join(reasons)
             raise BackendUnavailable(
-                f"there is no libcufile: {why}",
-                {"cufile": f"{why} (pip install nvidia-cufile)"},
+                f"there is no libcufile: {why}", {"cufile": f"{why} (pip install nvidia-cufile)"}
             )
-    found = _library[0]
-    require_own_process(found.pid, "cufile")
-    return found
+        require_own_process(_library[0].pid, "cufile")
+        return _library[0]
 
 
 def is_open() -> bool:
@@ -320,16 +298,18 @@ def support(device: str, allow_compat: bool) -> Support:
     try:
         found = library()
     except BackendUnavailable as error:
-        hint = (
-            "" if _library else "pip install nvidia-cufile"
-        )  # or it is there, but was opened by the parent
-        return Support(False, (str(error),), hint)
+        # Or it is there, but was opened by the parent.
+        return Support(False, (str(error),), "" if _library else "pip install nvidia-cufile")
     if why := gpu.why_not(device):
         return Support(False, (why,))
     if _latched:
         return Support(False, (_latched[0],))
+    if _driver and _driver[0].mode == COMPAT:
+        why = "cuFile is open in compatibility mode in this process"
+        hint = "" if allow_compat else "allow_compat=True uses it, slower than the posix backend"
+        return Support(allow_compat, (why,), hint)
     if _driver:
-        return _fits(_driver[0].mode, allow_compat)
+        return Support(True)
     if why := obstacle():
         hint = "mount the host's /run/udev" if "udev" in why else "give the process a /proc"
         return Support(False, (why,), hint)
@@ -343,43 +323,35 @@ def support(device: str, allow_compat: bool) -> Support:
     )
 
 
-def _fits(mode: str, allow_compat: bool) -> Support:
-    if mode == COMPAT and not allow_compat:
-        return Support(
-            False,
-            ("cuFile is open in compatibility mode in this process",),
-            "allow_compat=True uses it, slower than the posix backend",
-        )
-    return Support(True, ("in compatibility mode",) if mode == COMPAT else ())
-
-
 def opened(device: str, allow_compat: bool) -> Driver:
     """cuFile's driver, opened by the first call. A failure is final in this process.
 
     Raises:
         BackendUnavailable: cuFile cannot be used.
     """
-    _require(support(device, allow_compat))
     with _lock:
+        answer = support(device, allow_compat)
+        if not answer.usable:
+            raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
         if not _driver:
-            if _latched:
-                raise BackendUnavailable(_latched[0], {"cufile": _latched[0]})
-            _driver.append(_open(_find(), device, allow_compat))
+            _driver.append(_open(library(), device, allow_compat))
             quiesce.register(_driver[0], quiesce.DRIVER)
-        found = _driver[0]
-    _require(_fits(found.mode, allow_compat))
-    return found
-
-
-def _require(answer: Support) -> None:
-    if not answer.usable:
-        raise BackendUnavailable(f"cuFile cannot be used: {answer}", {"cufile": str(answer)})
+        return _driver[0]
 
 
 def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
-    with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
-        found.set_bool(_ALLOW_COMPAT, allow_compat)
     settings = config.settings(ROOT)
+    switches = {_ALLOW_COMPAT: allow_compat}
+    # What the user has not set: reads are parallel already, and need no pool of cuFile's threads;
+    # PCI P2PDMA is off by default.
+    if not settings.has("execution", "parallel_io"):
+        switches[_PARALLEL_IO] = False
+    chosen = settings.has("properties", "use_pci_p2pdma") or "CUFILE_USE_PCIP2PDMA" in os.environ
+    if native_path()[0] == P2P and not chosen:
+        switches[_USE_P2PDMA] = True
+    for parameter, value in switches.items():
+        with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
+            found.set_bool(parameter, value)
     try:
         with config.log_elsewhere(settings):
             owner = gpu.device(gpu.ordinal_of(device))
@@ -395,14 +367,14 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
         raise _latch(f"cuFile does not open: {why}") from error
     try:
         driver = Driver(found)
+        if driver.mode != COMPAT or allow_compat:
+            return driver
+        why = "cuFile opened in compatibility mode only: it has no native path here"
     except CuFileFailure as error:
-        _close_again(found)
-        why = explain(error.code) or str(error)
-        raise _latch(f"cuFile opens, but does not say which path it has: {why}") from error
-    if driver.mode == COMPAT and not allow_compat:
-        _close_again(found)
-        raise _latch("cuFile opened in compatibility mode only: it has no native path here")
-    return driver
+        why = f"cuFile opens, but does not say which path it has: {explain(error.code) or error}"
+    with suppress(CuFileFailure):  # the failure is final anyway
+        found.close_driver(CLOSE_SECONDS)
+    raise _latch(why)
 
 
 @contextmanager
@@ -410,7 +382,7 @@ def _protected_stdin() -> Iterator[None]:
     """Restores descriptor 0, which cuFileDriverOpen closes if nvidia-fs is loaded but
     /dev/nvidia-fs* is missing. The next file to be opened would become the standard input."""
     try:
-        spare = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+        spare = os.dup(0)
     except OSError:  # it is closed already
         yield
         return
@@ -418,19 +390,8 @@ def _protected_stdin() -> Iterator[None]:
     try:
         yield
     finally:
-        try:
-            closed = not os.path.samestat(os.fstat(0), os.fstat(spare))
-        except OSError:
-            closed = True
-        if closed:
-            os.dup2(spare, 0, inheritable=inherited)
+        os.dup2(spare, 0, inheritable=inherited)
         os.close(spare)
-
-
-def _close_again(found: CuFile) -> None:
-    # The failure is final anyway: an error of closing changes nothing.
-    with suppress(CuFileFailure):
-        found.close_driver(CLOSE_SECONDS)
 
 
 def _latch(why: str) -> BackendUnavailable:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdsload.backends.staging import StagingPipeline
-from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import DRAM, ring_for
 from gdsload.system import gpu
 
@@ -44,14 +43,6 @@ def open_pipeline(
     with ring_for(DRAM, gpu.ordinal_of(device), slot_bytes, ring_bytes) as ring:
         if ring.notes:
             notes["posix/ring"] = "; ".join(ring.notes)
-        parked = ring.unpark(kind)
-        if isinstance(parked, StagingPipeline):
-            return parked
-        try:
-            return StagingPipeline("posix", ring, capsule, depth, register=fixed, kind=kind)
-        except OSError as error:
-            why = str(error.strerror)
-            raise BackendUnavailable(
-                f"engine {engine!r} of backend 'posix' cannot be opened for {device}: {why}",
-                {f"posix/{engine}": why},
-            ) from error
+        return ring.unpark(kind) or StagingPipeline(
+            "posix", ring, capsule, depth, register=fixed, kind=kind
+        )
