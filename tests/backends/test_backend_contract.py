@@ -13,6 +13,7 @@ import torch
 
 import gdsload
 from contract import BackendContract
+from gdsload._native.first_touch import MODES
 from gdsload.backends import Backend, registry
 from gdsload.backends.posix import PosixBackend, engines
 from gdsload.backends.posix import backend as backend_module
@@ -41,20 +42,17 @@ for _engine in engines.ENGINES:
         _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
         globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
 
-    _name = f"Test{_engine.title()}BounceBuffers"
-    globals()[_name] = suite(
-        _name, PosixContract, engine=_engine, direct=True, options={"bounce": "always"}
-    )
-
 TestDepthOfOne = suite("TestDepthOfOne", PosixContract, engine="threads", options={"depth": 1})
 TestDeep = suite("TestDeep", PosixContract, engine="linuxaio", options={"depth": 200}, direct=True)
 TestFixedBuffers = suite(
     "TestFixedBuffers", PosixContract, engine="uring", options={"fixed_buffers": "always"},
     direct=True,
 )  # fmt: skip
-TestNoPopulator = suite(
-    "TestNoPopulator", PosixContract, engine="uring", options={"populate_threads": 0}
-)
+for _pages in MODES:
+    _name = f"TestPages{_pages.title()}"
+    globals()[_name] = suite(
+        _name, PosixContract, engine="threads", direct=True, options={"pages": _pages}
+    )
 
 
 def guide_backend() -> type[Backend]:
