@@ -19,10 +19,6 @@ from gdsload._native import threads
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump, limit_traffic, traffic
 from gdsload._native.request import Request
-from gdsload.backends.base import DRAM, Memory, OpenFile
-from gdsload.backends.posix import PosixBackend
-from gdsload.backends.posix.backend import POPULATE_THREADS, REQUEST_BYTES
-from gdsload.planning.read_plan import Transfer
 from gdsload.readahead.prefetch import prefetches
 
 PATIENCE_SECONDS = 120.0

@@ -1,8 +1,8 @@
 """The ``posix`` backend: reads through the kernel, by one of four engines.
 
-Reads into DRAM are made by threads, because the thread that reads also touches the fresh memory
-(`_native.first_touch`). Reads into VRAM go through a pinned staging ring, by io_uring where it works. If
-an engine does not work here (see `engines`), the next one is used and the report says why.
+Threads read into DRAM, because the thread that reads also touches the fresh memory
+(`_native.first_touch`). Reads into VRAM go through a pinned staging ring, by io_uring where it
+works. If an engine does not work here (see `engines`), the next one is used and the report says why.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class PosixBackend(PumpBackend):
             Option(
                 "pages",
                 "auto",
-                "how threads touch fresh memory: huge pages, small pages, small pages through a bounce"
-                " buffer, or auto: the cheaper of huge and bounce",
+                "how threads touch fresh memory: huge pages, small pages, small pages after a bounce"
+                " buffer (bounce), or auto: the cheaper of huge and bounce",
             ),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),

@@ -21,8 +21,8 @@ from gdsload.backends.base import Support
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 
 # The order in which `auto` tries them (benchmarks/engines.py). Into host memory: threads touch the
-# fresh pages in parallel. Into a staging ring there is nothing to touch, and io_uring needs least CPU
-# time. linuxaio copies from the page cache one read after the other.
+# fresh pages in parallel. Into a staging ring: there is nothing to touch, and io_uring needs the
+# least CPU time. linuxaio copies from the page cache one read after the other.
 ENGINES = ("threads", "uring", "linuxaio", "aio")
 DEVICE_ENGINES = ("uring", "threads", "linuxaio", "aio")
 _MODULES = {"uring": "uring", "linuxaio": "linuxaio", "aio": "posixaio", "threads": "threads"}
