@@ -52,7 +52,7 @@ class Cell(NamedTuple):
         """The backend with a queue that takes the batch, and memory that is ready as it is."""
         settings = dict(self.settings)
         if self.backend == "posix":
-            settings |= {"depth": self.batch, "populate_threads": 0}
+            settings |= {"depth": self.batch, "pages": "small"}
         return find(self.backend)(**settings)
 
 

@@ -27,7 +27,7 @@ ARMS = (
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
-IN_PLACE = "bounce=never"  # as every other loader reads into host memory
+PAGES = tuple(f"pages={name}" for name in ("huge", "small", "bounce"))  # "auto" chooses of them
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Their fastest settings if cuFile has no native path.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")
@@ -43,7 +43,7 @@ def chosen(
     nbytes = sum(file.stat().st_size for file in files_of(source))
     names = list(options.arms or ARMS)
     if not options.arms:
-        names += [f"gdsload:{choice}" for choice in (IN_PLACE, *ENGINES, *CUFILE)]
+        names += [f"gdsload:{choice}" for choice in (*PAGES, *ENGINES, *CUFILE)]
         names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()
     if options.best:
@@ -94,7 +94,7 @@ def idle(arm: Arm, options: argparse.Namespace) -> str:
     """Why an engine of ours would read nothing; "" if it reads, or was asked for."""
     if options.arms or not options.warm or options.device != CPU or arm.label in options.also:
         return ""
-    named = arm.kind == "gdsload" and not arm.settings.keys().isdisjoint(("engine", "bounce"))
+    named = arm.kind == "gdsload" and not arm.settings.keys().isdisjoint(("engine", "pages"))
     return "files in the page cache are mapped: no engine reads" if named else ""
 
 

@@ -1,7 +1,7 @@
 """Each backend and engine, by request size and reads in flight: the reasons for our defaults.
 
     gdsload bench engines MODEL_DIR
-    gdsload bench engines MODEL_DIR --engine uring --populate 0 1 2 --huge auto never
+    gdsload bench engines MODEL_DIR --engine threads --pages auto huge bounce
 
 Every combination is an arm of one cold benchmark (cold.py): fresh processes, in turn, under
 the same rules. Reads in flight are `depth` to posix and gds, and `threads` to gds_mt.
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from gdsload._native.first_touch import MODES
 from gdsload.backends.posix.engines import ENGINES
 
 from . import cold, records, tables, values
@@ -36,10 +37,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
                         help="of one read, at most: 1M 4M 16M")  # fmt: skip
     parser.add_argument("--in-flight", nargs="+", type=values.whole, default=IN_FLIGHT,
                         metavar="N", help="reads at one time: 4 16 64")  # fmt: skip
-    parser.add_argument("--populate", nargs="+", type=values.count, default=[2], metavar="N",
-                        help="threads of posix that populate memory: 2")  # fmt: skip
-    parser.add_argument("--huge", nargs="+", default=["auto"], choices=("auto", "never"),
-                        help="pages of that memory: auto")  # fmt: skip
+    parser.add_argument("--pages", nargs="+", default=["auto"], choices=tuple(MODES),
+                        help="how the threads of posix touch fresh memory: auto")  # fmt: skip
     parser.add_argument("--repeats", type=values.whole, default=3, metavar="N",
                         help="runs of each combination: 3")  # fmt: skip
     parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed",
@@ -53,15 +52,14 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def grid(options: argparse.Namespace) -> Iterator[str]:
     """The arms: each engine and backend with the combinations that apply to it."""
-    memory = list(itertools.product(options.populate, options.huge))
     for name, size, number in itertools.product(options.engine, options.request, options.in_flight):
         if name in CUFILE:
             many = "threads" if name == "gds_mt" else "depth"
             yield f"gdsload:backend={name},request_bytes={size},{many}={number}"
             continue
-        for populate, huge in memory:
-            yield (f"gdsload:engine={name},request_bytes={size},depth={number},"
-                   f"populate_threads={populate},huge_pages={huge}")  # fmt: skip
+        for pages in options.pages if name == "threads" else ("",):
+            more = f",pages={pages}" if pages else ""
+            yield f"gdsload:engine={name},request_bytes={size},depth={number}{more}"
 
 
 def engines(options: argparse.Namespace) -> dict[str, Any]:
@@ -96,8 +94,8 @@ def groups(result: dict[str, Any]) -> dict[str, dict[tuple[int, int], tables.Spr
     for arm in result["arms"]:
         of = arm["settings"]
         name = engine_of(of)
-        if name not in CUFILE:
-            name += f", {of['populate_threads']} populating, huge pages {of['huge_pages']}"
+        if "pages" in of:
+            name += f", pages={of['pages']}"
         shape = of["request_bytes"], of.get("depth") or of["threads"]
         found.setdefault(name, {})[shape] = tables.seconds_of(arm)
     return found

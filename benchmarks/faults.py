@@ -226,7 +226,7 @@ def loads_of(plain: Path, model: Path) -> dict[str, Load]:
     for engine in ENGINES:
         for cache in ("direct", "buffered", "auto"):
             found[f"load_file {engine} {cache}"] = partial(load, cache, engine=engine)
-    found["load_file auto direct bounced"] = partial(load, "direct", bounce="always")
+    found["load_file auto direct bounced"] = partial(load, "direct", pages="bounce")
     found["load_file mapped"] = partial(load, "mapped")
     found["load_file auto"] = load
     found["load_file auto warm"] = load

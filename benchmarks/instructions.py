@@ -74,7 +74,7 @@ def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.report import LoadReport
 
     def read() -> None:
-        options = {"engine": "threads", "depth": 1, "populate_threads": 0}
+        options = {"engine": "threads", "depth": 1, "pages": "small"}
         with (
             Checkpoint.open(source) as checkpoint,
             Session(

@@ -13,6 +13,7 @@ import torch
 
 import gdsload
 from contract import BackendContract
+from gdsload._native.first_touch import MODES
 from gdsload.backends import Backend, registry
 from gdsload.backends.posix import PosixBackend, backend as backend_module, engines
 from gdsload.backends.posix.backend import PosixRequest
@@ -40,11 +41,6 @@ for _engine in engines.ENGINES:
         _name = f"Test{_engine.title()}{'Direct' if _direct else 'Buffered'}"
         globals()[_name] = suite(_name, PosixContract, engine=_engine, direct=_direct)
 
-    _name = f"Test{_engine.title()}BounceBuffers"
-    globals()[_name] = suite(
-        _name, PosixContract, engine=_engine, direct=True, options={"bounce": "always"}
-    )
-
 TestDepthOfOne = suite("TestDepthOfOne", PosixContract, engine="threads", options={"depth": 1})
 TestDeep = suite("TestDeep", PosixContract, engine="linuxaio", options={"depth": 200}, direct=True)
 TestFixedBuffers = suite(
@@ -54,9 +50,11 @@ TestFixedBuffers = suite(
     options={"fixed_buffers": "always"},
     direct=True,
 )
-TestNoPopulator = suite(
-    "TestNoPopulator", PosixContract, engine="uring", options={"populate_threads": 0}
-)
+for _pages in MODES:
+    _name = f"TestPages{_pages.title()}"
+    globals()[_name] = suite(
+        _name, PosixContract, engine="threads", direct=True, options={"pages": _pages}
+    )
 
 
 def guide_backend() -> type[Backend]:

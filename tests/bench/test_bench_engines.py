@@ -39,9 +39,10 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_arms_have_only_applicable_settings() -> None:
     options = engines.arguments(["x", "--request", "1M", "--in-flight", "4", "8"])
     assert list(engines.grid(options)) == [
-        *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth},populate_threads=2,"
-          "huge_pages=auto"
-          for engine in ("uring", "linuxaio", "threads") for depth in (4, 8)),
+        *(f"gdsload:engine=threads,request_bytes=1048576,depth={depth},pages=auto"
+          for depth in (4, 8)),
+        *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth}"
+          for engine in ("uring", "linuxaio") for depth in (4, 8)),
         *(f"gdsload:backend=gds,request_bytes=1048576,depth={depth}" for depth in (4, 8)),
         *(f"gdsload:backend=gds_mt,request_bytes=1048576,threads={count}" for count in (4, 8)),
     ]  # fmt: skip
@@ -60,7 +61,7 @@ def test_engines_table_has_each_combination(tiny_checkpoint: Path, tmp_path: Pat
     assert kept["kind"] == "engines"
     assert kept["left_out"] == dict.fromkeys(("gds", "gds_mt"), "it reaches CUDA devices, not cpu")
     assert len(kept["arms"]) == 4
-    assert "posix/threads, 2 populating, huge pages auto" in answer.stdout
+    assert "posix/threads, pages=auto" in answer.stdout
     assert "| request, GB/s | 1 in flight | 4 in flight |" in answer.stdout
     assert "left out: gds, gds_mt: it reaches CUDA devices, not cpu" in answer.stdout
     assert "posix/threads" in render.rendered(output.name, tmp_path)

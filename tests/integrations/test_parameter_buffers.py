@@ -167,7 +167,6 @@ def test_a_filling_brings_each_tensor_to_its_place(
         )
         with places, filling:
             filling.start()
-            places.populate()
             assert filling.take("nobody", dtype) is None
             assert filling.take(infos[0].name, torch.float16) is None
             for info in reversed(infos):

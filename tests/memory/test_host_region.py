@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import io
 import itertools
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 from gdsload._native.memory import Region
-from gdsload._native.populate import Populator
 from pagemap import PAGE, resident_pages
 
 UNIT = 2 << 20
@@ -222,81 +220,3 @@ def test_a_file_that_cannot_be_mapped(tmp_path: Path) -> None:
     os.close(fd)
     with pytest.raises(OSError):
         Region.file(fd, 10)
-
-
-# Memory made ready ahead of the reads.
-
-
-@pytest.mark.parametrize("threads", [1, 2, 8])
-@pytest.mark.parametrize("huge", [True, False])
-@pytest.mark.parametrize("gentle", [0, 1, 4])
-def test_populating_touches_what_it_is_told(threads: int, huge: bool, gentle: int) -> None:
-    region = Region.anonymous(16 * UNIT)
-    parts = [(region.handle(), 5 * UNIT, 4 * UNIT), (region.handle(), 100, 10)]
-    populator = Populator(parts, threads, 1 << 40, huge)
-    populator.gentle = gentle
-    while sum(populator.counts()[:2]) < 5:
-        pass  # each unit is a fraction of a millisecond; nothing else announces the last of them
-    populator.stop()
-    populator.stop()
-    assert resident_pages(region.address, UNIT) == 1, "no more than will be read"
-    assert resident_pages(region.address + 5 * UNIT, 4 * UNIT) == 4 * UNIT // PAGE
-    assert resident_pages(region.address, region.length) == 4 * UNIT // PAGE + 1
-    assert bytes(100) == region.read(5 * UNIT, 100)
-    del populator
-    gc.collect()
-    assert region.references == 1
-
-
-@pytest.mark.parametrize("gentle", [0, 1])
-def test_populating_leaves_what_has_landed(gentle: int) -> None:
-    region = Region.anonymous(4 * UNIT)
-    ctypes.memset(region.address + UNIT, 7, UNIT)  # a read was there first
-    populator = Populator([(region.handle(), 0, 4 * UNIT)], 1, 1 << 40, False)
-    populator.gentle = gentle
-    while populator.counts()[1] < 4:
-        pass
-    populator.stop()
-    assert region.read(0, 4 * UNIT) == bytes(UNIT) + b"\7" * UNIT + bytes(2 * UNIT)
-
-
-def test_a_gentle_populator_is_hurried() -> None:
-    region = Region.anonymous(16 * UNIT)
-    populator = Populator([(region.handle(), 0, 16 * UNIT)], 4, 2 * UNIT, False)
-    populator.gentle = 1
-    while populator.counts()[1] < 2:
-        pass
-    populator.gentle = 0
-    populator.advance(1 << 30)
-    while populator.counts()[1] < 16:
-        pass
-    populator.stop()
-    assert populator.gentle == 0
-    assert resident_pages(region.address, region.length) == 16 * UNIT // PAGE
-
-
-@pytest.mark.parametrize("gentle", [0, 1])
-def test_populating_stays_within_its_bound(gentle: int) -> None:
-    region = Region.anonymous(64 * UNIT)
-    populator = Populator([(region.handle(), 0, 64 * UNIT)], 1, 3 * UNIT, False)
-    populator.gentle = gentle
-    while populator.counts()[1] < 3:
-        pass
-    populator.stop()
-    assert resident_pages(region.address, region.length) == 3 * UNIT // PAGE
-
-
-def test_a_populator_that_is_dropped_at_once() -> None:
-    region = Region.anonymous(64 * UNIT)
-    for bound in (UNIT, 1 << 40):
-        for _ in range(10):
-            Populator([(region.handle(), 0, 64 * UNIT)], 4, bound, True)
-    assert region.references == 1
-
-
-@pytest.mark.parametrize("part", [(0, 0), (UNIT + 1, 1), (UNIT, UNIT), (0, UNIT + 1)])
-def test_parts_that_leave_their_region(part: tuple[int, int]) -> None:
-    region = Region.anonymous(UNIT)
-    with pytest.raises(ValueError, match="exceed"):
-        Populator([(region.handle(), 0, PAGE), (region.handle(), *part)], 1, UNIT, False)
-    assert region.references == 1

@@ -20,7 +20,6 @@ import errno, json, mmap, os, sys
 from gdsload.memory import page_cache as residency
 from gdsload._native import system
 from gdsload._native.memory import Region
-from gdsload._native.populate import Populator
 
 K = 1 << 10
 said = {"page": mmap.PAGESIZE}
@@ -40,13 +39,6 @@ said["begins on a page"] = dies(128 * K, 68 * K)
 said["ends on a page"] = dies(124 * K, 68 * K)
 said["inside a page"] = dies(132 * K, 80 * K)
 said["whole pages"] = dies(128 * K, 128 * K)
-
-region = Region.anonymous(2 << 20)
-populator = Populator([(region.handle(), 68 * K, 8 * K)], 1, 1 << 30, False)
-while not region.populated(68 * K, 8 * K):
-    os.sched_yield()
-populator.stop()
-said["populated"] = populator.counts()[:2]
 
 fd = os.open(sys.argv[1], os.O_RDWR)
 size = os.fstat(fd).st_size
@@ -106,10 +98,6 @@ def test_freed_tensor_keeps_the_bytes_of_its_neighbours(
     assert before == start << 10
     assert behind == (1 << 20) - ((start + length) << 10)
     assert inside == kept << 10, "pages that are its own go back, and no others"
-
-
-def test_populator_populates_whole_pages(seen: dict[str, Any]) -> None:
-    assert seen["populated"] == [0, 1], "one unit of small pages, and no EINVAL"
 
 
 @pytest.mark.parametrize("call", ["cachestat", "mincore"])

@@ -19,10 +19,6 @@ from gdsload._native import threads
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump, limit_traffic, traffic
 from gdsload._native.request import Request
-from gdsload.backends.base import DRAM, Memory, OpenFile
-from gdsload.backends.posix import PosixBackend
-from gdsload.backends.posix.backend import POPULATE_THREADS, REQUEST_BYTES
-from gdsload.planning.read_plan import Transfer
 from gdsload.readahead.prefetch import prefetches
 
 PATIENCE_SECONDS = 120.0
@@ -191,22 +187,3 @@ def test_backend_without_priorities_still_prefetches(tiny_checkpoint: Path) -> N
         with gdsload.prefetch(tiny_checkpoint, backend="gated", cache="buffered") as ahead:
             gate.open()
             assert ahead.wait(PATIENCE_SECONDS)
-
-
-def test_memory_of_a_prefetch_is_populated_gently_until_a_load_waits(tmp_path: Path) -> None:
-    length = 4 * REQUEST_BYTES
-    (tmp_path / "data").touch()
-    os.truncate(tmp_path / "data", length)
-    region = Region.anonymous(length)
-    fd = os.open(tmp_path / "data", os.O_RDONLY)
-    with PosixBackend(engine="threads") as backend:
-        file = backend.register(OpenFile("data", fd, length))
-        memory = backend.register(Memory(DRAM, region.address, region.length, region))
-        transfer = Transfer(0, 0, length, length, 0, 0, "buffered", 0)
-        request = backend.prepare([transfer], [file], [memory])
-        backend.yield_to_loads(request, True)
-        assert 1 <= request.populator.gentle <= POPULATE_THREADS
-        backend.yield_to_loads(request, False)
-        assert request.populator.gentle == 0
-        backend.release(request)
-    os.close(fd)

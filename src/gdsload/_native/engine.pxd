@@ -5,6 +5,8 @@
 from cpython.pycapsule cimport PyCapsule_New, PyCapsule_SetContext
 from libc.stdint cimport int64_t, uint64_t
 
+from gdsload._native.memory cimport CRegion
+
 cdef extern from "<errno.h>" nogil:
     enum: ECANCELED       # missing in Cython's libc.errno
 
@@ -19,12 +21,20 @@ cdef enum:
     # A result of -LOST - errno: the read failed, and its memory may still be written to.
     LOST = 1048576
 
+# Destination in a region of the library, whose pages may be untouched, and how they were touched.
+cdef struct FreshMemory:
+    CRegion *region
+    int huge_units        # units of UNIT_BYTES touched as a huge page, and as small ones
+    int small_units
+    int64_t bounced_bytes # bytes that were read to a bounce buffer and copied
+
 cdef struct Read:
     int fd                # open descriptor to read from
     int slot              # its index in the engine's table of registered files, or -1
     int buffer            # index of the registered buffer that holds `address`, or -1
     int io_mode           # one of the above
     char *address
+    FreshMemory *memory   # that `address` lies in; NULL: it is ready to be read into
     uint64_t length       # bytes, at most 1 GiB
     uint64_t offset       # bytes from the start of the file
     uint64_t cookie       # returned by reap

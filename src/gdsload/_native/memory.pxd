@@ -4,17 +4,17 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
-from gdsload._native.atomics cimport gds_add, gds_load_flag
+from gdsload._native.atomics cimport gds_add
 from gdsload._native.pthreads cimport pthread_mutex_t
 
 cdef enum:
-    UNIT_BYTES = 2097152  # populated at a time: one huge page on x86-64 and most of arm64
+    UNIT_BYTES = 2097152  # touched at a time: one huge page on x86-64 and most of arm64
 
 # Counts the regions that part of a file is lent as. When none is left, the memory can be reused.
 cdef struct CLease:
     int64_t references   # the Python object and each region
 
-# Regions that are cached between models: backed, populated, and free to be taken again.
+# Regions that are cached between models: backed, touched, and free to be taken again.
 cdef struct CPool:
     pthread_mutex_t lock
     int64_t references   # the Python object and each region
@@ -34,7 +34,7 @@ cdef struct CRegion:
     CPool *pool          # to which the memory returns; NULL: to the system
     CRegion *next_idle
     CLease *lease        # that counts it, or NULL
-    uint8_t *ready       # a flag for each populated unit; NULL: no populator
+    uint8_t *touched     # a flag for each unit; NULL: the memory needs no first touch
     void (*destroy)(CRegion *region) noexcept nogil
 
 cdef inline void retain_region(CRegion *region) noexcept nogil:
@@ -43,13 +43,3 @@ cdef inline void retain_region(CRegion *region) noexcept nogil:
 cdef inline void release_region(CRegion *region) noexcept nogil:
     if gds_add(&region.references, -1) == 0:
         region.destroy(region)
-
-cdef inline int region_ready(CRegion *region, uint64_t first, uint64_t last) noexcept nogil:
-    """Whether units first to last are populated; always true without a populator."""
-    cdef uint64_t unit
-    if region == NULL or region.ready == NULL:
-        return 1
-    for unit in range(first, last + 1):
-        if not gds_load_flag(&region.ready[unit]):
-            return 0
-    return 1

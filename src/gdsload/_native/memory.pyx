@@ -8,7 +8,7 @@ back to the system when it is freed, even if other tensors of the region live on
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.errno cimport errno
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from posix.mman cimport (
     MADV_DONTNEED, MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE,
@@ -61,7 +61,7 @@ cdef void release_lease(CLease *self) noexcept nogil:
 
 cdef void free_region(CRegion *region) noexcept nogil:
     munmap(region.mapping, region.mapped)
-    free(region.ready)
+    free(region.touched)
     free(region)
 
 
@@ -139,12 +139,14 @@ cdef class Region:
         )
         if mapped == MAP_FAILED:
             raise MemoryError(f"no address space for {length} bytes: {os.strerror(errno)}")
-        # The rest at both ends costs address space only; unmapping it now would have to wait for
-        # threads that populate memory.
+        # The rest at both ends costs address space only.
         self.region = new_region(mapped, whole + UNIT_BYTES, 1)
         self.region.base = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))
         self.region.length = whole
-        # Small pages, unless a populator measures that huge ones are cheaper now.
+        self.region.touched = <uint8_t *>calloc(whole // UNIT_BYTES, 1)
+        if self.region.touched == NULL:
+            raise MemoryError(f"no memory to track a region of {length} bytes")
+        # Small pages, unless the threads that read measure that huge ones are cheaper now.
         madvise(self.region.base, whole, MADV_NOHUGEPAGE)
         return self
 
@@ -175,16 +177,8 @@ cdef class Region:
         """Number of owners: this object, tensors, and reads in flight."""
         return self.region.references
 
-    def populated(self, uint64_t offset, uint64_t nbytes):
-        """Whether a populator has made all of these bytes ready, in this load or an earlier one."""
-        if self.region.ready == NULL or nbytes == 0 or offset + nbytes > self.region.length:
-            return False
-        return bool(region_ready(
-            self.region, offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES
-        ))
-
     def handle(self):
-        """Its C struct, as a capsule for the pump and the populator."""
+        """Its C struct, as a capsule for the pump."""
         return PyCapsule_New(self.region, b"gdsload.region", NULL)
 
     def view(self, uint64_t offset, uint64_t nbytes, tuple shape, int code, int bits):

@@ -1,12 +1,12 @@
-# Structs that the pump's thread, its requests and populators share. Fields are used with the lock
+# Structs that the pump's thread and its requests share. Fields are used with the lock
 # of their struct held, and those of a request with the lock of its pump.
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free
 
 from gdsload._native.atomics cimport gds_add
-from gdsload._native.engine cimport BATCH, Buffer, Completion, EngineOps, Read
-from gdsload._native.memory cimport CRegion, release_region
+from gdsload._native.engine cimport BATCH, Buffer, Completion, EngineOps, FreshMemory, Read
+from gdsload._native.memory cimport release_region
 from gdsload._native.pthreads cimport (
     pthread_cond_destroy, pthread_cond_t, pthread_mutex_destroy, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_unlock, pthread_t,
@@ -33,7 +33,7 @@ cdef struct Op:
     uint64_t wanted            # bytes that must arrive
     uint64_t arrived
     char *address
-    CRegion *region            # NULL if the memory is not the library's own
+    FreshMemory memory         # its region is NULL if the memory is not the library's own
     CRequest *request
     int32_t file
     int32_t buffer             # index of the engine's registered buffer, or -1
@@ -72,7 +72,6 @@ cdef struct CRequest:
     int64_t short_reads
     int64_t retries
     int64_t progress_ns        # when a byte last arrived
-    CPopulator *populator
     Waiter *waiters
     CRequest *next_posted
 
@@ -91,7 +90,7 @@ cdef struct CThrottle:
     Limit ahead
 
 cdef struct CPump:
-    int64_t references         # the Python object, the thread, and populators that wake it
+    int64_t references         # the Python object and the thread
     EngineOps *ops
     void *engine
     void *context              # of the engine's capsule, for `open`
@@ -118,38 +117,6 @@ cdef struct CPump:
     int staged_count
     Completion completions[BATCH]
 
-# Contiguous bytes to populate.
-cdef struct Range:
-    CRegion *region
-    uint64_t start             # bytes, the end excluded
-    uint64_t end
-    uint64_t first             # units, both ends included
-    uint64_t last
-
-cdef struct CPopulator:
-    pthread_mutex_t lock
-    pthread_cond_t room        # the reads have advanced, or the threads shall stop
-    CPump *pump                # to wake when a unit is ready; retained, or NULL
-    Range *ranges
-    int count
-    int range                  # the next unit to populate: its range and number
-    uint64_t unit
-    int64_t ahead              # bytes populated for which no read was submitted yet
-    int64_t most_ahead
-    int stopping
-    int gentle                 # threads that work gently; 0: all work, at full speed
-    int started                # threads that have a number
-    int huge_pages             # whether huge pages may be tried at all
-    int64_t huge_ns            # cost of a unit as a huge page, and as small ones; 0: unknown
-    int64_t small_ns
-    int retry_units
-    int until_retry
-    int64_t huge_units
-    int64_t small_units
-    int64_t busy_ns
-    int threads
-    pthread_t thread[8]
-
 cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:
     """Updates the number of loads under way. A cancelled request does not count: a read that is
     stuck in the kernel may keep it posted for any time."""
@@ -167,8 +134,8 @@ cdef inline void cancel_request(CPump *self, CRequest *request) noexcept nogil:
 cdef inline void free_request(CRequest *request) noexcept nogil:
     cdef int i
     for i in range(request.count):
-        if request.ops[i].region != NULL:
-            release_region(request.ops[i].region)
+        if request.ops[i].memory.region != NULL:
+            release_region(request.ops[i].memory.region)
     free(request.ops)
     free(request.files)
     free(request.order)

@@ -20,7 +20,6 @@ import os
 
 from gdsload._native.atomics cimport gds_store
 from gdsload._native.engine cimport BUFFERED, DIRECT, ECANCELED
-from gdsload._native.memory cimport UNIT_BYTES, region_ready
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_broadcast, pthread_cond_signal,
     pthread_cond_timedwait, pthread_detach, pthread_join, pthread_mutex_init, start_quiet_thread,
@@ -30,15 +29,14 @@ cdef enum:
     # One refusal may concern one read, or its memory. After this many in a row the rest of the file
     # is read through the page cache.
     MOST_REFUSED = 4
-    # Longest waits of the pump. Completions end them, and so do posts and ready memory if nothing is
-    # in flight; with reads in flight, both have to wait for the end of a poll.
+    # Longest waits of the pump. Completions end them, and so do posts if nothing is in flight; with
+    # reads in flight, a post has to wait for the end of a poll.
     PARKED_WAIT_NS = 10000000000  # without any request
-    STARVED_NS = 20000000      # after this long, a read starts before its memory is populated
     IDLE_WAIT_NS = 20000000
     ALONE_WAIT_NS = 5000000    # no waiter registered: a new one must soon learn of completions
     LAST_WAIT_NS = 2000000     # the engine has room for a new post
     BUSY_WAIT_NS = 500000
-    RETRY_WAIT_NS = 100000     # throttled, or memory is populated by threads that do not wake us
+    RETRY_WAIT_NS = 100000     # throttled
     BACK_OFF_NS = 1000000      # after EAGAIN, so that a full device is not polled in a tight loop
     # What an unused limit accumulates: one poll of a pump, not a burst.
     SAVED_NS = 1000000
@@ -76,47 +74,21 @@ cdef int throttle_admits(
     return admitted
 
 
-cdef int memory_ready(Op *op) noexcept nogil:
-    return op.region == NULL or op.length == 0 or region_ready(
-        op.region,
-        <uint64_t>(op.address - op.region.base) // UNIT_BYTES,
-        <uint64_t>(op.address + op.length - 1 - op.region.base) // UNIT_BYTES,
-    )
-
-
-cdef void advance_populator(CPopulator *self, int64_t nbytes) noexcept nogil:
-    """Reads of `nbytes` were submitted; -1: they wait for memory and nothing is in flight. Then the
-    limit on populating ahead is lifted: what was populated but skipped would count forever."""
-    pthread_mutex_lock(&self.lock)
-    self.ahead = min(self.ahead, <int64_t>0) if nbytes < 0 else self.ahead - nbytes
-    pthread_cond_broadcast(&self.room)
-    pthread_mutex_unlock(&self.lock)
-
-
 cdef int may_start(CPump *self, CRequest *request, Op *op, int64_t now) noexcept nogil:
-    cdef CPopulator *populator = request.populator
-    if not memory_ready(op) and (
-        request.in_flight > 0 or now - request.progress_ns < STARVED_NS
-    ):
-        if populator == NULL or populator.pump != self:
-            self.idle_wait_ns = RETRY_WAIT_NS
-        elif request.in_flight == 0 and populator.ahead > 0:
-            advance_populator(populator, -1)
-        return 0
-    if not throttle_admits(
+    if throttle_admits(
         self.throttle, request.ahead, self.in_flight + self.staged_count, op.length, now
     ):
-        self.idle_wait_ns = RETRY_WAIT_NS
-        gds_store(&request.progress_ns, now)  # throttled: storage is not stalled
-        return 0
-    return 1
+        return 1
+    self.idle_wait_ns = RETRY_WAIT_NS
+    gds_store(&request.progress_ns, now)  # throttled: storage is not stalled
+    return 0
 
 
 cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
     """The op to submit next, or NULL if none may start."""
     cdef CRequest *request = self.first
     cdef Op *op
-    self.idle_wait_ns = STARVED_NS
+    self.idle_wait_ns = IDLE_WAIT_NS
     if self.again_count > 0:
         self.again_count -= 1
         return self.again[self.again_count]
@@ -126,8 +98,6 @@ cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
             if may_start(self, request, op, now):
                 request.next += 1
                 request.in_flight += 1
-                if request.populator != NULL:
-                    advance_populator(request.populator, <int64_t>op.length)
                 return op
         request = request.next_posted
     return NULL
@@ -231,6 +201,9 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
         read.fd, read.slot, read.io_mode = file.buffered_fd, file.buffered_slot, BUFFERED
         read.length = op.wanted - start
     read.address = op.address + start
+    read.memory = &op.memory
+    if op.memory.region == NULL or op.memory.region.touched == NULL:
+        read.memory = NULL
     read.offset = op.offset + start
     read.buffer = op.buffer
     read.cookie = <uint64_t>op
@@ -379,7 +352,7 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
                 if request.ops[i].posted_ns == 0:
                     request.in_flight += 1
                 else:
-                    request.ops[i].region = NULL
+                    request.ops[i].memory.region = NULL
                 settle(self, &request.ops[i], error, now)
         request.in_flight = 0
         request = request.next_posted

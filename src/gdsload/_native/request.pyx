@@ -13,19 +13,19 @@ from libc.stdlib cimport calloc
 from posix.time cimport timespec
 from posix.unistd cimport getpid
 
-from gdsload._native.atomics cimport gds_add, gds_load
+from gdsload._native.atomics cimport gds_load
 from gdsload._native.memory cimport CRegion, retain_region
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_ns, pthread_cond_signal, pthread_cond_timedwait, pthread_mutex_lock,
     pthread_mutex_unlock,
 )
 from gdsload._native.pump cimport (
-    PENDING, CPopulator, CPump, CRequest, File, Op, Waiter, cancel_request, count_load, free_request,
+    PENDING, CPump, CRequest, File, Op, Waiter, cancel_request, count_load, free_request,
 )
 
 
-# No collector: it would clear `pump` and `populator` before __dealloc__, which needs both to find out
-# whether reads are in flight. Neither can be part of a cycle.
+# No collector: it would clear `pump` before __dealloc__, which needs it to find out whether reads are
+# in flight. It cannot be part of a cycle.
 @cython.no_gc
 @cython.final
 cdef class Request:
@@ -34,10 +34,9 @@ cdef class Request:
     cdef CRequest *request
     cdef CPump *to
     cdef readonly object pump
-    cdef object populator     # owner of a struct that the request points at
     cdef int pid
 
-    def __cinit__(self, object pump, list files, list ops, object populator=None):
+    def __cinit__(self, object pump, list files, list ops):
         """``files``: (buffered fd, direct fd or -1, block, direct slot, buffered slot). A slot is a
         number that stands for one descriptor during the life of the pump, and is never reused.
 
@@ -52,16 +51,6 @@ cdef class Request:
         self.pid = pump.pid
         self.to = <CPump *>PyCapsule_GetPointer(pump.handle(), b"gdsload.pump")
         self.pump = pump
-        self.populator = populator
-        if populator is not None:
-            made.populator = <CPopulator *>PyCapsule_GetPointer(
-                populator.handle(), b"gdsload.populator"
-            )
-            pthread_mutex_lock(&made.populator.lock)
-            if made.populator.pump == NULL:
-                made.populator.pump = self.to
-                gds_add(&self.to.references, 1)
-            pthread_mutex_unlock(&made.populator.lock)
         made.files = <File *>calloc(len(files) + 1, sizeof(File))
         made.ops = <Op *>calloc(len(ops) + 1, sizeof(Op))
         made.order = <int *>calloc(len(ops) + 1, sizeof(int))
@@ -83,15 +72,16 @@ cdef class Request:
             if op.wanted > op.length:
                 raise ValueError(f"read {made.count} wants more bytes than it reads")
             if entry[5] is not None:
-                op.region = <CRegion *>PyCapsule_GetPointer(entry[5], b"gdsload.region")
+                op.memory.region = <CRegion *>PyCapsule_GetPointer(entry[5], b"gdsload.region")
                 if (
-                    op.address < op.region.base
-                    or <uint64_t>(op.address - op.region.base) > op.region.length
-                    or op.length > op.region.length - <uint64_t>(op.address - op.region.base)
+                    op.address < op.memory.region.base
+                    or <uint64_t>(op.address - op.memory.region.base) > op.memory.region.length
+                    or op.length
+                    > op.memory.region.length - <uint64_t>(op.address - op.memory.region.base)
                 ):
-                    op.region = NULL
+                    op.memory.region = NULL
                     raise ValueError(f"read {made.count} exceeds its region")
-                retain_region(op.region)
+                retain_region(op.memory.region)
             made.count += 1
         self.reset()
 
@@ -111,6 +101,8 @@ cdef class Request:
             op.arrived = 0
             op.error = op.retried = 0
             op.posted_ns = op.done_ns = 0
+            op.memory.huge_units = op.memory.small_units = 0
+            op.memory.bounced_bytes = 0
             op.direct = (
                 file.direct_fd >= 0
                 and op.length > 0
@@ -300,6 +292,17 @@ cdef class Request:
             self.request.retries,
         )
 
+    def touched(self):
+        """(units touched as huge pages, as small pages, bytes that went through bounce buffers)."""
+        cdef CRequest *request = self.request
+        cdef int64_t huge = 0, small = 0, bounced = 0
+        cdef int i
+        for i in range(request.count):
+            huge += request.ops[i].memory.huge_units
+            small += request.ops[i].memory.small_units
+            bounced += request.ops[i].memory.bounced_bytes
+        return huge, small, bounced
+
     def refused_direct(self):
         """Files whose direct reads were refused: (index, errno, whether the rest of the file was
         read through the page cache, too)."""
@@ -332,7 +335,6 @@ cdef class Request:
                 if self.request.posted and not pump.finished:
                     cancel_request(pump, self.request)
                     self.request.orphaned = 1
-                    self.request.populator = NULL
                     drained = 0
                     pthread_cond_signal(&pump.news)
                 pthread_mutex_unlock(&pump.lock)

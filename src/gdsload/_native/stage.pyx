@@ -699,6 +699,7 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
         inner[prepared] = read[0]
         inner[prepared].address = slot_address(self, slot.number)
         inner[prepared].buffer = 0 if self.fixed else -1
+        inner[prepared].memory = NULL
         if read.io_mode == BUFFERED and read.length >= ASYNC_BYTES:
             # One core copies slower than the device, and this thread also has to start the copies.
             inner[prepared].io_mode = BUFFERED_ASYNC

@@ -10,7 +10,6 @@ from libc.errno cimport EBADF, EINVAL, EIO, ENOMEM, errno
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
-from posix.unistd cimport pread
 
 from gdsload._native.cuda cimport relax
 from gdsload._native.cufile cimport CFiles, file_handle, release_files, retain_files
@@ -18,6 +17,7 @@ from gdsload._native.engine cimport (
     ECANCELED, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
     take_results,
 )
+from gdsload._native.first_touch cimport Bounce, FirstTouch, free_bounce, read_first_touch
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_cond_wait, pthread_join,
@@ -25,12 +25,15 @@ from gdsload._native.pthreads cimport (
     pthread_mutex_unlock, pthread_t, start_quiet_thread,
 )
 
+from gdsload._native.first_touch import MODES
+
 cdef enum:
     # More threads than a fast disk needs to be busy, few enough for the kernel's scheduler.
     MOST_READERS = 16
     MOST_CUFILE_READERS = 64
 
 cdef struct Workers:
+    FirstTouch first_touch
     CFiles *files                # of cuFile; NULL: pread
     char *base                   # of the memory registered with cuFile
     pthread_mutex_t lock
@@ -46,11 +49,6 @@ cdef struct Workers:
     int closing
     int count
     pthread_t thread[MOST_CUFILE_READERS]
-
-
-cdef int64_t read_file(const Read *read) noexcept nogil:
-    cdef int64_t got = pread(read.fd, read.address, read.length, <int64_t>read.offset)
-    return got if got >= 0 else -errno
 
 
 cdef int64_t read_cufile(Workers *self, const Read *read) noexcept nogil:
@@ -79,8 +77,10 @@ cdef Read take_waiting(Workers *self) noexcept nogil:
 
 cdef void *work(void *arg) noexcept nogil:
     cdef Workers *self = <Workers *>arg
+    cdef Bounce bounce
     cdef Read read
     cdef int64_t result
+    bounce.mapping = NULL
     if self.files != NULL:
         # If this fails, every read fails with an error of its own.
         self.files.cuda.set_current(self.files.context)
@@ -93,12 +93,16 @@ cdef void *work(void *arg) noexcept nogil:
             break
         read = take_waiting(self)
         pthread_mutex_unlock(&self.lock)
-        result = read_file(&read) if self.files == NULL else read_cufile(self, &read)
+        if self.files == NULL:
+            result = read_first_touch(&self.first_touch, &bounce, &read)
+        else:
+            result = read_cufile(self, &read)
         pthread_mutex_lock(&self.lock)
         add_result(&self.done, read.cookie, result)
         if self.done.count >= self.wanted:
             pthread_cond_signal(&self.finished)
     pthread_mutex_unlock(&self.lock)
+    free_bounce(&bounce)
     return NULL
 
 
@@ -114,6 +118,7 @@ cdef void close_workers(void *engine) noexcept nogil:
     pthread_cond_destroy(&self.work)
     pthread_cond_destroy(&self.finished)
     pthread_mutex_destroy(&self.lock)
+    pthread_mutex_destroy(&self.first_touch.lock)
     if self.files != NULL:
         release_files(self.files)
     free(self.waiting)
@@ -122,7 +127,7 @@ cdef void close_workers(void *engine) noexcept nogil:
 
 
 cdef int open_workers(
-    void **engine, int depth, int threads, CFiles *files, char *base
+    void **engine, int depth, int threads, int mode, CFiles *files, char *base
 ) noexcept nogil:
     """Starts up to `threads` workers: 0, or -errno if none starts."""
     cdef Workers *self = <Workers *>calloc(1, sizeof(Workers))
@@ -134,6 +139,8 @@ cdef int open_workers(
     if files != NULL:
         retain_files(files)
         self.files = files
+    self.first_touch.mode = mode
+    pthread_mutex_init(&self.first_touch.lock, NULL)
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.work)
     monotonic_cond_init(&self.finished)
@@ -156,7 +163,9 @@ cdef int open_readers(
     void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
     fixed[0] = 0
-    return open_workers(engine, depth, min(depth, <int>MOST_READERS), NULL, NULL)
+    return open_workers(
+        engine, depth, min(depth, <int>MOST_READERS), <int><size_t>context, NULL, NULL
+    )
 
 
 cdef int open_cufile_readers(
@@ -167,7 +176,7 @@ cdef int open_cufile_readers(
         return -EINVAL
     fixed[0] = 1
     # A third of the depth: two reads wait for each one that cuFile has, so that no worker idles.
-    return open_workers(engine, depth, threads, <CFiles *>context, buffers[0].address)
+    return open_workers(engine, depth, threads, 0, <CFiles *>context, buffers[0].address)
 
 
 cdef int submit_to_workers(void *engine, const Read *reads, int count) noexcept nogil:
@@ -219,9 +228,10 @@ cdef EngineOps CUFILE_OPS = EngineOps(
 )
 
 
-def engine():
-    """The ``threads`` engine, as a capsule for the pump."""
-    return engine_capsule(&OPS, NULL)
+def engine(str pages="auto"):
+    """The ``threads`` engine, as a capsule for the pump. ``pages``: how fresh memory is touched, one
+    of the names in `first_touch.MODES`."""
+    return engine_capsule(&OPS, <void *><size_t>MODES[pages])
 
 
 def cufile_engine():

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 class PumpedRequest(ABC):
     """A list of transfers in a pump. `native` is the pump's request."""
 
-    populator: Any = None
-
     def __init__(
         self,
         backend: str,
@@ -73,7 +71,7 @@ class PumpedRequest(ABC):
             address += transfer.target_offset
             offset, length, wanted = transfer.offset, transfer.length, transfer.wanted
             ops.append((file_number, offset, length, wanted, address, region, buffer))
-        self.native = Request(pump, table, ops, self.populator)
+        self.native = Request(pump, table, ops)
 
     def post(self) -> None:
         """Starts it. Raises BackendUnavailable after a fork, or if the pump has ended."""
@@ -112,8 +110,9 @@ class PumpedRequest(ABC):
 
     def facts(self) -> RequestFacts:
         """Counts and times, for the report."""
-        direct, _, short_reads, retries = self.native.counts()
-        huge, small, _ = self.populator.counts() if self.populator is not None else (0, 0, 0)
+        native = self.native
+        direct, _, short_reads, retries = native.counts()
+        huge, small, _ = native.touched()
         refusals = {
             number // 2: f"the kernel refused direct reads of it ({os.strerror(code)}):"
             f" {'the rest' if whole else 'these bytes'} came through the page cache"

@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from gdsload._native.cuda import Block
     from gdsload.memory.host_pool import HostPool
 
-# Threads that populate pages before reads. More of them only wait for the locks of the address
-# space.
-POPULATE_THREADS = 2
-# Populated memory that no read has reached yet. More would take processor time from the reads.
-POPULATED_AHEAD_BYTES = 256 << 20
-
 
 class BufferView(NamedTuple):
     """The memory of a tensor: a host or device buffer, and the offset in it in bytes."""

@@ -40,10 +40,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(autouse=True, params=["never", "always"])
-def bounce(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fault, to reads in place and to those that go through slots."""
-    monkeypatch.setitem(OPTIONS, "bounce", request.param)
+@pytest.fixture(autouse=True, params=["small", "bounce"])
+def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fault, to reads in place and to those through bounce buffers."""
+    monkeypatch.setitem(OPTIONS, "pages", request.param)
 
 
 @pytest.fixture

@@ -1,18 +1,17 @@
 """The ``posix`` backend: reads through the kernel, by one of three engines.
 
-Reads into DRAM go to the memory itself or through bounce buffers, reads into VRAM through a pinned
-staging ring. If an engine does not work here (see `engines`), the next one is used and the report
-says why.
+Threads read into DRAM, because the thread that reads also touches the fresh memory
+(`_native.first_touch`). Reads into VRAM go through a pinned staging ring, by io_uring where it
+works. If an engine does not work here (see `engines`), the next one is used and the report says
+why.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gdsload._native.memory import Region
-from gdsload._native.populate import Populator
+from gdsload._native.first_touch import MODES
 from gdsload._native.pump import Pump
 from gdsload.backends.base import (
     DRAM,
@@ -25,11 +24,16 @@ from gdsload.backends.base import (
     Support,
     require_own_process,
 )
-from gdsload.backends.posix import bounce_buffers, engines
-from gdsload.backends.posix.engines import ENGINES, first_working, try_engine, unopened
+from gdsload.backends.posix import engines
+from gdsload.backends.posix.engines import (
+    DEVICE_ENGINES,
+    ENGINES,
+    first_working,
+    try_engine,
+    unopened,
+)
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
-from gdsload.memory.host_buffers import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 
 if TYPE_CHECKING:
@@ -67,19 +71,13 @@ class PosixBackend(PumpBackend):
             )
         if not 0 < depth <= MOST_DEPTH:
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
-        if self.settings["bounce"] not in bounce_buffers.CHOICES:
-            raise ValueError(
-                f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
-            )
-        self._bounce: bounce_buffers.BounceBuffers | None = None
+        if self.settings["pages"] not in MODES:
+            raise ValueError(f"pages={self.settings['pages']!r} is none of {', '.join(MODES)}")
         self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []  # to register with the engine
         wanted = self.settings["engine"]
-        if wanted == "auto":
-            self.engine = self._first_engine(ENGINES)
-        elif (answer := try_engine(wanted)).usable:
-            self.engine = wanted
-        else:
+        self.engine = ENGINES[0] if wanted == "auto" else wanted
+        if wanted != "auto" and not (answer := try_engine(wanted)).usable:
             raise BackendUnavailable(
                 f"engine {wanted!r} of backend 'posix' cannot work here: {answer}",
                 {f"posix/{wanted}": str(answer)},
@@ -91,13 +89,14 @@ class PosixBackend(PumpBackend):
             Option("engine", "auto", f"one of {', '.join(ENGINES)}, or auto: the first that works"),
             Option("request_bytes", REQUEST_BYTES, "bytes of one read, at most"),
             Option("depth", DEPTH, "reads in flight"),
-            Option("populate_threads", POPULATE_THREADS, "threads that make memory ready; 0: none"),
-            Option("huge_pages", "auto", "auto: where they are cheaper now; never"),
+            Option(
+                "pages",
+                "auto",
+                "how threads touch fresh memory: huge pages, small pages, small pages after a"
+                " bounce buffer (bounce), or auto: the cheaper of huge and bounce",
+            ),
             Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
-            Option(
-                "bounce", "auto", "auto: through huge pages where that is faster; always; never"
-            ),
         )
 
     @classmethod
@@ -109,7 +108,8 @@ class PosixBackend(PumpBackend):
             if why := device_module.why_not(device):
                 return Support(False, (why,))
         refusals: dict[str, str] = {}
-        engine = first_working(ENGINES, refusals)
+        names = ENGINES if device.partition(":")[0] == "cpu" else DEVICE_ENGINES
+        engine = first_working(names, refusals)
         reasons = [f"engine {name.partition('/')[2]}: {why}" for name, why in refusals.items()]
         return Support(bool(engine), tuple(reasons))
 
@@ -152,14 +152,12 @@ class PosixBackend(PumpBackend):
     def _open_pump(self) -> Pump:
         """An engine that worked in the probe may lack something now; `auto` then tries the next."""
         while True:
-            engine = engines.engine_module(self.engine).engine()
-            bounce = bounce_buffers.BounceBuffers(engine, self.settings)
+            capsule = engines.engine_capsule(self.engine, self.settings["pages"])
             try:
-                pump = Pump(bounce.engine, self.settings["depth"], self._buffers)
+                pump = Pump(capsule, self.settings["depth"], self._buffers)
             except OSError as error:
                 refusal = unopened(self.engine, error)
             else:
-                self._bounce = bounce
                 return pump
             self.refusals[f"posix/{self.engine}"] = str(refusal)
             others = ENGINES[ENGINES.index(self.engine) + 1 :]
@@ -179,112 +177,52 @@ class PosixBackend(PumpBackend):
     ) -> PumpedRequest:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
             return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
-        pump = self.pump
-        # Before threads populate the memory of the request: mapping more has to wait for them.
-        if self._bounce is not None:
-            self._bounce.arm(transfers, files)
-        return PosixRequest(pump, self.settings, transfers, files, memory)
+        return PosixRequest(self.pump, transfers, files, memory)
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
         from gdsload.backends.posix import device as device_module  # imports CUDA
 
-        if self.engine == "linuxaio" and self.settings["engine"] == "auto" and not self._pump:
-            # It copies from the page cache one read after the other; a device takes several
-            # times as much. From storage, threads are as fast.
-            self.engine = self._first_engine(("threads", "linuxaio"))
-        capsule = engines.engine_module(self.engine).engine()
+        if self.settings["engine"] == "auto" and self._pump is None:
+            self.engine = self._first_engine(DEVICE_ENGINES)
+        capsule = engines.engine_capsule(self.engine)
         return device_module.open_pipeline(
             device, self.engine, capsule, self.settings, self.refusals
         )
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
-        through = 0
-        if isinstance(request, PosixRequest) and self._bounce is not None:
-            through = self._bounce.news(direct)
+        bounced = min(request.native.touched()[2], direct)
         found = {
-            f"posix/{self.engine}/direct": direct - through,
+            f"posix/{self.engine}/direct": direct - bounced,
             f"posix/{self.engine}/buffered": buffered,
         }
-        return {**found, f"posix/{self.engine}/direct bounced": through} if through else found
+        return {**found, f"posix/{self.engine}/direct bounced": bounced} if bounced else found
 
     def close(self) -> None:
         self._close_pipelines()
         if self._pump is not None:
-            ended = self._pump.close(DRAIN_SECONDS)
+            self._pump.close(DRAIN_SECONDS)
             self._pump = None
             self._buffers.clear()
-            if self._bounce is not None:
-                self._bounce.close(ended)
-                self._bounce = None
 
 
 class PosixRequest(PumpedRequest):
-    """A list of transfers to DRAM, and the threads that populate the memory for it."""
-
-    populator: Populator | None = None
+    """A list of transfers to DRAM."""
 
     def __init__(
         self,
         pump: Pump,
-        settings: dict[str, Any],
         transfers: Sequence[Transfer],
         files: Registrations,
         memory: Registrations,
     ) -> None:
-        spaces = [entry.what for entry in memory if isinstance(entry.what, Memory)]
-        if settings["populate_threads"] > 0:
-            self.populator = populator_for(
-                transfers,
-                [space.region for space in spaces],
-                settings["populate_threads"],
-                settings["huge_pages"] != "never",
-            )
         targets = [
-            (space.address, None if space.region is None else space.region.handle(), entry.handle)
-            for space, entry in zip(spaces, memory, strict=True)
+            (what.address, None if what.region is None else what.region.handle(), entry.handle)
+            for entry in memory
+            if isinstance(what := entry.what, Memory)
         ]
         super().__init__("posix", pump, transfers, files, targets)
-
-    def yield_to_loads(self, ahead: bool) -> None:
-        super().yield_to_loads(ahead)
-        if self.populator is not None:
-            self.populator.gentle = _spare_threads() if ahead else 0
 
     def end(self) -> None:
         self.native.cancel()
         self.native.quiet(DRAIN_SECONDS)
-        if self.populator is not None:
-            self.populator.stop()
-
-
-def _spare_threads() -> int:
-    """Threads that populate memory for a prefetch: one core stays free for other work."""
-    return max(1, min(POPULATE_THREADS, len(os.sched_getaffinity(0)) - 1))
-
-
-def populator_for(
-    transfers: Sequence[Transfer], regions: Sequence[Any], threads: int, huge: bool
-) -> Populator | None:
-    """Threads that populate the memory of these transfers, in their order.
-
-    None if there is too little to be worth a thread, or if the library did not map the memory.
-    """
-    parts: list[tuple[object, int, int]] = []
-    last, reach, total = -1, 0, 0
-    for transfer in transfers:
-        region = regions[transfer.target]
-        if not isinstance(region, Region):
-            return None
-        if region.populated(transfer.target_offset, transfer.length):
-            continue
-        total += transfer.length
-        if transfer.target == last and transfer.target_offset == reach:
-            handle, offset, length = parts[-1]
-            parts[-1] = (handle, offset, length + transfer.length)
-        else:
-            parts.append((region.handle(), transfer.target_offset, transfer.length))
-        last, reach = transfer.target, transfer.target_offset + transfer.length
-    if total < 4 * REQUEST_BYTES:
-        return None
-    return Populator(parts, threads, POPULATED_AHEAD_BYTES, huge)

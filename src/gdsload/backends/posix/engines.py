@@ -20,14 +20,23 @@ from gdsload._native.request import Request
 from gdsload.backends.base import Support
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 
-# The order in which `auto` tries them (benchmarks/engines.py).
-ENGINES = ("uring", "linuxaio", "threads")
+# The order in which `auto` tries them (benchmarks/engines.py). Into host memory: threads touch the
+# fresh pages in parallel. Into a staging ring: there is nothing to touch, and io_uring needs the
+# least CPU time. linuxaio copies from the page cache one read after the other.
+ENGINES = ("threads", "uring", "linuxaio")
+DEVICE_ENGINES = ("uring", "threads", "linuxaio")
 _DRAIN_SECONDS = 0.15
 
 
 def engine_module(engine: str) -> Any:
     """The native module of an engine. Raises ImportError where this build has none."""
     return importlib.import_module(f"gdsload._native.{engine}")
+
+
+def engine_capsule(engine: str, pages: str = "auto") -> object:
+    """The engine, for a pump. `pages`: how `threads` touches fresh memory."""
+    module = engine_module(engine)
+    return module.engine(pages) if engine == "threads" else module.engine()
 
 
 _tried: dict[tuple[str, int], Support] = {}

@@ -158,7 +158,6 @@ class ModelReader:
             )
         )
         self._begin(self.writer)
-        self.buffers.populate()
 
     def _reached(self, device: str) -> str:
         if device not in self._devices:

@@ -198,19 +198,15 @@ class ParameterWriter:
         for done in range(0, nbytes, _MOVED_AT_ONCE):
             count = min(_MOVED_AT_ONCE, nbytes - done)
             ctypes.memmove(to + done, start + done, count)
-            self.buffers.written(count)
 
     def _cast(self, part: torch.Tensor, tensor: torch.Tensor) -> None:
         if tensor.numel() <= self._elements:
             part.copy_(tensor)
-            self.buffers.written(part.nbytes)
             return
         # `part` is contiguous: a whole parameter, or rows of one expert.
         to, flat = part.view(-1), tensor.reshape(-1)
         for start in range(0, flat.numel(), self._elements):
-            some = to[start : start + self._elements]
-            some.copy_(flat[start : start + self._elements])
-            self.buffers.written(some.nbytes)
+            to[start : start + self._elements].copy_(flat[start : start + self._elements])
 
     def close(self) -> None:
         """Ends all reads and releases their memory; waiting and later calls raise QueueClosed."""

@@ -1,0 +1,24 @@
+# Reads into memory that nothing has touched yet: see first_touch.pyx.
+
+from libc.stdint cimport int64_t
+
+from gdsload._native.engine cimport Read
+from gdsload._native.pthreads cimport pthread_mutex_t
+
+# Shared by the threads of one engine.
+cdef struct FirstTouch:
+    pthread_mutex_t lock
+    int mode               # one of the numbers in `MODES`
+    int64_t huge_ns        # mean CPU time of a unit that was touched as a huge page; 0: none
+    int64_t small_ns       # mean CPU time of a unit that was copied to small pages; 0: none
+    int trying             # a thread has started to measure a huge page
+    int units_until_retry
+    int retry_units
+
+# One thread's bounce buffer.
+cdef struct Bounce:
+    char *mapping          # NULL: none yet
+    char *buffer
+
+cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil
+cdef void free_bounce(Bounce *self) noexcept nogil

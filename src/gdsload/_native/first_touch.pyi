@@ -1,0 +1,1 @@
+MODES: dict[str, int]

@@ -1,0 +1,195 @@
+"""Reads into fresh host memory: each thread that reads also makes the memory ready for its read.
+
+A page that was never touched costs a page fault, which can take longer than reading the page. What
+it costs depends on the machine and changes within a load: a huge page takes 0.1 ms if the machine
+has backed memory ready, and 5 ms if a hypervisor must find it first. So the threads measure both
+ways of making a unit of 2 MiB ready, by CPU time, and use the cheaper:
+
+    huge page     touch it ─► read in place
+    small pages   read to the thread's bounce buffer ─► copy, which touches them
+
+The bounce buffer is a huge page that is reused: a direct read into small pages is slow on a virtual
+disk, because its host maps each page separately. Not responsible for memory of others and for memory
+that an earlier load has touched: reads go to it directly.
+"""
+
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
+from posix.mman cimport (
+    MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_FAILED, MAP_NORESERVE, MAP_PRIVATE, PROT_READ, PROT_WRITE,
+    madvise, mmap, munmap,
+)
+from posix.time cimport CLOCK_THREAD_CPUTIME_ID, clock_gettime, timespec
+from posix.unistd cimport pread
+
+from gdsload._native.atomics cimport gds_load_flag, gds_store_flag, gds_touch
+from gdsload._native.engine cimport DIRECT, FreshMemory
+from gdsload._native.memory cimport UNIT_BYTES, CRegion
+from gdsload._native.pages cimport page_bytes
+from gdsload._native.pthreads cimport pthread_mutex_lock, pthread_mutex_unlock
+
+cdef extern from "<sys/mman.h>" nogil:
+    int mincore(void *address, size_t length, unsigned char *resident)
+
+cdef enum:
+    # 512 small pages and a copy never cost less, on any machine that was measured.
+    CHEAP_NS = 250000
+    # Units between two tries of a huge page where small pages are cheaper; doubled after each try
+    # that confirms it. 128 units are 256 MiB.
+    FIRST_RETRY_UNITS = 8
+    LAST_RETRY_UNITS = 128
+
+cdef enum:
+    AUTO = 0
+    HUGE = 1
+    SMALL = 2
+    BOUNCE = 3
+
+# The values of the option `pages`.
+MODES = {"auto": AUTO, "huge": HUGE, "small": SMALL, "bounce": BOUNCE}
+
+
+cdef int64_t cpu_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now)
+    return <int64_t>now.tv_sec * 1000000000 + now.tv_nsec
+
+
+cdef int choose_huge(FirstTouch *self) noexcept nogil:
+    """Whether to touch the next unit as a huge page. Called with the lock held."""
+    if self.mode != AUTO:
+        return self.mode == HUGE
+    if self.huge_ns == 0:
+        return not self.trying  # one thread measures: it may be expensive
+    if self.huge_ns <= CHEAP_NS:
+        return 1
+    if self.small_ns == 0:
+        return 0
+    if self.huge_ns <= self.small_ns:
+        return 1
+    self.units_until_retry -= 1
+    if self.units_until_retry > 0:
+        return 0
+    self.retry_units = min(max(2 * self.retry_units, <int>FIRST_RETRY_UNITS), <int>LAST_RETRY_UNITS)
+    self.units_until_retry = self.retry_units
+    return 1
+
+
+cdef int64_t averaged(int64_t before, int64_t took) noexcept nogil:
+    return took if before == 0 else (3 * before + took) // 4
+
+
+cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
+    """Touches a unit as a huge page, if this is the cheaper way. False if it is not."""
+    cdef char *base = memory.region.base + unit * UNIT_BYTES
+    cdef unsigned char resident = 0
+    cdef int64_t took
+    cdef int chosen
+    pthread_mutex_lock(&self.lock)
+    chosen = choose_huge(self)
+    self.trying |= chosen
+    pthread_mutex_unlock(&self.lock)
+    if not chosen:
+        return 0
+    took = cpu_ns()
+    madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
+    gds_touch(base)
+    took = cpu_ns() - took
+    mincore(base + page_bytes(), 1, &resident)
+    pthread_mutex_lock(&self.lock)
+    # Without a free huge page the kernel gives a small one: the read touches the others.
+    if resident & 1:
+        memory.huge_units += 1
+    else:
+        memory.small_units += 1
+    self.huge_ns = averaged(self.huge_ns, took)
+    if self.huge_ns <= max(self.small_ns, <int64_t>CHEAP_NS):
+        self.retry_units = self.units_until_retry = 0
+    pthread_mutex_unlock(&self.lock)
+    gds_store_flag(&memory.region.touched[unit], 1)
+    return 1
+
+
+cdef char *bounce_buffer(Bounce *self) noexcept nogil:
+    """The bounce buffer of this thread: one unit, in a huge page; NULL if there is no memory."""
+    cdef char *mapped
+    if self.mapping == NULL:
+        mapped = <char *>mmap(
+            NULL, 2 * UNIT_BYTES, PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0,
+        )
+        if mapped == MAP_FAILED:
+            return NULL
+        self.mapping = mapped
+        self.buffer = mapped + (-<uintptr_t>mapped & (UNIT_BYTES - 1))
+        madvise(self.buffer, UNIT_BYTES, MADV_HUGEPAGE)
+    return self.buffer
+
+
+cdef void free_bounce(Bounce *self) noexcept nogil:
+    if self.mapping != NULL:
+        munmap(self.mapping, 2 * UNIT_BYTES)
+
+
+cdef int64_t read_small(
+    FirstTouch *self, char *buffer, int fd, char *address, uint64_t length, uint64_t offset
+) noexcept nogil:
+    """Reads one unit to small pages. NULL: not by a bounce buffer."""
+    cdef int64_t took = cpu_ns()
+    cdef int64_t got = pread(fd, address if buffer == NULL else buffer, length, <int64_t>offset)
+    if got <= 0:
+        return got
+    if buffer != NULL:
+        took = cpu_ns()
+        memcpy(address, buffer, <size_t>got)
+    took = (cpu_ns() - took) * UNIT_BYTES // got
+    pthread_mutex_lock(&self.lock)
+    self.small_ns = averaged(self.small_ns, took)
+    pthread_mutex_unlock(&self.lock)
+    return got
+
+
+cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil:
+    """Reads, and touches the memory where it is fresh: bytes, or -errno if nothing was read."""
+    cdef FreshMemory *memory = read.memory
+    cdef uint64_t base, done = 0, end, unit
+    cdef char *buffer
+    cdef int64_t got
+    cdef int small
+    if memory != NULL:
+        base = <uint64_t>(read.address - memory.region.base)
+    while done < read.length:
+        # In place up to `end`: ready units, and parts of units, whose rest belongs to other reads.
+        end, small = done, memory != NULL and self.mode != SMALL
+        while small and end < read.length:
+            unit = (base + end) // UNIT_BYTES
+            if (
+                (base + end) % UNIT_BYTES == 0
+                and end + UNIT_BYTES <= read.length
+                and not gds_load_flag(&memory.region.touched[unit])
+                and not touch_huge(self, memory, unit)
+            ):
+                break
+            end = min((unit + 1) * UNIT_BYTES - base, read.length)
+        else:
+            end, small = read.length, 0
+        if end > done:
+            got = pread(read.fd, read.address + done, end - done, <int64_t>(read.offset + done))
+        else:
+            buffer = bounce_buffer(bounce) if read.io_mode == DIRECT else NULL
+            end = done + UNIT_BYTES
+            got = read_small(
+                self, buffer, read.fd, read.address + done, UNIT_BYTES, read.offset + done
+            )
+            if got > 0 and buffer != NULL:
+                memory.bounced_bytes += got
+            if got == UNIT_BYTES:
+                memory.small_units += 1
+                gds_store_flag(&memory.region.touched[unit], 1)
+        if got < 0:
+            return done if done else -errno
+        done += <uint64_t>got
+        if done < end:  # short: the pump reads the rest, or meets the end of the file
+            break
+    return <int64_t>done
