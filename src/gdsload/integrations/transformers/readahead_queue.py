@@ -23,15 +23,13 @@ from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
+from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
-
-    from gdsload._native.memory import Region
 
 # The size of one window, and the limit for all windows in flight. With half of it a cast begins to
 # wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
@@ -254,7 +252,6 @@ class ReadaheadQueue:
         }
         self._posted: dict[int, ReadWindow] = {}  # not all of it is taken
         self._unexpected: set[ReadWindow] = set()
-        self._mappings: dict[int, Region] = {}
 
     def start(self) -> None:
         """Posts the first windows."""
@@ -351,15 +348,6 @@ class ReadaheadQueue:
             window.end()
             self._advance()
 
-    def mapped(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor in a mapping of its file: nothing is read before the first access."""
-        with self._lock:
-            self._require_open()
-            if info.shard not in self._mappings:
-                self._mappings[info.shard] = map_shard(self.session.checkpoint, info.shard)
-            region = self._mappings[info.shard]
-        return hand_over([info], {info.name: BufferView(region, info.offset)})[info.name]
-
     def _require_open(self) -> None:
         if self._closed:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
@@ -374,7 +362,6 @@ class ReadaheadQueue:
                 window.end()
             self._posted.clear()
             self._unexpected.clear()
-            self._mappings.clear()
 
     def __enter__(self) -> ReadaheadQueue:
         return self
