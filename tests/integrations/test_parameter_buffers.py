@@ -58,8 +58,8 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
         loaded = gates | ups
         order = reversed(loaded) if backwards else iter(loaded)
         placed = {key: put(places, key, dtype, loaded[key]) for key in order}
-        stacks = [places.stacked([placed[key] for key in kind.keys]) for kind in PAIR]
-        merged = places.concatenated(stacks)
+        stacks = [places.merged([placed[key] for key in kind.keys], 0) for kind in PAIR]
+        merged = places.merged(stacks, 1)
     assert merged is not None
     assert merged.data_ptr() == placed["g0"].data_ptr()
     wanted = torch.cat(
@@ -78,18 +78,18 @@ def test_only_what_lies_right_is_merged_without_a_copy() -> None:
         placed = {key: put(places, key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
         gates = [placed[key] for key in PAIR[0].keys]
         ups = [placed[key] for key in PAIR[1].keys]
-        assert places.stacked(gates[::-1]) is None
-        assert places.stacked(gates[:2]) is None
-        assert places.stacked([*gates[:2], ups[2]]) is None
-        assert places.stacked(list(loaded.values())[:3]) is None
-        assert places.stacked([]) is None
-        first, second = places.stacked(gates), places.stacked(ups)
+        assert places.merged(gates[::-1], 0) is None
+        assert places.merged(gates[:2], 0) is None
+        assert places.merged([*gates[:2], ups[2]], 0) is None
+        assert places.merged(list(loaded.values())[:3], 0) is None
+        assert places.merged([], 0) is None
+        first, second = places.merged(gates, 0), places.merged(ups, 0)
         assert first is not None
         assert second is not None
-        assert places.concatenated([second, first]) is None
-        assert places.concatenated([first]) is None
-        assert places.concatenated([first, second.clone()]) is None
-        assert places.concatenated([first, second]) is not None
+        assert places.merged([second, first], 1) is None
+        assert places.merged([first], 1) is None
+        assert places.merged([first, second.clone()], 1) is None
+        assert places.merged([first, second], 1) is not None
 
 
 def test_a_place_is_given_once_and_only_in_its_dtype() -> None:

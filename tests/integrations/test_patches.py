@@ -133,7 +133,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
 }  # fmt: skip
 FORETELLING = {"rename_source_key"}
 # What is called whatever its parameters are.
-ANY_PARAMETERS = {"deepcopy", "safe_open"}
+ANY_PARAMETERS = {"deepcopy", "safe_open", "torch"}
 
 
 @pytest.mark.parametrize("how", BREAKS)

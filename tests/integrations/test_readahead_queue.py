@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
+from gdsload.integrations.transformers.lazy_slices import MappedSlice
+from gdsload.integrations.transformers.readahead_queue import (
+    QueueClosed,
+    ReadaheadQueue,
+    ReadWindow,
+)
 from gdsload.loading.session import Session
 from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.report import LoadReport
@@ -55,7 +60,7 @@ def test_queue_any_order_by_many_threads_gives_every_tensor(
         found = dict(zip((c.key for c in asked), pool.map(feed.take, asked), strict=True))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert feed._window_of == {} and not feed._unexpected
+    assert feed._window_of == {} and feed._posted == []
     assert feed.taken_tensors == len(slices)
 
 
@@ -63,12 +68,12 @@ def test_queue_windows_in_flight_stay_within_the_limit(session: Session) -> None
     slices = wholes(session)
     with ReadaheadQueue(session, slices, window_bytes=10_000, ahead_bytes=40_000) as feed:
         feed.start()
-        assert 0 < len(feed._posted) < len(feed._sizes)
+        assert feed._posted and feed._planned
         for wanted in slices:
             feed.take(wanted)
-            held = sum(feed._sizes[number] for number in feed._posted)
+            held = sum(window.ahead_bytes for window in feed._posted)
             assert held <= 40_000 or len(feed._posted) == 1
-        assert feed._posted == {}
+        assert feed._posted == []
 
 
 def test_queue_unexpected_slices_are_read_anew(
@@ -99,7 +104,7 @@ def test_queue_mapped_tensor_has_the_bytes_of_the_file(
 ) -> None:
     info = next(iter(session.checkpoint.tensors.values()))
     with ReadaheadQueue(session) as feed:
-        tensor = feed.mapped(info)
+        tensor = MappedSlice(feed, info)[...]
     assert torch.equal(tensor, expected[info.name])
 
 
@@ -109,10 +114,8 @@ def test_queue_close_wakes_waiting_threads(
     slices = wholes(session)
     feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()
-    monkeypatch.setattr(ReadaheadQueue, "_is_ready", lambda *_: False)
-    monkeypatch.setattr(
-        "gdsload.integrations.transformers.readahead_queue.ReadWindow.poll", lambda _: waiting.set()
-    )
+    monkeypatch.setattr(ReadWindow, "has", lambda *_: False)
+    monkeypatch.setattr(ReadWindow, "poll", lambda _: waiting.set())
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, slices[0])
         assert waiting.wait(10)
@@ -121,6 +124,4 @@ def test_queue_close_wakes_waiting_threads(
             taken.result(10)
     with pytest.raises(QueueClosed):
         feed.take(slices[1])
-    with pytest.raises(QueueClosed):
-        feed.mapped(slices[1].parts[0])
     feed.close()

@@ -12,6 +12,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
 from gdsload.planning.tensor_slices import slice_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class MappedSlice(LazySlice):
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._queue.mapped(self._info)[index]
+        info, checkpoint = self._info, self._queue.session.checkpoint
+        view = BufferView(map_shard(checkpoint, info.shard), info.offset)
+        return hand_over([info], {info.name: view})[info.name][index]
 
 
 class WrittenSlice(LazySlice):

@@ -89,11 +89,6 @@ class _Naming:
         self._answers[key, len(renamings), len(converters)] = found
         return found
 
-    def marks(self) -> list[tuple[Any, bool]]:
-        """The marks that renaming leaves on the transforms."""
-        transforms = (*self._renamings, *self._converters)
-        return [(e, e._was_used) for e in transforms if hasattr(e, "_was_used")]
-
 
 def load_plan_of(
     model: Any,
@@ -103,8 +98,7 @@ def load_plan_of(
 ) -> LoadPlan:
     """Predicts what `convert_and_load_state_dict_in_model` will request of these tensors.
 
-    Marks the transforms of `load_config` as used, as the load itself will; the marks are restored
-    if an exception is raised.
+    Marks the transforms of `load_config` as used, as the load itself will.
 
     Args:
         model: The empty model.
@@ -115,27 +109,10 @@ def load_plan_of(
     Raises:
         AttributeError, ImportError, LookupError, TypeError: transformers' internals have changed.
     """
-    plan = LoadPlan()
-    naming = _Naming(model, load_config, plan)
-    marks = naming.marks()
-    try:
-        _fill(plan, naming, load_config, infos, reached)
-    except BaseException:
-        for transform, mark in marks:
-            transform._was_used = mark
-        raise
-    return plan
-
-
-def _fill(
-    plan: LoadPlan,
-    naming: _Naming,
-    load_config: Any,
-    infos: Mapping[str, TensorInfo],
-    reached: Callable[[str], str],
-) -> None:
     from transformers import core_model_loading as loading
 
+    plan = LoadPlan()
+    naming = _Naming(model, load_config, plan)
     place_of = _places(load_config)
     dtype_of = _dtypes(loading, load_config)
     shard_operation = getattr(loading, "DtensorShardOperation", None)
@@ -204,6 +181,7 @@ def _fill(
     for key in order:
         if key not in plan.written and key in slices:
             plan.slices.setdefault(plan.devices.get(key, "cpu"), []).extend(slices[key])
+    return plan
 
 
 def _buffer(

@@ -45,11 +45,11 @@ class ModuleCallbacks:
             "at the end: transformers does not report each parameter on this path"
         )
         self._model: Any = None
-        self._names: dict[int, str] = {}
-        self._missing: dict[int, set[str]] = {}  # by module: its own tensors that are not final
-        self._parents: dict[int, list[Module]] = {}  # by module: itself and all modules around it
-        self._left: Counter[int] = Counter()  # by module: tensors that are not final, with inner
-        self._called: dict[int, Module] = {}
+        self._names: dict[Module, str] = {}
+        # By module and its own tensor: all modules that contain the tensor, until it is final.
+        self._waiting: dict[tuple[Module, str], list[Module]] = {}
+        self._left: Counter[Module] = Counter()  # by module: tensors in it that are not final
+        self._called: set[Module] = set()
 
     def begin(self, model: Any, load_config: Any) -> None:
         """To be called before the first parameter is set."""
@@ -58,18 +58,17 @@ class ModuleCallbacks:
         if reason:
             return
         self._model = model
-        _collect_parents(model, (), self._parents)
-        for name, module in model.named_modules():
-            tensors = (*module._parameters.items(), *module._buffers.items())
-            self._names[id(module)] = name
-            missing = {own for own, tensor in tensors if tensor is not None}
-            self._missing[id(module)] = missing
-            for parent in self._parents[id(module)]:
-                self._left[id(parent)] += len(missing)
+        self._names = {module: name for name, module in model.named_modules()}
+        for outer in model.modules():
+            for inner in outer.modules():
+                for own, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+                    if tensor is not None:
+                        self._waiting.setdefault((inner, own), []).append(outer)
+                        self._left[outer] += 1
         # A tied weight may be loaded, and replaced by the other one at the end.
         for name in getattr(model, "all_tied_weights_keys", None) or ():
             path, _, own = name.rpartition(".")
-            self._missing.get(id(model.get_submodule(path)), set()).discard(own)
+            self._waiting.pop((model.get_submodule(path), own), None)
 
     def _why_at_the_end(self, load_config: Any) -> str:
         """Why nothing is final before the end; "" if parameters are."""
@@ -89,41 +88,30 @@ class ModuleCallbacks:
             return
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
-        missing = self._missing.get(id(module), set())
         tensor = module._parameters.get(own, module._buffers.get(own))
-        if own not in missing or tensor is None or tensor.is_meta:
+        if tensor is None or tensor.is_meta:
             return  # its shape differs from the model's: transformers will initialise it
-        missing.discard(own)
-        for parent in self._parents[id(module)]:
-            self._left[id(parent)] -= 1
-            if not self._left[id(parent)]:
-                self._call(parent)
+        for outer in self._waiting.pop((module, own), ()):
+            self._left[outer] -= 1
+            if not self._left[outer]:
+                self._call(outer)
 
     def finish(self, model: Any) -> None:
         """Calls the callback for all remaining modules of the finished model."""
         model = model[0] if isinstance(model, tuple) else model
         if not hasattr(model, "named_modules"):
             return
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         self._call(model)
 
     def _call(self, module: Module) -> None:
-        if id(module) in self._called:
+        if module in self._called:
             return
         for child in module.children():
             self._call(child)
-        self._called[id(module)] = module
+        self._called.add(module)
         cancellation.check()
-        self._context.run(self._callback, self._names[id(module)], module)
-
-
-def _collect_parents(
-    module: Module, above: tuple[Module, ...], found: dict[int, list[Module]]
-) -> None:
-    parents = found.setdefault(id(module), [])
-    parents += [one for one in (module, *above) if not any(one is other for other in parents)]
-    for child in module.children():
-        _collect_parents(child, (module, *above), found)
+        self._context.run(self._callback, self._names[module], module)
 
 
 # The callbacks for a model that is loaded in this context.

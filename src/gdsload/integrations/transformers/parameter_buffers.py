@@ -85,15 +85,6 @@ def kinds_of(
     return kinds
 
 
-class _Part(NamedTuple):
-    """The stacked tensors of one kind: a view of `parameter`, its number, the number of kinds."""
-
-    view: torch.Tensor
-    parameter: torch.Tensor
-    number: int
-    kinds: int
-
-
 class ParameterBuffers:
     """The memory of some parameters. Must be closed; parameters that were given out live on."""
 
@@ -103,7 +94,8 @@ class ParameterBuffers:
         Raises PlacementError if the machine has less memory available than they take.
         """
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
-        self._parts: dict[int, _Part] = {}  # by address
+        # Results of torch.stack and torch.cat, by the dimension and the identity of their operands.
+        self._merged: dict[tuple[int, Any], torch.Tensor] = {}
         self._region: Region | None = None
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
@@ -125,12 +117,15 @@ class ParameterBuffers:
         if not buffer.merged:
             self._unwritten[buffer.kinds[0].keys[0]] = parameter
             return
-        row = 0
-        for number, (keys, shape) in enumerate(buffer.kinds):
-            view = parameter[:, row : row + shape[0]]
-            self._unwritten.update(zip(keys, view.unbind(0), strict=True))
-            self._parts[view.data_ptr()] = _Part(view, parameter, number, len(buffer.kinds))
+        row, stacks = 0, []
+        for keys, shape in buffer.kinds:
+            stack = parameter[:, row : row + shape[0]]
+            parts = stack.unbind(0)
+            self._unwritten.update(zip(keys, parts, strict=True))
+            self._merged[0, _identity(parts)] = parameter if len(buffer.kinds) == 1 else stack
+            stacks.append(stack)
             row += shape[0]
+        self._merged[1, _identity(stacks)] = parameter
 
     def expects(self, key: str, dtype: torch.dtype | None) -> bool:
         """Whether a tensor has a part in a parameter of this dtype that was not given out yet."""
@@ -145,46 +140,16 @@ class ParameterBuffers:
         """The written part of a tensor, once."""
         return self._unwritten.pop(key, None)
 
-    def stacked(self, tensors: Any) -> torch.Tensor | None:
-        """The result of ``torch.stack(tensors)`` if it is in memory already, else None."""
-        part = self._parts.get(tensors[0].data_ptr()) if _are_tensors(tensors) else None
-        if part is None:
-            return None
-        view = part.view
-        start, step = view.data_ptr(), view.stride(0) * view.element_size()
-        if len(tensors) != view.shape[0] or any(
-            tensor.data_ptr() != start + number * step
-            or tensor.dtype != view.dtype
-            or tensor.shape != view.shape[1:]
-            for number, tensor in enumerate(tensors)
-        ):
-            return None
-        # The whole parameter, or rows of each expert that are concatenated next.
-        return part.parameter if part.kinds == 1 else view
-
-    def concatenated(self, tensors: Any) -> torch.Tensor | None:
-        """The result of ``torch.cat(tensors, dim=1)`` if it is in memory already: if they are all
-        stacks of one parameter in their order. Else None."""
-        if not _are_tensors(tensors):
-            return None
-        parts = [self._parts.get(tensor.data_ptr()) for tensor in tensors]
-        first = parts[0]
-        if first is None or first.kinds != len(parts):
-            return None
-        fit = all(
-            part is not None
-            and part.parameter is first.parameter
-            and part.number == number
-            and part.view.shape == tensor.shape
-            for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
-        )
-        return first.parameter if fit else None
+    def merged(self, tensors: Any, dim: int) -> torch.Tensor | None:
+        """The stack (`dim` 0) or concatenation (`dim` 1) of these tensors, if they are parts of one
+        parameter and adjacent in this order. Else None."""
+        return self._merged.get((dim, _identity(tensors))) if self._merged else None
 
     def close(self) -> None:
         """Frees the parameters that nobody took. May be called again."""
         self._region = None
         self._unwritten.clear()
-        self._parts.clear()
+        self._merged.clear()
 
     def __enter__(self) -> ParameterBuffers:
         return self
@@ -193,11 +158,10 @@ class ParameterBuffers:
         self.close()
 
 
-def _are_tensors(tensors: Any) -> bool:
+def _identity(tensors: Any) -> Any:
+    """A key for these tensors in their order; None if they are of another kind."""
     import torch
 
-    return (
-        isinstance(tensors, (list, tuple))
-        and bool(tensors)
-        and all(type(tensor) is torch.Tensor for tensor in tensors)
-    )
+    if not isinstance(tensors, (list, tuple)) or any(type(t) is not torch.Tensor for t in tensors):
+        return None
+    return tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)

@@ -4,8 +4,7 @@ They act only while gdsload reads the weights of a model (`running`); otherwise 
 original. The hooks that start such a load are in `hooks`.
 
     _materialize_copy         a tensor that is cast or merged is copied straight into its parameter
-    MergeModulelist.convert   returns the parameter if the experts are already stacked in it
-    Concatenate.convert       returns the parameter if its rows are already side by side
+    torch.stack, torch.cat    return the parameter if its experts are already merged in it
     set_param_for_module      calls module callbacks; ends a cancelled load
     is_env_variable_true      no loading threads: the readahead queue is ahead of the consumer, and
                               threads would hold tensors that are not needed yet
@@ -50,7 +49,6 @@ _USES_OF_COPIES = (
     "deepcopy(pattern_to_converter[source_pattern])",
     "param_name_to_load.setdefault(renamed_key, new_converter)",
 )
-_CONVERT = ("self", "input_dict", "source_patterns", "target_patterns", "kwargs")
 _memcmp = ctypes.CDLL(None).memcmp  # releases the GIL
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -142,55 +140,31 @@ def _patch_materialize(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, "_materialize_copy", materialize_copy)
 
 
-def _patch_stack(module: ModuleType) -> Iterator[Replacement]:
-    cls = function_of(module, "MergeModulelist")
-    original = function_of(cls, "convert", *_CONVERT, exact=True)
-    get_target = function_of(cls, "get_target_pattern")
-    parameters = tuple(inspect.signature(get_target).parameters)
-    by_size = parameters == ("self", "input_size", "source_pattern", "target_patterns")
-    # Before transformers 5.9.
-    if not by_size and parameters != ("self", "input_dict", "source_pattern", "target_patterns"):
-        raise Misfit(f"its get_target_pattern takes ({', '.join(parameters)})")
+class _MergingTorch:
+    """torch, with a `stack` and a `cat` that find merged parameters in memory."""
 
-    @functools.wraps(original)
-    def convert(
-        self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
-    ) -> Any:
-        reader = running.get()
-        if reader is not None and self.dim == 0:
-            stacks = {p: reader.buffers.stacked(t) for p, t in input_dict.items()}
-            if stacks and all(stack is not None for stack in stacks.values()):
-                first = len(input_dict) if by_size else input_dict
-                merged = {
-                    self.get_target_pattern(first, pattern, target_patterns): stack
-                    for pattern, stack in stacks.items()
-                }
-                input_dict.clear()
-                return merged
-        return original(self, input_dict, source_patterns, target_patterns, **named)
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
 
-    yield Replacement(cls, "convert", convert)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def stack(self, tensors: Any, dim: int = 0, **named: Any) -> torch.Tensor:
+        found = _merged(tensors, dim) if dim == 0 else None
+        return self._torch.stack(tensors, dim, **named) if found is None else found
+
+    def cat(self, tensors: Any, dim: int = 0, **named: Any) -> torch.Tensor:
+        found = _merged(tensors, dim) if dim == 1 else None
+        return self._torch.cat(tensors, dim, **named) if found is None else found
 
 
-def _patch_concatenate(module: ModuleType) -> Iterator[Replacement]:
-    cls = function_of(module, "Concatenate")
-    original = function_of(cls, "convert", *_CONVERT, exact=True)
-    function_of(cls, "get_target_pattern", "self", "target_patterns", exact=True)
+def _merged(tensors: Any, dim: int) -> torch.Tensor | None:
+    reader = running.get()
+    return None if reader is None else reader.buffers.merged(tensors, dim)
 
-    @functools.wraps(original)
-    def convert(
-        self: Any, input_dict: Any, source_patterns: Any, target_patterns: Any, **named: Any
-    ) -> Any:
-        reader = running.get()
-        if reader is not None and self.dim == 1:
-            tensors = [input_dict[p] for p in source_patterns if p in input_dict]
-            parameter = reader.buffers.concatenated(tensors)
-            if parameter is not None:
-                input_dict.clear()
-                return {self.get_target_pattern(target_patterns): parameter}
-        return original(self, input_dict, source_patterns, target_patterns, **named)
 
-    yield Replacement(cls, "convert", convert)
+def _patch_torch(module: ModuleType) -> Iterator[Replacement]:
+    yield Replacement(module, "torch", _MergingTorch(function_of(module, "torch")))
 
 
 def _patch_warmup(module: ModuleType) -> Iterator[Replacement]:
@@ -241,8 +215,7 @@ LOADING_PATCHES = (
     Patch("_materialize_copy", _patch_materialize),
     Patch(SET_PARAM, _patch_set_param),
     Patch("is_env_variable_true", _patch_threads),
-    Patch("MergeModulelist", _patch_stack),
-    Patch("Concatenate", _patch_concatenate),
+    Patch("torch", _patch_torch),
 )
 MODELING_PATCHES = (
     Patch("caching_allocator_warmup", _patch_warmup),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdsload.backends.base import Memory
@@ -23,15 +24,13 @@ from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
+from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
-
-    from gdsload._native.memory import Region
 
 # The size of one window, and the limit for all windows in flight. With half of it a cast begins to
 # wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
@@ -61,12 +60,6 @@ class ReadWindow(Batch):
         self._number_of = {info.name: number for number, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
         super().__init__(session, plan, views)
-
-    @classmethod
-    def of(cls, session: Session, slices: Sequence[TensorSlice]) -> ReadWindow:
-        """Posts the reads and returns at once."""
-        found = session.arrange(runs_of(slices), window_bytes=WINDOW_BYTES)
-        return cls(session, *found, slices)
 
     def poll(self) -> None:
         """Updates what has arrived. Raises as `Batch.wait` does, and again with each later call."""
@@ -215,6 +208,16 @@ class DeviceReadWindow(ReadWindow):
         self._tensors.tensors = {}
 
 
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Slices of one read window, and its reads once they are posted."""
+
+    slices: list[TensorSlice]
+    kept: bool
+    ahead_bytes: int = 0  # of kept slices 0: the model bounds them
+    reads: ReadWindow | None = None
+
+
 class ReadaheadQueue:
     """Hands out slices to any number of threads, and reads some windows ahead. Must be closed."""
 
@@ -243,18 +246,9 @@ class ReadaheadQueue:
         self._lock = fork_safe_lock(self)
         self._closed = False
         unique = {tensor_slice.key: tensor_slice for tensor_slice in slices}.values()
-        self._planned, self._kept = _windows_of(unique, kept, window_bytes)
-        # Kept windows are bounded by the model.
-        self._sizes = {
-            number: 0 if number in self._kept else sum(one.nbytes for one in window)
-            for number, window in self._planned.items()
-        }
-        self._window_of = {
-            one.key: number for number, window in self._planned.items() for one in window
-        }
-        self._posted: dict[int, ReadWindow] = {}  # not all of it is taken
-        self._unexpected: set[ReadWindow] = set()
-        self._mappings: dict[int, Region] = {}
+        self._planned = _windows_of(unique, kept, window_bytes)
+        self._posted: list[_Window] = []  # not all of it is taken
+        self._window_of = {one.key: window for window in self._planned for one in window.slices}
 
     def start(self) -> None:
         """Posts the first windows."""
@@ -263,21 +257,21 @@ class ReadaheadQueue:
 
     def _advance(self) -> None:
         """Posts windows up to the limit."""
-        held = sum(self._sizes[number] for number in self._posted)
-        for number in list(self._planned):
-            held += self._sizes[number]
+        held = sum(window.ahead_bytes for window in self._posted)
+        while self._planned:
+            held += self._planned[0].ahead_bytes
             if self._posted and held > self._ahead_bytes:
                 return
-            self._post(number)
+            self._post(self._planned[0])
 
-    def _post(self, number: int) -> ReadWindow:
-        window = self._posted[number] = self._read(self._planned[number])
-        del self._planned[number]
-        return window
-
-    def _read(self, slices: Sequence[TensorSlice]) -> ReadWindow:
+    def _post(self, window: _Window) -> ReadWindow:
         kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
-        return kind.of(self.session, slices)
+        found = self.session.arrange(runs_of(window.slices), window_bytes=WINDOW_BYTES)
+        window.reads = kind(self.session, *found, window.slices)
+        if window in self._planned:
+            self._planned.remove(window)
+        self._posted.append(window)
+        return window.reads
 
     def take(self, tensor_slice: TensorSlice) -> torch.Tensor:
         """Waits for a slice and returns its tensor, which owns its memory.
@@ -286,79 +280,57 @@ class ReadaheadQueue:
             ReadError: Reading its window failed. Every later call for it fails in the same way.
             QueueClosed: The load ended meanwhile.
         """
-        window: ReadWindow | None = None
-        number: int | None = None
+        expected: _Window | None = None
+        window: _Window | None = None
         start = 0.0
         try:
             with self._lock:
                 self._require_open()
-                number = self._window_of.pop(tensor_slice.key, None)
-                if number is None:
-                    window = self._read([tensor_slice])
-                    self._unexpected.add(window)
-                else:
-                    window = self._posted.get(number) or self._post(number)
-                parts = self._given(window, tensor_slice, number)
+                expected = window = self._window_of.pop(tensor_slice.key, None)
+                window = window or _Window([tensor_slice], kept=True)
+                reads = window.reads or self._post(window)
+                parts = self._given(window, reads, tensor_slice)
             while parts is None:
                 start = start or time.monotonic()
-                window.pause(tensor_slice, _POLL_SECONDS)
+                reads.pause(tensor_slice, _POLL_SECONDS)
                 with self._lock:
                     self._require_open()
-                    parts = self._given(window, tensor_slice, number)
+                    parts = self._given(window, reads, tensor_slice)
                     if parts is not None:
                         self.waited_seconds += time.monotonic() - start
         except BaseException:
             with self._lock:
-                self._put_back(tensor_slice, number, window)
+                if expected is not None:  # the next call for it gets the same window and error
+                    self._window_of[tensor_slice.key] = expected
+                elif window is not None:
+                    self._end(window)
             raise
-        if window.left == 0:
+        if reads.left == 0:
             with self._lock:
-                self._retire(window, number)
-        return window.assembled(tensor_slice, parts)
-
-    def _put_back(
-        self, tensor_slice: TensorSlice, number: int | None, window: ReadWindow | None
-    ) -> None:
-        """The slice was not handed out: the next call for it gets the same window and error."""
-        if number is not None:
-            self._window_of[tensor_slice.key] = number
-        elif window is not None:
-            self._unexpected.discard(window)
-            window.end()
+                if self._end(window):
+                    self._advance()
+        return reads.assembled(tensor_slice, parts)
 
     def _given(
-        self, window: ReadWindow, tensor_slice: TensorSlice, number: int | None
+        self, window: _Window, reads: ReadWindow, tensor_slice: TensorSlice
     ) -> list[torch.Tensor] | None:
         """The parts of a slice; None if not all have arrived. Called with the lock held."""
-        if not self._is_ready(window, tensor_slice, number):
-            window.poll()
-            if not self._is_ready(window, tensor_slice, number):
+        # `arrived` means the reads of the window: a prefetch may still be reading the slice.
+        if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
+            reads.poll()
+            if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
                 return None
         self.taken_tensors += 1
         self.taken_bytes += tensor_slice.nbytes
-        return window.give(tensor_slice)
+        return reads.give(tensor_slice)
 
-    def _is_ready(self, window: ReadWindow, tensor_slice: TensorSlice, number: int | None) -> bool:
-        # `arrived` means the reads of the window: a prefetch may still be reading the slice.
-        return (window.arrived or number in self._kept) and window.has(tensor_slice)
-
-    def _retire(self, window: ReadWindow, number: int | None) -> None:
-        if number is None:
-            self._unexpected.discard(window)
-        elif self._posted.pop(number, None) is None:
-            return  # another thread was faster
-        if not self._closed:
-            window.end()
-            self._advance()
-
-    def mapped(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor in a mapping of its file: nothing is read before the first access."""
-        with self._lock:
-            self._require_open()
-            if info.shard not in self._mappings:
-                self._mappings[info.shard] = map_shard(self.session.checkpoint, info.shard)
-            region = self._mappings[info.shard]
-        return hand_over([info], {info.name: BufferView(region, info.offset)})[info.name]
+    def _end(self, window: _Window) -> bool:
+        """Releases a posted window. False if another thread was faster, or the queue is closed."""
+        if window.reads is None or window not in self._posted:
+            return False
+        self._posted.remove(window)
+        window.reads.end()
+        return True
 
     def _require_open(self) -> None:
         if self._closed:
@@ -370,11 +342,8 @@ class ReadaheadQueue:
             if self._closed:
                 return
             self._closed = True
-            for window in [*self._posted.values(), *self._unexpected]:
-                window.end()
-            self._posted.clear()
-            self._unexpected.clear()
-            self._mappings.clear()
+            while self._posted:
+                self._end(self._posted[0])
 
     def __enter__(self) -> ReadaheadQueue:
         return self
@@ -385,16 +354,16 @@ class ReadaheadQueue:
 
 def _windows_of(
     slices: Iterable[TensorSlice], kept: Container[str], window_bytes: int
-) -> tuple[dict[int, list[TensorSlice]], set[int]]:
-    """Windows by number, in the order of their first slices, and the numbers of the kept ones."""
-    windows: dict[int, list[TensorSlice]] = {}
-    current: dict[bool, tuple[int, int]] = {}  # by whether it is kept: number and bytes
+) -> list[_Window]:
+    """Windows in the order of their first slices; all kept slices are in one."""
+    windows: list[_Window] = []
+    current: dict[bool, _Window] = {}  # by whether it is kept
     for one in slices:
         keep = not window_bytes or one.key in kept
-        number, held = current.get(keep, (-1, 0))
-        if number < 0 or (not keep and held + one.nbytes > window_bytes):
-            number, held = len(windows), 0
-            windows[number] = []
-        windows[number].append(one)
-        current[keep] = number, held + one.nbytes
-    return windows, {current[True][0]} if True in current else set()
+        window = current.get(keep)
+        if window is None or (not keep and window.ahead_bytes + one.nbytes > window_bytes):
+            window = current[keep] = _Window([], keep)
+            windows.append(window)
+        window.slices.append(one)
+        window.ahead_bytes += 0 if keep else one.nbytes
+    return windows
