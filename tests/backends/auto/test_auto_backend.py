@@ -14,8 +14,7 @@ import pytest
 import gdsload
 from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, tuning_cache
-from gdsload.backends.auto import backend as backend_module
-from gdsload.backends.auto import benchmark
+from gdsload.backends.auto import backend as backend_module, benchmark
 from gdsload.backends.auto.backend import AutoBackend, Part
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable
