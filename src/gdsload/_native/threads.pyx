@@ -28,8 +28,10 @@ from gdsload._native.pthreads cimport (
 from gdsload._native.first_touch import MODES
 
 cdef enum:
-    # More threads than a fast disk needs to be busy, few enough for the kernel's scheduler.
-    MOST_READERS = 16
+    # Half of the depth, so that a read waits for each worker that becomes free; but not fewer than
+    # keep a fast disk busy.
+    DISK_READERS = 8
+    MOST_READERS = 128
     MOST_CUFILE_READERS = 64
 
 cdef struct Workers:
@@ -48,7 +50,7 @@ cdef struct Workers:
     int depth
     int closing
     int count
-    pthread_t thread[MOST_CUFILE_READERS]
+    pthread_t thread[MOST_READERS]
 
 
 cdef int64_t read_cufile(Workers *self, const Read *read) noexcept nogil:
@@ -162,9 +164,10 @@ cdef int open_workers(
 cdef int open_readers(
     void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
+    cdef int threads = min(max(depth // 2, <int>DISK_READERS), <int>MOST_READERS)
     fixed[0] = 0
     return open_workers(
-        engine, depth, min(depth, <int>MOST_READERS), <int><size_t>context, NULL, NULL
+        engine, depth, min(depth, threads), <int><size_t>context, NULL, NULL
     )
 
 
