@@ -6,8 +6,8 @@
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
 When transformers stacks and concatenates these parts afterwards, the result is there already. The
-pages are populated in the background, ahead of the copies. Not responsible for reading and copying
-(`parameter_writer`).
+copies take the page faults themselves, with all threads of torch: on two cores, threads that touch
+pages ahead of them only compete. Not responsible for reading and copying (`parameter_writer`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Region
-from gdsload._native.populate import Populator
 from gdsload.errors import PlacementError
 from gdsload.memory.available import require_room
-from gdsload.memory.host_buffers import (
-    POPULATE_THREADS,
-    POPULATED_AHEAD_BYTES,
-    BufferView,
-    bytes_at,
-)
+from gdsload.memory.host_buffers import BufferView, bytes_at
 
 if TYPE_CHECKING:
     import torch
@@ -103,16 +97,13 @@ class ParameterBuffers:
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
         # Results of torch.stack and torch.cat, by the dimension and the identity of their operands.
         self._merged: dict[tuple[int, Any], torch.Tensor] = {}
-        self._region: Region | None = None
-        self._populator: Populator | None = None
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
-        self._nbytes = sum(sizes)
-        if not self._nbytes:
+        if not sizes:
             return
-        require_room(self._nbytes)
+        require_room(sum(sizes))
         try:
-            self._region = region = Region.anonymous(self._nbytes)
+            region = Region.anonymous(sum(sizes))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
         offset = 0
@@ -120,13 +111,6 @@ class ParameterBuffers:
             raw = bytes_at(BufferView(region, offset), buffer.nbytes)
             self._lay_out(buffer, raw.view(buffer.dtype).view(buffer.shape))
             offset += size
-
-    def populate(self) -> None:
-        """Starts populating the pages. To be called after other memory was taken, since that waits
-        for page faults in progress."""
-        if self._region is not None:
-            pages = [(self._region.handle(), 0, self._nbytes)]
-            self._populator = Populator(pages, POPULATE_THREADS, POPULATED_AHEAD_BYTES, True)
 
     def _lay_out(self, buffer: ParameterBuffer, parameter: torch.Tensor) -> None:
         if not buffer.merged:
@@ -151,11 +135,6 @@ class ParameterBuffers:
         """Where to copy a tensor."""
         return self._unwritten[key]
 
-    def written(self, nbytes: int) -> None:
-        """To be called after `nbytes` were copied: lets the populator continue."""
-        if self._populator is not None:
-            self._populator.advance(nbytes)
-
     def give(self, key: str) -> torch.Tensor | None:
         """The written part of a tensor, once."""
         return self._unwritten.pop(key, None)
@@ -166,11 +145,7 @@ class ParameterBuffers:
         return self._merged.get((dim, _identity(tensors))) if self._merged else None
 
     def close(self) -> None:
-        """Stops populating and frees the parameters that nobody took. May be called again."""
-        if self._populator is not None:
-            self._populator.stop()
-            self._populator = None
-        self._region = None
+        """Frees the parameters that were not taken. May be called again."""
         self._unwritten.clear()
         self._merged.clear()
 
