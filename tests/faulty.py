@@ -128,7 +128,7 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[Faults]:
         engines.try_engine(engine)
     faults = Faults()
     faults.script()
-    patch.setattr(engines, "engine_module", lambda _: SimpleNamespace(engine=capsule))
+    patch.setattr(engines, "engine_module", lambda _: SimpleNamespace(engine=lambda *_: capsule()))
     yield faults
     faults.let_go()
     faults.wait_closed()

@@ -45,7 +45,7 @@ def state_of_process() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/fd")), names
 
 
-def test_it_is_the_same_model(source: Path) -> None:
+def test_async_model_equals_the_synchronous_one(source: Path) -> None:
     stock = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
     ours = asyncio.run(
         gdsload.afrom_pretrained(source, cls=transformers.AutoModelForCausalLM, dtype=torch.float16)
@@ -54,7 +54,7 @@ def test_it_is_the_same_model(source: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_the_loop_goes_on_while_bytes_are_missing(source: Path) -> None:
+def test_event_loop_runs_while_reads_are_pending(source: Path) -> None:
     async def main() -> Any:
         loading = asyncio.create_task(gdsload.afrom_pretrained(source))
         await asyncio.to_thread(gate.request)
@@ -76,7 +76,7 @@ def test_the_loop_goes_on_while_bytes_are_missing(source: Path) -> None:
 
 
 @pytest.mark.parametrize("landed", [0, 3])
-def test_cancelled_it_stops_and_frees_everything(source: Path, landed: int) -> None:
+def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
     gdsload.from_pretrained(source)  # what is opened once for a process is open now
     told: list[weakref.ref[Any]] = []
 
@@ -108,7 +108,7 @@ def test_cancelled_it_stops_and_frees_everything(source: Path, landed: int) -> N
     assert gdsload.last_report().failure, "it did not end by itself"
 
 
-def test_cancelled_from_its_own_callback(source: Path) -> None:
+def test_callback_may_cancel_its_load(source: Path) -> None:
     seen: list[str] = []
 
     async def main() -> None:
@@ -134,7 +134,7 @@ def test_cancelled_from_its_own_callback(source: Path) -> None:
     assert not hooks.patcher.in_place
 
 
-def test_a_timeout_is_a_cancellation(source: Path) -> None:
+def test_timeout_cancels_the_load(source: Path) -> None:
     async def main() -> None:
         await asyncio.wait_for(gdsload.afrom_pretrained(source), 0.05)
 
@@ -145,7 +145,7 @@ def test_a_timeout_is_a_cancellation(source: Path) -> None:
     assert not hooks.patcher.in_place
 
 
-def test_the_context_is_that_of_who_awaits(source: Path) -> None:
+def test_load_runs_in_the_context_of_its_caller(source: Path) -> None:
     seen: set[str] = set()
 
     def ready(name: str, module: Any) -> None:
@@ -165,7 +165,7 @@ def test_the_context_is_that_of_who_awaits(source: Path) -> None:
     assert "here" in seen and "later" not in seen and "nowhere" not in seen
 
 
-def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
+def test_concurrent_loads_have_reports_of_their_own(source: Path, tmp_path: Path) -> None:
     tinymodels.build("gpt2").save_pretrained(tmp_path / "other")
     names: dict[str, set[str]] = {"model": set(), "other": set()}
 
@@ -186,12 +186,12 @@ def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
         assert tinymodels.differences(stock, model) == []
 
 
-def test_an_error_comes_out_as_it_is(tmp_path: Path) -> None:
+def test_error_of_a_load_is_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         asyncio.run(gdsload.afrom_pretrained(str(tmp_path / "nothing")))
 
 
-def test_a_stop_asked_before_or_meanwhile_gives_no_result() -> None:
+def test_cancellation_before_or_during_a_load_gives_no_model() -> None:
     stop = cancellation.CancelToken()
     ended = threading.Event()
 

@@ -50,23 +50,36 @@ MAPS: dict[str, Any] = {
     "balanced_low_0": "balanced_low_0",
     "sequential": "sequential",
     "whole": {"": "cpu"},
-    "parts": {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu",
-              "model.rotary_emb": "cpu", "lm_head": "cpu"},
-    "disk": {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
-             "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"},
-}  # fmt: skip
+    "parts": {
+        "model.embed_tokens": "cpu",
+        "model.layers": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    },
+    "disk": {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    },
+}
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("which", ["qwen", "mixture"])
-def test_device_maps(name: str, which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_device_map_gives_the_model_of_transformers(
+    name: str, which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     source = request.getfixturevalue(which)
     words = {"offload_folder": str(tmp_path)} if name == "disk" else {}
     stock, ours = both(source, device_map=MAPS[name], **words)
     require_same(stock, ours)
 
 
-def test_what_is_on_disk_stays_there(qwen: Path, tmp_path: Path) -> None:
+def test_offloaded_tensors_are_not_read(qwen: Path, tmp_path: Path) -> None:
     if not NEW:
         pytest.skip("transformers 4.57 reads what it leaves on disk")
     both(qwen, device_map=MAPS["disk"], offload_folder=str(tmp_path))
@@ -77,7 +90,7 @@ def test_what_is_on_disk_stays_there(qwen: Path, tmp_path: Path) -> None:
 
 
 @needs_new
-def test_max_memory_leads_to_disk(qwen: Path, tmp_path: Path) -> None:
+def test_max_memory_offloads_to_disk(qwen: Path, tmp_path: Path) -> None:
     words = {"device_map": "auto", "max_memory": {"cpu": 40_000}, "offload_folder": str(tmp_path)}
     stock, ours = both(qwen, **words)
     assert any(p.device.type == "meta" for p in ours.parameters())
@@ -85,7 +98,7 @@ def test_max_memory_leads_to_disk(qwen: Path, tmp_path: Path) -> None:
 
 
 @needs_new
-def test_the_meta_device(qwen: Path) -> None:
+def test_meta_device_reads_nothing(qwen: Path) -> None:
     stock, ours = both(qwen, device_map={"": "meta"})
     assert ours.device.type == "meta"
     assert tinymodels.differences(stock, ours) == []
@@ -96,12 +109,14 @@ def test_the_meta_device(qwen: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device_map", [0, "cuda", "cuda:0", torch.device("cuda"), "auto"])
 @pytest.mark.parametrize("which", ["qwen", "mixture"])
-def test_device_maps_of_a_gpu(device_map: Any, which: str, request: pytest.FixtureRequest) -> None:
+def test_device_map_of_a_gpu_gives_the_model_of_transformers(
+    device_map: Any, which: str, request: pytest.FixtureRequest
+) -> None:
     stock, ours = both(request.getfixturevalue(which), device_map=device_map)
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_words_go_through(qwen: Path) -> None:
+def test_keywords_are_passed_to_transformers(qwen: Path) -> None:
     stock, ours = both(qwen, attn_implementation="eager", dtype="bfloat16")
     assert ours.config._attn_implementation == "eager"
     require_same(stock, ours)
@@ -112,7 +127,7 @@ def test_words_go_through(qwen: Path) -> None:
         require_same(stock, ours)
 
 
-def test_keys_that_are_renamed_and_shapes_that_do_not_match(qwen: Path, tmp_path: Path) -> None:
+def test_renamed_keys_and_mismatched_shapes_equal_transformers(qwen: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen, tmp_path / "m")
     for path in (tmp_path / "m").glob("*.safetensors"):
         tensors = load_file(path)
@@ -137,7 +152,7 @@ def test_keys_that_are_renamed_and_shapes_that_do_not_match(qwen: Path, tmp_path
     assert told["mismatched_keys"]
 
 
-def test_variant_and_subfolder(tmp_path: Path) -> None:
+def test_variant_and_subfolder_are_found(tmp_path: Path) -> None:
     model = tinymodels.build("llama")
     model.save_pretrained(tmp_path / "sub", variant="fp16", max_shard_size="30KB")
     words = {"variant": "fp16", "subfolder": "sub"}
@@ -146,7 +161,7 @@ def test_variant_and_subfolder(tmp_path: Path) -> None:
     assert type(gdsload.from_pretrained(tmp_path, **words)) is type(model)
 
 
-def test_a_model_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_in_the_hub_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of links into blobs, found by name and revision, with the network refused."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     home = tmp_path / "models--some--model"
@@ -167,7 +182,7 @@ def test_a_model_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert type(by_config) is transformers.Qwen3ForCausalLM
 
 
-def test_the_architecture_that_the_config_names(tmp_path: Path, qwen: Path) -> None:
+def test_architecture_is_that_of_the_config(tmp_path: Path, qwen: Path) -> None:
     assert type(gdsload.from_pretrained(qwen)) is transformers.Qwen2ForCausalLM
     assert type(gdsload.from_pretrained(str(qwen))) is transformers.Qwen2ForCausalLM
     config = transformers.AutoConfig.from_pretrained(qwen)
@@ -202,19 +217,28 @@ class OwnModel(PreTrainedModel):
 """
 
 
-def test_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     source = tmp_path / "own"
     source.mkdir()
     (source / "own.py").write_text(REMOTE)
-    (source / "config.json").write_text(json.dumps({
-        "model_type": "own", "architectures": ["OwnModel"], "size": 8,
-        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"},
-    }))  # fmt: skip
-    tensors = {"inner.weight": torch.randn(8, 8), "inner.bias": torch.randn(8),
-               "steps": torch.arange(3)}  # fmt: skip
+    (source / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "own",
+                "architectures": ["OwnModel"],
+                "size": 8,
+                "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"},
+            }
+        )
+    )
+    tensors = {
+        "inner.weight": torch.randn(8, 8),
+        "inner.bias": torch.randn(8),
+        "steps": torch.arange(3),
+    }
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     stock = transformers.AutoModel.from_pretrained(source, trust_remote_code=True)
     ours = gdsload.from_pretrained(source, trust_remote_code=True)
@@ -224,7 +248,7 @@ def test_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert gdsload.last_report().integration == FIRST
 
 
-def test_adapters(qwen: Path, tmp_path: Path) -> None:
+def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -245,7 +269,7 @@ def test_adapters(qwen: Path, tmp_path: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_accelerate_by_itself(qwen: Path) -> None:
+def test_accelerate_loads_through_gdsload(qwen: Path) -> None:
     import accelerate
 
     config = transformers.AutoConfig.from_pretrained(qwen)
@@ -264,7 +288,7 @@ def test_accelerate_by_itself(qwen: Path) -> None:
     assert tinymodels.same_bytes(head.model.norm.weight, wanted.norm.weight)
 
 
-def test_diffusers(tmp_path: Path) -> None:
+def test_diffusers_loads_through_gdsload(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     torch.manual_seed(0)
     model = diffusers.AutoencoderKL(
@@ -296,7 +320,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], lis
 
 
 @needs_new
-def test_a_rank_reads_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
+def test_rank_reads_only_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
     alone = ""
     models, found_by = two_ranks
     for told in found_by:
@@ -319,7 +343,7 @@ def test_a_rank_reads_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
 @pytest.mark.skipif(
     not WRITES_DCP, reason="transformers before 5.20 writes distributed checkpoints of FSDP alone"
 )
-def test_dcp(two_ranks: tuple[list[Path], list[Any]]) -> None:
+def test_distributed_checkpoint_is_left_to_torch(two_ranks: tuple[list[Path], list[Any]]) -> None:
     """Two ranks wrote it, each its part; then both loaded it."""
     (model, _), found_by = two_ranks
     for *_, told in found_by:

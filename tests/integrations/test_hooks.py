@@ -306,8 +306,9 @@ def test_loads_in_threads_do_not_affect_each_other(
 ) -> None:
     """Building a model changes what is global in transformers, so that two threads may not do it
     at once, with or without gdsload; loading the weights is where all four meet."""
-    wanted = {path: transformers.AutoModelForCausalLM.from_pretrained(path)
-              for path in (qwen, mixture)}  # fmt: skip
+    wanted = {
+        path: transformers.AutoModelForCausalLM.from_pretrained(path) for path in (qwen, mixture)
+    }
     wrong: list[str] = []
     building, meeting = threading.Lock(), threading.Barrier(4)
     base = transformers.PreTrainedModel

@@ -24,7 +24,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_install(qwen: Path) -> None:
+def test_install_applies_to_all_threads(qwen: Path) -> None:
     gdsload.install(cache="buffered")
     try:
         gdsload.install(cache="buffered")
@@ -44,7 +44,7 @@ def test_install(qwen: Path) -> None:
     gdsload.uninstall()
 
 
-def test_options_are_looked_at() -> None:
+def test_install_invalid_options_raise() -> None:
     with pytest.raises(ValueError, match="cache='never'"):
         gdsload.install(cache="never")
     with pytest.raises(ValueError, match="window_bytes"), gdsload.accelerated(window_bytes=0):
@@ -62,12 +62,15 @@ print(gdsload.last_report().integration, sys.argv[1:], __name__)
 
 def ran(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False,
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONWARNINGS": "ignore", **env},
-    )  # fmt: skip
+    )
 
 
-def test_a_script_that_cannot_be_changed(qwen: Path, tmp_path: Path) -> None:
+def test_run_and_activate_accelerate_a_script(qwen: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = ran("-m", "gdsload", "run", str(script), str(qwen), "--flag")
@@ -108,10 +111,18 @@ if len(sys.argv) > 1:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["own.py"], 0), (["own.py", "7"], 7), (["-m", "own", "3"], 3), (["-m", "pack"], 0),
-     (["pack"], 0), (["link.py"], 0), (["nowhere.py"], 2), (["-m", "nowhere"], 1)],
-)  # fmt: skip
-def test_a_script_is_run_as_python_does(
+    [
+        (["own.py"], 0),
+        (["own.py", "7"], 7),
+        (["-m", "own", "3"], 3),
+        (["-m", "pack"], 0),
+        (["pack"], 0),
+        (["link.py"], 0),
+        (["nowhere.py"], 2),
+        (["-m", "nowhere"], 1),
+    ],
+)
+def test_run_equals_python_itself(
     words: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pack").mkdir()
@@ -126,7 +137,7 @@ def test_a_script_is_run_as_python_does(
     assert ("Traceback" in run.stderr) == ("Traceback" in plain.stderr), run.stderr
 
 
-def test_threads_that_outlive_the_script_find_it_installed(tmp_path: Path) -> None:
+def test_run_stays_installed_for_threads_that_outlive_the_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import threading\nfrom gdsload.integrations.transformers import hooks as seam\n"
         "def later():\n    threading.main_thread().join()\n    print(seam.active())\n"
@@ -136,11 +147,11 @@ def test_threads_that_outlive_the_script_find_it_installed(tmp_path: Path) -> No
     assert "posix" in done.stdout, done.stderr
 
 
-def test_running_nothing() -> None:
+def test_run_without_a_script_shows_the_usage() -> None:
     assert "usage: python -m gdsload run" in ran("-m", "gdsload", "run").stderr
 
 
-def test_installing_imports_nothing_heavy() -> None:
+def test_install_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import gdsload, sys; gdsload.install();"
         " print({'torch', 'transformers'} & set(sys.modules))"
@@ -148,13 +159,17 @@ def test_installing_imports_nothing_heavy() -> None:
     assert ran("-c", program).stdout.strip() == "set()"
 
 
-def test_a_module_that_is_not_imported_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patcher_patches_a_module_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gdsload.integrations.transformers.monkeypatch import Patch, Patcher, Replacement
 
     (tmp_path / "latecomer.py").write_text("value = 1\nother = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    patches = [Patch("value", lambda module: [Replacement(module, "value", 7)]),
-               Patch("none", lambda module: [Replacement(module, "none", 0)])]  # fmt: skip
+    patches = [
+        Patch("value", lambda module: [Replacement(module, "value", 7)]),
+        Patch("none", lambda module: [Replacement(module, "none", 0)]),
+    ]
     swaps = Patcher({"latecomer": patches})
     before = list(sys.meta_path)
     swaps.enter("one")
@@ -190,16 +205,19 @@ class _Interrupted:
 
 
 @pytest.mark.parametrize("after", range(1, 6))
-def test_ctrl_c_while_names_are_replaced_or_put_back(after: int) -> None:
+def test_patcher_interrupted_restores_the_originals(after: int) -> None:
     from gdsload.integrations.transformers.monkeypatch import Patch, Patcher, Replacement
 
     owner = _Interrupted()
     for name, value in (("first", 1), ("second", 2)):
         object.__setattr__(owner, name, value)
     swaps = Patcher(
-        {"sys": [Patch("first", lambda _: [Replacement(owner, "first", 7)])],
-         "os": [Patch("second", lambda _: [Replacement(owner, "second", 8)])], "not.there": []}
-    )  # fmt: skip
+        {
+            "sys": [Patch("first", lambda _: [Replacement(owner, "first", 7)])],
+            "os": [Patch("second", lambda _: [Replacement(owner, "second", 8)])],
+            "not.there": [],
+        }
+    )
     before = list(sys.meta_path)
     _Interrupted.left = after
     user = object()

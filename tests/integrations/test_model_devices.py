@@ -82,7 +82,9 @@ def loaded(source: Path, backend: str, **words: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal(name: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path) -> None:
+def test_model_on_a_device_equals_transformers(
+    name: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path
+) -> None:
     """On all three roads: the same model; what is kept is where it was said to live."""
     live(lambda _: "cuda:0")
     with equal.nothing_uninitialised(), equal.by_transformers_alone():
@@ -106,10 +108,14 @@ def test_equal(name: str, doubles: Doubles, live: Callable[[Places], None], tmp_
 
 @pytest.mark.parametrize("backend", ROADS)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
-def test_equal_when_cast(
-    name: str, backend: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path,
+def test_model_cast_on_a_device_equals_transformers(
+    name: str,
+    backend: str,
+    doubles: Doubles,
+    live: Callable[[Places], None],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """What is cast is read to the device in windows, and cast there by torch."""
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path)
@@ -151,10 +157,13 @@ def spread(name: str) -> str:
 
 
 @pytest.mark.parametrize("backend", ROADS)
-def test_several_devices_side_by_side(
-    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+def test_several_devices_are_filled_concurrently(
+    backend: str,
+    qwen: Path,
+    doubles: Doubles,
+    live: Callable[[Places], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A ring each, the CPU besides: all of them are filled before transformers asks for anything.
     What is for the CPU does not go by a backend that reaches devices alone."""
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
@@ -166,7 +175,7 @@ def test_several_devices_side_by_side(
         begin(self)
         deadline = time.monotonic() + 20
         for device, feed in self._device_queues.items():
-            (stage,) = feed._posted.values()
+            (stage,) = [window.reads for window in feed._posted]
             while not stage.arrived:
                 assert time.monotonic() < deadline
                 stage.poll()
@@ -186,15 +195,15 @@ def test_several_devices_side_by_side(
     assert sum(report.paths.values()) > 0
 
 
-def test_what_leads_to_devices_alone(qwen: Path, doubles: Doubles) -> None:
+def test_backend_for_devices_alone_needs_a_device(qwen: Path, doubles: Doubles) -> None:
     with pytest.raises(BackendUnavailable, match="does not reach DRAM"):
         loaded(qwen, "gds_mt")
 
 
-def test_nothing_is_pinned_twice(
+def test_second_load_registers_nothing(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next load of any kind finds the rings and their pipelines."""
+    """The pinned ring and its pipelines are there, for a load of any kind."""
     backend = "posix"
     live(spread)
     opened: list[str] = []
@@ -220,10 +229,13 @@ def test_nothing_is_pinned_twice(
 
 
 @pytest.mark.parametrize("backend", ROADS)
-def test_host_memory_is_the_ring(
-    backend: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+def test_load_to_a_device_takes_only_the_ring_of_host_memory(
+    backend: str,
+    qwen: Path,
+    doubles: Doubles,
+    live: Callable[[Places], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """No load to a device takes memory of the host for what it reads."""
 
     def never(*_: Any) -> None:
@@ -244,9 +256,7 @@ def test_host_memory_is_the_ring(
     assert [made.nbytes for made in staging_ring.rings()] == [1 << 20] * (backend == "posix")
 
 
-def test_a_device_that_is_too_full(
-    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
-) -> None:
+def test_full_device_raises(qwen: Path, doubles: Doubles, live: Callable[[Places], None]) -> None:
     live(lambda _: "cuda:0")
     doubles.set(nbytes=gpu.SPARE_BYTES + 4096)
     with pytest.raises(PlacementError, match="cuda:0") as caught:
@@ -254,7 +264,9 @@ def test_a_device_that_is_too_full(
     assert caught.value.missing_bytes
 
 
-def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places], None]) -> None:
+def test_failed_read_to_a_device_raises(
+    qwen: Path, doubles: Doubles, live: Callable[[Places], None]
+) -> None:
     """No model escapes, and a road that something went wrong on is not kept for the next load."""
     live(lambda _: "cuda:0")
     before = doubles.cuda_log["used"]
@@ -271,10 +283,14 @@ def test_a_read_that_fails(qwen: Path, doubles: Doubles, live: Callable[[Places]
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("lands", ["before", "meanwhile"])
-def test_what_was_prefetched_is_not_read_again(
-    lands: str, dtype: str, qwen: Path, doubles: Doubles, live: Callable[[Places], None],
+def test_prefetched_tensors_are_not_read_again(
+    lands: str,
+    dtype: str,
+    qwen: Path,
+    doubles: Doubles,
+    live: Callable[[Places], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """It is in the device's memory, and stays there or is cast from there; for what is kept no
     second memory is taken, neither by torch's allocator nor ahead of it."""
     live(lambda _: "cuda:0")
@@ -311,7 +327,7 @@ def test_what_was_prefetched_is_not_read_again(
     assert gdsload.last_report().read_bytes > 0
 
 
-def test_part_of_a_model_was_prefetched(
+def test_partly_prefetched_model_reads_only_the_rest(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None]
 ) -> None:
     """To one of two devices, or to the host: the rest is read to where it belongs."""
@@ -332,7 +348,7 @@ def test_part_of_a_model_was_prefetched(
             assert device_of(doubles, parameter) == (spread(name) != "cpu"), name
 
 
-def test_no_memory_is_warmed_up_for_what_is_there(
+def test_warmup_leaves_out_prefetched_parameters(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers has torch's allocator take a model's memory at once: what was prefetched to its
@@ -365,7 +381,7 @@ def test_no_memory_is_warmed_up_for_what_is_there(
     assert outside == {"a": "cuda:1"}
 
 
-def test_reads_to_devices_begin_where_the_check_for_threads_does_not_fit(
+def test_device_reads_begin_without_the_patch_for_threads(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They begin with the first look at the slices."""
@@ -389,7 +405,7 @@ def test_reads_to_devices_begin_where_the_check_for_threads_does_not_fit(
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_what_a_pool_has_is_not_read_again(
+def test_pooled_bytes_are_not_read_again(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None]
 ) -> None:
     live(lambda _: "cuda:0")
@@ -405,7 +421,7 @@ def test_what_a_pool_has_is_not_read_again(
             assert tinymodels.differences(stock, ours) == []
 
 
-def test_where_there_is_no_cuda_torch_moves_what_was_read(
+def test_without_cuda_torch_moves_the_tensors(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, live: Callable[[Places], None]
 ) -> None:
     """No driver: read to the host as before, and labelled as what is to be moved."""

@@ -80,7 +80,7 @@ TABLES = {"quantizers": quantizers, "architectures": architectures}
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_table_is_up_to_date(name: str, tmp_path: Path) -> None:
+def test_table_is_up_to_date(name: str, tmp_path: Path) -> None:
     found = {match[2]: match[3] for match in TABLE.finditer(DOCUMENT.read_text())}
     assert set(found) == set(TABLES)
     written_with = re.search(r"With transformers (\S+):", found[name])

@@ -23,8 +23,9 @@ import tinymodels
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.lazy_slices import LazySlice, WrittenSlice
 from gdsload.integrations.transformers.model_reader import ModelReader
+from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
-from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue, ReadWindow
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +66,13 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
 PLACES: dict[str, tuple[Any, str]] = {
     "opened": (ModelReader, "__init__"),
     "foreseen": (ModelReader, "start"),
-    "posted": (ParameterWriter, "_advance") if equal.NEW else (ReadWindow, "of"),
+    "posted": (ParameterWriter, "_advance") if equal.NEW else (ReadaheadQueue, "_post"),
     "asked": (WrittenSlice, "written") if equal.NEW else (LazySlice, "__getitem__"),
     "taken": (ParameterWriter, "take") if equal.NEW else (ReadaheadQueue, "take"),
     "finished": (ModelReader, "finish"),
     "config": (transformers.MixtralConfig, "__init__"),
     "model": (transformers.MixtralModel, "__init__"),
-    "cast": (ParameterWriter, "_cast") if equal.NEW else (torch.Tensor, "to"),
+    "cast": (ParameterBuffers, "part_of") if equal.NEW else (torch.Tensor, "to"),
     "initialised": (transformers.PreTrainedModel, "_initialize_missing_keys"),
     "tied": (transformers.PreTrainedModel, "tie_weights"),
 }
@@ -79,7 +80,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
-def test_broken_off(
+def test_interrupted_load_releases_everything(
     place: str, error: type[BaseException], mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name = PLACES[place]
@@ -90,7 +91,7 @@ def test_broken_off(
     def broken(*args: Any, **named: Any) -> Any:
         calls.append(name)
         # In the middle, where there is more than one.
-        if len(calls) == (7 if name in ("__getitem__", "written", "take", "to", "_cast") else 1):
+        if len(calls) == (7 if name in ("__getitem__", "written", "take", "to", "part_of") else 1):
             raise error("broken off here")
         return original(*args, **named)
 
@@ -139,7 +140,7 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 opens each file itself first")
 @pytest.mark.parametrize("cache", ["auto", "buffered"])
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_shard(how: str, cache: str, mixture: Path, tmp_path: Path) -> None:
+def test_broken_shard_raises(how: str, cache: str, mixture: Path, tmp_path: Path) -> None:
     """Found before the first byte of a tensor is read, in whichever shard it is."""
     shutil.copytree(mixture, tmp_path / "model")
     shard = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
@@ -149,7 +150,7 @@ def test_a_broken_shard(how: str, cache: str, mixture: Path, tmp_path: Path) -> 
     assert gdsload.last_report().read_bytes == 0
 
 
-def test_entered_and_left_in_any_order(mixture: Path) -> None:
+def test_accelerated_entered_and_left_in_any_order_restores_transformers(mixture: Path) -> None:
     outer = gdsload.accelerated(cache="buffered")
     with outer:
         with gdsload.accelerated(cache="direct"):

@@ -43,12 +43,12 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def test_there_are_enough() -> None:
+def test_matrix_has_enough_architectures() -> None:
     assert len(NAMES) >= 60
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal(name: str, tmp_path: Path) -> None:
+def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
     with equal.nothing_uninitialised():
         with equal.by_transformers_alone():
             model = tinymodels.build(name)
@@ -66,7 +66,7 @@ def test_equal(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "t5", "mamba2", "wav2vec2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_equal_when_cast(name: str, dtype: Any, tmp_path: Path) -> None:
+def test_cast_architecture_equals_transformers(name: str, dtype: Any, tmp_path: Path) -> None:
     """T5 keeps some modules in float32."""
     model = tinymodels.build(name)
     model.save_pretrained(tmp_path)
@@ -78,7 +78,7 @@ def test_equal_when_cast(name: str, dtype: Any, tmp_path: Path) -> None:
     assert labels.get("convert", labels.get("materialised")) > 0
 
 
-def test_the_oracle_sees_a_difference(tmp_path: Path) -> None:
+def test_comparison_finds_a_difference(tmp_path: Path) -> None:
     tinymodels.build("llama").save_pretrained(tmp_path)
     one, other = (gdsload.from_pretrained(tmp_path) for _ in range(2))
     assert tinymodels.differences(one, other) == []

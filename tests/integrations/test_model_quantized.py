@@ -24,8 +24,13 @@ from equal import NEW, both, require_same
 
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 does not do this on the CPU")
 # Large enough for groups of 32 and for kernels that pack eight numbers into one.
-SIZES = {**tinymodels.TEXT, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32,
-         "num_key_value_heads": 4}  # fmt: skip
+SIZES = {
+    **tinymodels.TEXT,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+}
 Change = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -80,7 +85,7 @@ def quantized(path: Path, model: Any, config: dict[str, Any], change: Change) ->
 
 @needs_new
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
+def test_fp8_in_blocks_equals_transformers(name: str, tmp_path: Path) -> None:
     def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         if tensor.ndim != 2 or not key.endswith("_proj.weight"):
             return {key: tensor}
@@ -95,14 +100,16 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
 
 
 @needs_new
-def test_mxfp4(tmp_path: Path) -> None:
+def test_mxfp4_equals_transformers(tmp_path: Path) -> None:
     def change(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return {key: tensor.to(torch.bfloat16)}
         experts, rows, columns = tensor.shape[0], tensor.shape[2], tensor.shape[1]
         shape = (experts, rows, columns // 32)
-        return {f"{key}_blocks": torch.randint(0, 255, (*shape, 16), dtype=torch.uint8),
-                f"{key}_scales": torch.randint(120, 130, shape, dtype=torch.uint8)}  # fmt: skip
+        return {
+            f"{key}_blocks": torch.randint(0, 255, (*shape, 16), dtype=torch.uint8),
+            f"{key}_scales": torch.randint(120, 130, shape, dtype=torch.uint8),
+        }
 
     torch.manual_seed(0)
     sizes = {**tinymodels.MOE, "intermediate_size": 64, "sliding_window": 16}
@@ -113,7 +120,7 @@ def test_mxfp4(tmp_path: Path) -> None:
     require_same(stock, ours)
 
 
-def test_a_quantizer_that_refuses(plain: Path) -> None:
+def test_quantizer_that_refuses_raises(plain: Path) -> None:
     """The same error as without gdsload, and the next load is as if it had not been."""
     found = []
     for load in (transformers.AutoModelForCausalLM.from_pretrained, gdsload.from_pretrained):
@@ -139,7 +146,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 @needs_new
 @pytest.mark.parametrize("is_kept", [True, False], ids=["compressed", "decompressed"])
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_compressed_tensors(name: str, is_kept: bool, tmp_path: Path) -> None:
+def test_compressed_tensors_equal_transformers(name: str, is_kept: bool, tmp_path: Path) -> None:
     needs("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -147,9 +154,12 @@ def test_compressed_tensors(name: str, is_kept: bool, tmp_path: Path) -> None:
     model = llama()
     group = {"targets": ["Linear"], **COMPRESSED[name]}
     wanted = QuantizationConfig(
-        config_groups={"group_0": group}, format=name, quantization_status="compressed",
-        quant_method="compressed-tensors", ignore=["lm_head"],
-    )  # fmt: skip
+        config_groups={"group_0": group},
+        format=name,
+        quantization_status="compressed",
+        quant_method="compressed-tensors",
+        ignore=["lm_head"],
+    )
     apply_quantization_config(model, wanted)
     for module in model.modules():
         if hasattr(module, "weight_scale"):
@@ -170,7 +180,7 @@ def test_compressed_tensors(name: str, is_kept: bool, tmp_path: Path) -> None:
 @needs_new
 @pytest.mark.parametrize("which", ["plain", "experts"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes(
+def test_bitsandbytes_equals_transformers(
     bits: int, which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     needs("bitsandbytes")
@@ -191,7 +201,7 @@ def test_bitsandbytes(
 
 @needs_new
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_torchao(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_torchao_equals_transformers(kind: str, plain: Path, tmp_path: Path) -> None:
     torchao = needs("torchao")
     wanted = transformers.TorchAoConfig(getattr(torchao.quantization, kind)())
     stock, ours = both(plain, quantization_config=wanted)
@@ -206,7 +216,7 @@ def packed(shape: tuple[int, ...]) -> torch.Tensor:
 
 @needs_new
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_gptq_and_awq(method: str, tmp_path: Path) -> None:
+def test_gptq_and_awq_equal_transformers(method: str, tmp_path: Path) -> None:
     """Eight numbers of four bits in one, along the rows or along the columns."""
     needs("gptqmodel")
     needs("optimum")
@@ -218,12 +228,18 @@ def test_gptq_and_awq(method: str, tmp_path: Path) -> None:
         groups = inputs // 32
         scales = {f"{name}.scales": (torch.rand(groups, outputs) * 0.01 + 0.001).half()}
         if method == "awq":
-            return {f"{name}.qweight": packed((inputs, outputs // 8)),
-                    f"{name}.qzeros": packed((groups, outputs // 8)), **scales}  # fmt: skip
+            return {
+                f"{name}.qweight": packed((inputs, outputs // 8)),
+                f"{name}.qzeros": packed((groups, outputs // 8)),
+                **scales,
+            }
         order = torch.arange(inputs, dtype=torch.int32) // 32
-        return {f"{name}.qweight": packed((inputs // 8, outputs)), f"{name}.g_idx": order,
-                f"{name}.qzeros": torch.full((groups, outputs // 8), 0x77777777).int(),
-                **scales}  # fmt: skip
+        return {
+            f"{name}.qweight": packed((inputs // 8, outputs)),
+            f"{name}.g_idx": order,
+            f"{name}.qzeros": torch.full((groups, outputs // 8), 0x77777777).int(),
+            **scales,
+        }
 
     config = {"quant_method": method, "bits": 4, "group_size": 32}
     config |= (

@@ -21,8 +21,23 @@ from gdsload.integrations.transformers.module_callbacks import AS_THEY_CAME
 NEW = transformers.__version__[0] > "4"
 needs_new = pytest.mark.skipif(not NEW, reason="transformers 4.57 tells of all modules at the end")
 # Tied, merged and chunked weights, buffers that are stored and that are not, shared layers.
-KINDS = ("llama", "qwen2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "hrm_text", "bert", "albert",
-         "t5", "bart", "resnet", "llava", "qwen3_vl_moe", "wav2vec2")  # fmt: skip
+KINDS = (
+    "llama",
+    "qwen2",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+    "qwen3_moe",
+    "hrm_text",
+    "bert",
+    "albert",
+    "t5",
+    "bart",
+    "resnet",
+    "llava",
+    "qwen3_vl_moe",
+    "wav2vec2",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +53,10 @@ def saved(kind: str, tmp_path: Path) -> Path:
 
 def bytes_of(module: Any) -> dict[str, torch.Tensor]:
     """Copies of all tensors in a module, buffers that are not stored as well."""
-    own = (*module.named_parameters(remove_duplicate=False),
-           *module.named_buffers(remove_duplicate=False))  # fmt: skip
+    own = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     return {name: tensor.detach().clone() for name, tensor in own}
 
 
@@ -94,7 +111,7 @@ def test_cast_parameters_trigger_callbacks_when_set(tmp_path: Path) -> None:
 
 
 @needs_new
-def test_layers_come_before_the_end_in_the_order_of_the_load(tmp_path: Path) -> None:
+def test_layer_callbacks_follow_the_order_of_the_load(tmp_path: Path) -> None:
     told = Told()
     gdsload.from_pretrained(saved("qwen2", tmp_path), on_module_ready=told)
     layers = [name for name in told.names if name.startswith("model.layers.")]
@@ -150,7 +167,7 @@ class Refused(Exception):
 
 
 @pytest.mark.parametrize("at", ["model.layers.0", "lm_head", ""])
-def test_an_error_in_it_ends_the_load(at: str, tmp_path: Path) -> None:
+def test_callback_error_ends_the_load(at: str, tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     gdsload.from_pretrained(source)  # what is opened once for a process is open now
     before = state_of_process()
@@ -173,7 +190,7 @@ def test_an_error_in_it_ends_the_load(at: str, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
 
 
-def test_it_is_called_by_the_thread_that_loads(tmp_path: Path) -> None:
+def test_callback_runs_in_the_loading_thread(tmp_path: Path) -> None:
     threads = set()
     gdsload.from_pretrained(
         saved("llama", tmp_path), on_module_ready=lambda *_: threads.add(threading.get_ident())
@@ -181,7 +198,7 @@ def test_it_is_called_by_the_thread_that_loads(tmp_path: Path) -> None:
     assert threads == {threading.get_ident()}
 
 
-def test_it_may_load_another_model(tmp_path: Path) -> None:
+def test_callback_may_load_another_model(tmp_path: Path) -> None:
     outer, inner = saved("llama", tmp_path), saved("gpt2", tmp_path)
     made: list[Any] = []
 
@@ -212,12 +229,20 @@ def test_stock_load_calls_back_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["disk"])
 def test_offloaded_load_calls_back_at_the_end(place: str, tmp_path: Path) -> None:
     told = Told()
-    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": place,
-             "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    parts = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": place,
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
     model = gdsload.from_pretrained(
-        saved("llama", tmp_path), device_map=parts, offload_folder=tmp_path / "off",
+        saved("llama", tmp_path),
+        device_map=parts,
+        offload_folder=tmp_path / "off",
         on_module_ready=told,
-    )  # fmt: skip
+    )
     assert "moved between devices" in gdsload.last_report().modules_ready
     told.require_true(model)
 
@@ -233,6 +258,6 @@ def test_missing_weights_call_back_at_the_end(tmp_path: Path) -> None:
     assert told.names.index("score") > told.names.index("model.layers.1")
 
 
-def test_what_cannot_be_called_is_refused_at_once(tmp_path: Path) -> None:
+def test_callback_that_is_not_callable_raises_at_once(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="on_module_ready"):
         gdsload.from_pretrained(tmp_path / "nothing", on_module_ready="print")

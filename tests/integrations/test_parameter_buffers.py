@@ -49,7 +49,7 @@ def tensors(kind: Kind, first: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backwards", [False, True])
-def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards: bool) -> None:
+def test_experts_are_written_to_their_merged_parameter(dtype: torch.dtype, backwards: bool) -> None:
     target = buffer_of(PAIR, dtype, merged=True)
     assert target is not None
     assert target.shape == (3, 6, 6)
@@ -70,7 +70,7 @@ def test_experts_lie_where_merging_would_put_them(dtype: torch.dtype, backwards:
     assert merged.untyped_storage().nbytes() == merged.nbytes
 
 
-def test_only_what_lies_right_is_merged_without_a_copy() -> None:
+def test_merged_needs_the_right_parts_in_order() -> None:
     target = buffer_of(PAIR, torch.bfloat16, merged=True)
     assert target is not None
     with ParameterBuffers([target]) as places:
@@ -92,7 +92,7 @@ def test_only_what_lies_right_is_merged_without_a_copy() -> None:
         assert places.merged([first, second], 1) is not None
 
 
-def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
+def test_part_is_given_once_and_only_in_its_dtype() -> None:
     target = buffer_of([Kind(("a",), (3,))], torch.float32, merged=False)
     assert target is not None
     with ParameterBuffers([target]) as places:
@@ -106,7 +106,7 @@ def test_a_place_is_given_once_and_only_in_its_dtype() -> None:
         assert put(places, "a", torch.float32, source) is None
 
 
-def test_kinds_that_do_not_fit_have_no_place() -> None:
+def test_kinds_that_do_not_fit_have_no_buffer() -> None:
     shapes = {"a": torch.empty(2, 3), "b": torch.empty(2, 3), "c": torch.empty(4, 3)}
     assert kinds_of({"p": ["a", "b"], "q": ["c"]}, ["p", "q"], shapes) is not None
     assert kinds_of({"p": ["a", "c"]}, ["p"], shapes) is None
@@ -116,7 +116,7 @@ def test_kinds_that_do_not_fit_have_no_place() -> None:
     assert buffer_of([Kind(("a",), (0, 3))], torch.float32, merged=False) is None
 
 
-def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
+def test_freed_parameter_returns_its_memory() -> None:
     size = 8 << 20
     targets = [buffer_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
     with ParameterBuffers([target for target in targets if target is not None]) as places:
@@ -135,7 +135,7 @@ def test_a_parameter_gives_its_memory_back_when_it_dies() -> None:
 @pytest.mark.parametrize("window_bytes", [1 << 12, 1 << 20])
 @pytest.mark.parametrize("elements", [100, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_filling_brings_each_tensor_to_its_place(
+def test_writer_copies_each_tensor_to_its_parameter(
     tiny_moe_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     window_bytes: int,
@@ -143,15 +143,7 @@ def test_a_filling_brings_each_tensor_to_its_place(
     dtype: torch.dtype,
 ) -> None:
     """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
-    monkeypatch.setattr(
-        "gdsload.integrations.transformers.parameter_writer._MOVED_AT_ONCE", elements
-    )
-    monkeypatch.setattr(
-        "gdsload.integrations.transformers.parameter_writer._ELEMENTS_ALONE", elements
-    )
-    monkeypatch.setattr(
-        "gdsload.integrations.transformers.parameter_writer._ELEMENTS_TOGETHER", elements
-    )
+    monkeypatch.setattr("gdsload.integrations.transformers.parameter_writer._MOVED_BYTES", elements)
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
         Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
@@ -179,7 +171,9 @@ def test_a_filling_brings_each_tensor_to_its_place(
             ended(session, infos).take(infos[0].name, torch.float32)
 
 
-def test_closing_ends_a_wait(tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_close_wakes_waiting_threads(
+    tiny_moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = threading.Event()
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,

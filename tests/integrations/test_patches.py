@@ -129,8 +129,9 @@ def change_parameters(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
-    "renamed": rename, "other parameters": change_parameters,
-}  # fmt: skip
+    "renamed": rename,
+    "other parameters": change_parameters,
+}
 FORETELLING = {"rename_source_key"}
 # What is called whatever its parameters are.
 ANY_PARAMETERS = {"deepcopy", "safe_open", "torch"}
@@ -139,9 +140,13 @@ ANY_PARAMETERS = {"deepcopy", "safe_open", "torch"}
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function_that_does_not_fit_is_reported_and_the_model_is_exact(
-    name: str, how: str, mixture: Path, stock: Any, monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    how: str,
+    mixture: Path,
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     function = name.rpartition(".")[2]
     if how == "other parameters" and function in ANY_PARAMETERS:
         pytest.skip("it is called with what it is given")

@@ -22,7 +22,7 @@ pytest.importorskip("gdsload.integrations.transformers.model")
 PATIENCE_SECONDS = 240
 
 
-def test_a_model_adopts_what_was_read_ahead(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_model_claims_a_prefetch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     import transformers
 
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
@@ -38,7 +38,7 @@ def test_a_model_adopts_what_was_read_ahead(tiny_checkpoint: Path, tmp_path: Pat
         assert torch.equal(got[name], tensor), name
 
 
-def test_a_model_reads_itself_what_a_prefetch_lost(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_model_reads_what_a_prefetch_lost(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     with gdsload.prefetch(checkpoint, cache="buffered") as ahead:
         ahead.cancel()
@@ -50,7 +50,7 @@ def test_a_model_reads_itself_what_a_prefetch_lost(tiny_checkpoint: Path, tmp_pa
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 30])
-def test_what_a_prefetch_still_brings_is_waited_for(
+def test_model_waits_for_a_prefetch_in_progress(
     window_bytes: int, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Also when all that the load itself has read is there."""

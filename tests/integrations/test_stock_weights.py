@@ -22,7 +22,7 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def test_bin(tmp_path: Path) -> None:
+def test_bin_weights_are_left_to_transformers(tmp_path: Path) -> None:
     """Beside safetensors files they count only when they are asked for."""
     model = tinymodels.build("qwen2")
     model.save_pretrained(tmp_path)
@@ -37,12 +37,19 @@ def test_bin(tmp_path: Path) -> None:
 
 
 LLAMA_IN_GGUF = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 def write_gguf(model: Any, path: Path) -> None:
@@ -72,7 +79,7 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.close()
 
 
-def test_gguf(tmp_path: Path) -> None:
+def test_gguf_weights_are_left_to_transformers(tmp_path: Path) -> None:
     write_gguf(tinymodels.build("llama"), tmp_path / "model.gguf")
     with equal.by_transformers_alone():
         stock, ours = equal.both(tmp_path, gguf_file="model.gguf")
@@ -82,7 +89,7 @@ def test_gguf(tmp_path: Path) -> None:
     assert tinymodels.differences(stock, by_config) == []
 
 
-def test_state_dict() -> None:
+def test_state_dict_of_the_caller_is_left_to_transformers() -> None:
     model = tinymodels.build("qwen2")
     words = {"config": model.config, "state_dict": model.state_dict(), "auto": type(model)}
     equal.require_same(*equal.both(None, **words), "stock")
@@ -114,7 +121,7 @@ print(json.dumps({
 """
 
 
-def test_zero3(tmp_path: Path) -> None:
+def test_zero3_is_left_to_transformers(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     (tmp_path / "zero3.py").write_text(ZERO3)
     tinymodels.build("qwen2").save_pretrained(tmp_path / "model")
@@ -127,7 +134,9 @@ def test_zero3(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 imports deepspeed for this")
-def test_zero3_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero3_without_deepspeed_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers' own question is asked, each time; its answer decides."""
     model = tinymodels.build("qwen2")
     model.save_pretrained(tmp_path)

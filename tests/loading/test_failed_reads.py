@@ -177,7 +177,7 @@ def test_parameter_writer_after_an_interrupted_copy_copies_no_more(
         writer.start()
         gate.open()
         with monkeypatch.context() as patch:
-            patch.setattr(ParameterWriter, "_cast", interrupted)
+            patch.setattr(ParameterWriter, "_write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 writer.take(infos[0].name, torch.float32)
         with pytest.raises(GdsloadError, match="was interrupted"):

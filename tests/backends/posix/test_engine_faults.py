@@ -40,12 +40,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(autouse=True, params=["small", "bounce"])
-def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fault, to reads in place and to those through bounce buffers."""
-    monkeypatch.setitem(OPTIONS, "pages", request.param)
-
-
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     with faulty.installed(monkeypatch) as installed:

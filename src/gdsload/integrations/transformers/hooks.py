@@ -122,9 +122,8 @@ def refusal(state_dict: Any, files: Any, is_zero3: bool) -> str:
 
 
 def _load(
-    load: Callable[[Any], Any], model: Any, files: list[str], config: Any,
-    options: Options, report: LoadReport,
-) -> Any:  # fmt: skip
+    load: Call, model: Any, files: list[str], config: Any, options: Options, report: LoadReport
+) -> Any:
     """`_load_pretrained_model` of transformers 5; `load(state_dict)` calls the original."""
     if getattr(config, "disable_mmap", False) and options.cache == "auto":
         options = replace(options, cache="buffered")
@@ -168,9 +167,8 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
 
 
 def _load_old(
-    load: Callable[[Any], Any], model: Any, files: list[str], config: Any,
-    options: Options, report: LoadReport,
-) -> Any:  # fmt: skip
+    load: Call, model: Any, files: list[str], config: Any, options: Options, report: LoadReport
+) -> Any:
     """`_load_pretrained_model` of transformers 4.57, which opens one shard after the other."""
     note(report, SAFE_OPEN, "transformers before 5.0 has no state dict of slices")
     _old_models[model] = options, report
@@ -327,9 +325,11 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
         return None
     cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
     return {
-        "backend": options.backend, "cache": cache, "options": options.options,
+        "backend": options.backend,
+        "cache": cache,
+        "options": options.options,
         "stall_seconds": options.stall_seconds,
-    }  # fmt: skip
+    }
 
 
 patcher = Patcher(

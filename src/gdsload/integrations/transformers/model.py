@@ -63,6 +63,9 @@ def from_pretrained(
             raised.
         **kwargs: Passed to `cls.from_pretrained`.
 
+    Returns:
+        What `cls.from_pretrained` returns: a model, or a tuple with `output_loading_info=True`.
+
     Raises:
         CheckpointError, ReadError, PlacementError, FileChanged: The weights cannot be loaded.
         BackendUnavailable: A backend that was asked for by name does not work here.
@@ -91,7 +94,7 @@ def from_pretrained(
         with held(hooks.outer_report, report), report.phase("from_pretrained"):
             model = cls.from_pretrained(source, *args, **kwargs)
         if not report.integration:
-            hooks.note(report, hooks.STOCK, "transformers did not come to where weights are loaded")
+            hooks.note(report, hooks.STOCK, "transformers did not call its function for weights")
         if callbacks is not None:
             callbacks.finish(model)
         return model
@@ -100,8 +103,13 @@ def from_pretrained(
 def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
     """The class that a checkpoint's config names; an Auto class if transformers has no such class.
 
-    Raises CheckpointError if the config names none, and the error of transformers if there is no
-    config.
+    Args:
+        source: A directory or a hub id.
+        **kwargs: The keywords of `from_pretrained`; those that find a config are used.
+
+    Raises:
+        CheckpointError: The config names no class.
+        OSError, ValueError: transformers finds no config.
     """
     try:
         import transformers
@@ -157,7 +165,10 @@ def accelerated(
     and nothing stays replaced afterwards.
 
     Args:
-        backend, cache, options, stall_seconds: As for `gdsload.load_file`.
+        backend: "auto" or the name of a backend.
+        cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
+        options: Options of the backend, by name.
+        stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
 
@@ -185,8 +196,23 @@ def install(
 ) -> None:
     """`accelerated` for all threads of the process, until `uninstall`.
 
-    A second call changes the options. Imports neither torch nor transformers. The arguments are
-    those of `accelerated`.
+    A second call changes the options. Imports neither torch nor transformers.
+
+    Args:
+        backend: "auto" or the name of a backend.
+        cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
+        options: Options of the backend, by name.
+        stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
+        window_bytes: Bytes that are read together, of tensors that are converted or cast.
+        ahead_bytes: Bytes of such tensors that are read before transformers requests them.
+
+    Raises:
+        ValueError: An unknown `cache`, or a size below 1.
+
+    Example:
+        gdsload.install()
+        model = AutoModelForCausalLM.from_pretrained("model")
+        gdsload.uninstall()
     """
     wanted = Options(backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes)
     with _lock:

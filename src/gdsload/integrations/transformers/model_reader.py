@@ -196,13 +196,12 @@ class ModelReader:
         """Parameters that need no memory of torch's allocator: they are prefetched to their
         device."""
         found: set[str] = set()
-        parameters, seconds = self.plan.parameters, self.options.stall_seconds
+        plan, seconds = self.plan, self.options.stall_seconds
         for device in self._device_queues:
-            infos = [self.checkpoint.tensors[key] for key in parameters
-                     if self.plan.devices.get(key) == device]  # fmt: skip
-            ranges = runs_of(map(whole, infos))
+            keys = [key for key in plan.parameters if plan.devices.get(key) == device]
+            ranges = runs_of(whole(self.checkpoint.tensors[key]) for key in keys)
             names = waiting_on(device, self.checkpoint, ranges, seconds)
-            found.update(parameters[name] for name in names)
+            found.update(plan.parameters[name] for name in names)
         return found
 
     def expect(self, names: Sequence[str]) -> None:
@@ -218,14 +217,16 @@ class ModelReader:
     def slices(self) -> StateDict:
         """A slice for every tensor, by its name in the checkpoint. The first access to one begins
         the reads to devices."""
-        queue, writer, plan = self.queue, self.writer, self.plan
-        queues = {name: self._device_queues[device] for name, device in plan.devices.items()}
-        slices = {
-            name: WrittenSlice(queue, info, writer) if name in plan.written
-            else MappedSlice(queue, info) if name in plan.lazy
-            else LazySlice(queues.get(name, queue), info)
-            for name, info in self.checkpoint.tensors.items()
-        }  # fmt: skip
+        plan = self.plan
+        slices: dict[str, LazySlice] = {}
+        for name, info in self.checkpoint.tensors.items():
+            if name in plan.written:
+                slices[name] = WrittenSlice(self.queue, info, self.writer)
+            elif name in plan.lazy:
+                slices[name] = MappedSlice(self.queue, info)
+            else:
+                queue = self._device_queues.get(plan.devices.get(name, ""), self.queue)
+                slices[name] = LazySlice(queue, info)
         return StateDict(slices, self.begin_device_reads)
 
     def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
@@ -239,10 +240,8 @@ class ModelReader:
         returned. Raises FileChanged if a file was modified meanwhile."""
         self.checkpoint.verify_unchanged()
         report = self.report
-        reads: list[ReadaheadQueue | ParameterWriter] = [
-            self.queue, self.writer, *self._device_queues.values(),
-        ]  # fmt: skip
-        for one in reads:
+        reads: list[ReadaheadQueue | ParameterWriter] = [self.queue, self.writer]
+        for one in (*reads, *self._device_queues.values()):
             report.tensors += one.taken_tensors
             report.wanted_bytes += one.taken_bytes
             report.phases["wait"] = report.phases.get("wait", 0.0) + one.waited_seconds

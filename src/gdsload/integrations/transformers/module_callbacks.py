@@ -29,9 +29,8 @@ class ModuleCallbacks:
     """Calls a callback once for each module of one model, inner modules before outer ones."""
 
     def __init__(
-        self, callback: Callable[[str, Any], object], source: str | os.PathLike[str],
-        report: LoadReport,
-    ) -> None:  # fmt: skip
+        self, callback: Callable[[str, Any], object], source: Any, report: LoadReport
+    ) -> None:
         """Raises TypeError if `callback` is not callable."""
         if not callable(callback):
             raise TypeError(f"on_module_ready={callback!r} cannot be called")

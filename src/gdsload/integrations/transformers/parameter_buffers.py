@@ -5,8 +5,9 @@
              [expert, rows of the gates + rows of the ups, columns]
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
-When transformers stacks and concatenates these parts afterwards, the result is there already. Not
-responsible for reading and copying (`parameter_writer`).
+When transformers stacks and concatenates these parts afterwards, the result is there already. The
+copies take the page faults themselves, with all threads of torch: on two cores, threads that touch
+pages ahead of them only compete. Not responsible for reading and copying (`parameter_writer`).
 """
 
 from __future__ import annotations
@@ -96,15 +97,13 @@ class ParameterBuffers:
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
         # Results of torch.stack and torch.cat, by the dimension and the identity of their operands.
         self._merged: dict[tuple[int, Any], torch.Tensor] = {}
-        self._region: Region | None = None
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
-        self._nbytes = sum(sizes)
-        if not self._nbytes:
+        if not sizes:
             return
-        require_room(self._nbytes)
+        require_room(sum(sizes))
         try:
-            self._region = region = Region.anonymous(self._nbytes)
+            region = Region.anonymous(sum(sizes))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
         offset = 0
@@ -146,8 +145,7 @@ class ParameterBuffers:
         return self._merged.get((dim, _identity(tensors))) if self._merged else None
 
     def close(self) -> None:
-        """Frees the parameters that nobody took. May be called again."""
-        self._region = None
+        """Frees the parameters that were not taken. May be called again."""
         self._unwritten.clear()
         self._merged.clear()
 

@@ -12,7 +12,6 @@ responsible for the memory of the parameters (`parameter_buffers`).
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,13 +38,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     import torch
 
-# torch copies more elements than this with all its threads, which spin while they wait for each
-# other. With few cores, the threads that populate memory need the cores more.
-_ELEMENTS_ALONE = 32767
-_ELEMENTS_TOGETHER = 16 << 20
-_FEW_CORES = 4
-# Tensors that are not cast need no torch; with many cores, larger ones profit from its threads.
-_MOVED_AT_ONCE = 1 << 20
+# Tensors up to this size that are not cast need no torch, which copies them with one thread too.
+_MOVED_BYTES = 64 << 10
 _ALL = slice(None)
 
 
@@ -100,21 +94,17 @@ class ParameterWriter:
         self.waited_seconds = 0.0
         self.taken_tensors = self.taken_bytes = 0
         self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
-        self._windows = _windows_of(infos, window_bytes)
-        # The window with the last rows of each tensor.
+        self._planned = deque(_windows_of(infos, window_bytes))
+        # The number of the window with the last rows of each tensor.
         self._window_of = {
-            rows.name: number for number, window in enumerate(self._windows) for rows in window
+            rows.name: number for number, window in enumerate(self._planned) for rows in window
         }
         self._pool = Pool(ahead_bytes + 2 * window_bytes)
-        self._in_flight: deque[_WindowBatch] = deque()
-        self._held_bytes = 0  # in flight
-        self._posted = self._copied = 0  # windows
+        self._in_flight: deque[tuple[_WindowBatch, list[_Rows]]] = deque()
+        self._copied = 0  # windows
         self._lock = fork_safe_lock(self)
         self._closed = False
         self._copying = False  # stays True if a copy was interrupted
-        few = len(os.sched_getaffinity(0)) <= _FEW_CORES
-        self._elements = _ELEMENTS_ALONE if few else _ELEMENTS_TOGETHER
-        self._move_limit = window_bytes if few else _MOVED_AT_ONCE
 
     def start(self) -> None:
         """Posts the first windows."""
@@ -122,16 +112,17 @@ class ParameterWriter:
             self._advance()
 
     def _advance(self) -> None:
-        while self._posted < len(self._windows):
-            window = self._windows[self._posted]
-            nbytes = sum(rows.info.nbytes for rows in window)
-            if self._in_flight and self._held_bytes + nbytes > self._ahead_bytes:
+        while self._planned:
+            window = self._planned[0]
+            # Without prefetched and mapped bytes.
+            held_bytes = sum(batch.plan.read_bytes for batch, _ in self._in_flight)
+            held_bytes += sum(rows.info.nbytes for rows in window)
+            if self._in_flight and held_bytes > self._ahead_bytes:
                 return
             runs = runs_of(whole(rows.info) for rows in window)
             plan, views = self.session.arrange(runs, window_bytes=self._window_bytes)
-            self._in_flight.append(_WindowBatch(self.session, plan, views, self._pool))
-            self._posted += 1
-            self._held_bytes += plan.read_bytes  # without prefetched and mapped bytes
+            self._in_flight.append((_WindowBatch(self.session, plan, views, self._pool), window))
+            self._planned.popleft()
 
     def take(self, name: str, dtype: Any) -> torch.Tensor | None:
         """Waits for a tensor and returns its part of the parameter; None if it has none, or if the
@@ -163,18 +154,14 @@ class ParameterWriter:
             raise GdsloadError(f"{source}: copying to parameters was interrupted by an error")
         if not self._in_flight:  # posting failed before
             self._advance()
-        batch, window = self._in_flight[0], self._windows[self._copied]
+        batch, window = self._in_flight[0]
         start = time.monotonic()
         batch.wait(watch=self._require_open)
         self.waited_seconds += time.monotonic() - start
         self._copying = True
         self._write(window, batch.views)
-        self._in_flight.popleft()
-        batch.views.clear()
-        batch.release()
+        self._release_first()
         self.taken_bytes += sum(rows.info.nbytes for rows in window)
-        self._held_bytes -= batch.plan.read_bytes
-        self._windows[self._copied] = []
         self._copied += 1
         self._copying = False
         self._advance()
@@ -185,37 +172,27 @@ class ParameterWriter:
             part = self.buffers.part_of(name)
             if rows != _ALL:
                 part = part[rows]
-            if part.dtype == known_dtype(info.dtype) and info.nbytes <= self._move_limit:
-                self._move(part.data_ptr(), views[info.name], info.nbytes)
+            if part.dtype == known_dtype(info.dtype) and info.nbytes <= _MOVED_BYTES:
+                view = views[info.name]
+                start = view.region.address + view.offset
+                ctypes.memmove(part.data_ptr(), start, info.nbytes)
             else:
                 casts.append((info, part))
         tensors = hand_over([info for info, _ in casts], views)
         for info, part in casts:
-            self._cast(part, tensors.pop(info.name))
+            part.copy_(tensors.pop(info.name))
 
-    def _move(self, to: int, view: BufferView, nbytes: int) -> None:
-        start = view.region.address + view.offset
-        for done in range(0, nbytes, _MOVED_AT_ONCE):
-            count = min(_MOVED_AT_ONCE, nbytes - done)
-            ctypes.memmove(to + done, start + done, count)
-
-    def _cast(self, part: torch.Tensor, tensor: torch.Tensor) -> None:
-        if tensor.numel() <= self._elements:
-            part.copy_(tensor)
-            return
-        # `part` is contiguous: a whole parameter, or rows of one expert.
-        to, flat = part.view(-1), tensor.reshape(-1)
-        for start in range(0, flat.numel(), self._elements):
-            to[start : start + self._elements].copy_(flat[start : start + self._elements])
+    def _release_first(self) -> None:
+        batch, _ = self._in_flight.popleft()
+        batch.views.clear()
+        batch.release()
 
     def close(self) -> None:
         """Ends all reads and releases their memory; waiting and later calls raise QueueClosed."""
         self._closed = True  # seen by waiting threads, which then release the lock
         with self._lock:
             while self._in_flight:
-                batch = self._in_flight.popleft()
-                batch.views.clear()
-                batch.release()
+                self._release_first()
             self._pool.close()
 
     def __enter__(self) -> ParameterWriter:
