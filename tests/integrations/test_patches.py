@@ -120,12 +120,13 @@ def change_parameters(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         convert: Any = raw.convert  # type: ignore[attr-defined]
         monkeypatch.setattr(raw, "convert", lambda *a, **named: convert(*a, **named))
         return
-    plain = raw.__func__ if isinstance(raw, staticmethod) else raw
+    is_method = isinstance(raw, (classmethod, staticmethod))
+    plain = raw.__func__ if is_method else raw
 
     def another(*arguments: Any, **named: Any) -> Any:
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(owner, function, staticmethod(another) if raw is not plain else another)
+    monkeypatch.setattr(owner, function, type(raw)(another) if is_method else another)
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch, str], None]] = {
