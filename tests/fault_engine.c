@@ -17,6 +17,7 @@
 struct read {
     int fd, slot, buffer;
     char *address;
+    void *memory;
     uint64_t length, offset, cookie;
 };
 struct completion { uint64_t cookie; int64_t result; };

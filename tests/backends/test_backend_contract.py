@@ -132,7 +132,7 @@ def test_fractional_settings_raise_type_error(value: object) -> None:
 
 @pytest.mark.parametrize("engine", ["warp", "aio"])
 def test_unknown_engine_is_refused_and_the_others_are_named(engine: str) -> None:
-    with pytest.raises(gdsload.BackendUnavailable, match="there are uring, linuxaio, threads"):
+    with pytest.raises(gdsload.BackendUnavailable, match="there are threads, uring, linuxaio"):
         PosixBackend(engine=engine)
 
 
