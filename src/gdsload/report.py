@@ -47,6 +47,8 @@ class LoadReport:
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
+        filesystem: The type of the network or FUSE filesystem that was read, or "".
+        depth: Reads in flight at most, 0 if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
@@ -77,6 +79,8 @@ class LoadReport:
     requests: int = 0
     short_reads: int = 0
     retries: int = 0
+    filesystem: str = ""
+    depth: int = 0
     paths: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     failovers: dict[str, int] = field(default_factory=dict)
@@ -122,6 +126,8 @@ class LoadReport:
         ]
         paths = [f"{path} {size / 1e9:.3f} GB" for path, size in self.paths.items() if size]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
+        if self.filesystem:
+            lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")

@@ -26,8 +26,10 @@ from gdsload._native.pthreads cimport (
 )
 
 cdef enum:
-    # More threads than a fast disk needs to be busy, few enough for the kernel's scheduler.
-    MOST_READERS = 16
+    # Up to a depth of 32: more threads than a fast disk needs to be busy. Above it half of the
+    # depth, for network filesystems (benchmarks/results/cold-fuse-2ms.json).
+    DISK_READERS = 16
+    MOST_READERS = 128
     MOST_CUFILE_READERS = 64
 
 cdef struct Workers:
@@ -45,7 +47,7 @@ cdef struct Workers:
     int depth
     int closing
     int count
-    pthread_t thread[MOST_CUFILE_READERS]
+    pthread_t thread[MOST_READERS]
 
 
 cdef int64_t read_file(const Read *read) noexcept nogil:
@@ -155,8 +157,9 @@ cdef int open_workers(
 cdef int open_readers(
     void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
+    cdef int threads = min(max(depth // 2, <int>DISK_READERS), <int>MOST_READERS)
     fixed[0] = 0
-    return open_workers(engine, depth, min(depth, <int>MOST_READERS), NULL, NULL)
+    return open_workers(engine, depth, min(depth, threads), NULL, NULL)
 
 
 cdef int open_cufile_readers(

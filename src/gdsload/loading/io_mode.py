@@ -22,6 +22,7 @@ from gdsload.errors import ReadError
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 
@@ -39,6 +40,7 @@ class ShardAccess:
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
         self._direct_fds: list[int] = []
         self._partly_warm: dict[int, bool] = {}
+        self._storage: dict[int, Storage] = {}  # by device number
 
     @property
     def files(self) -> list[Registration]:
@@ -53,7 +55,10 @@ class ShardAccess:
         fd = self._checkpoint.shards[shard].fd
         merged = merged_ranges_of(ranges)
         if self.cache == "auto":
-            return all(page_cache.mostly_resident(fd, each.offset, each.length) for each in merged)
+            # A fault on a page that is not there would be a round trip of distant storage.
+            distant = self._storage_of(shard).distant
+            warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
+            return all(warm(fd, each.offset, each.length) for each in merged)
         for each in merged:
             with suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
@@ -79,13 +84,28 @@ class ShardAccess:
         direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
         try:
             self._registered[shard] = backend.register(
-                OpenFile(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard])
+                OpenFile(
+                    *(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard]),
+                    self._storage_of(shard),
+                )
             )
         except BaseException:
             if direct_fd >= 0:
                 self._direct_fds.remove(direct_fd)
                 os.close(direct_fd)
             raise
+
+    def _storage_of(self, shard: int) -> Storage:
+        opened = self._checkpoint.shards[shard]
+        device = opened.identity.dev
+        if device not in self._storage:
+            self._storage[device] = storage_of(opened.path, opened.fd)
+        return self._storage[device]
+
+    @property
+    def filesystem(self) -> str:
+        """The type of the distant filesystem that was looked at first, or ""."""
+        return next(filter(None, (storage.kind for storage in self._storage.values())), "")
 
     def _open_direct(self, shard: int) -> int:
         """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""

@@ -194,10 +194,12 @@ class Session:
         """The reads for these ranges. The page cache, as it is now, decides their I/O modes."""
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
+        limits = self.open().limits(self.device)
+        self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,
             [shard.size for shard in self.checkpoint.shards],
-            self.open().limits(self.device),
+            limits,
             blocks=self._access.blocks,
             window_bytes=window_bytes,
             io_mode_of=self._access.io_mode_of,

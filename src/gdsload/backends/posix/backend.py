@@ -31,6 +31,7 @@ from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.host_buffers import POPULATE_THREADS, POPULATED_AHEAD_BYTES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.system.storage import Storage
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
@@ -71,6 +72,9 @@ class PosixBackend(PumpBackend):
             raise ValueError(
                 f"bounce={self.settings['bounce']!r} is none of {', '.join(bounce_buffers.CHOICES)}"
             )
+        # Settings of loads to DRAM. Distant storage changes those that the user did not set.
+        self._dram_settings = self.settings
+        self._asked = frozenset(options)
         self._bounce: bounce_buffers.BounceBuffers | None = None
         self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []  # to register with the engine
@@ -120,10 +124,13 @@ class PosixBackend(PumpBackend):
         return engine
 
     def limits(self, device: str = "cpu") -> Limits:
-        return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
+        # Slots of a staging ring have one size, whatever the storage.
+        settings = self._dram_settings if device == "cpu" else self.settings
+        return Limits(settings["request_bytes"], depth=self._dram_settings["depth"])
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
+            self._adapt(what.storage)
             return Registration(what, self._new_slots())
         if what.kind == VRAM:
             return Registration(what, -1)
@@ -137,6 +144,14 @@ class PosixBackend(PumpBackend):
             return Registration(what, -1)
         self._buffers.append((what.address, what.length))
         return Registration(what, len(self._buffers) - 1)
+
+    def _adapt(self, storage: Storage) -> None:
+        """Suits the reads of an engine that is not open yet to distant storage."""
+        if storage.distant and self._pump is None:
+            # A few bounce buffers would leave most of the depth unused.
+            suited = {**storage._asdict(), "bounce": "never"}
+            wanted = suited.keys() & self.settings.keys() - self._asked
+            self._dram_settings = {**self.settings, **{name: suited[name] for name in wanted}}
 
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: slots and buffers are released when the engine is closed."""
@@ -153,9 +168,9 @@ class PosixBackend(PumpBackend):
         """An engine that worked in the probe may lack something now; `auto` then tries the next."""
         while True:
             engine = engines.engine_module(self.engine).engine()
-            bounce = bounce_buffers.BounceBuffers(engine, self.settings)
+            bounce = bounce_buffers.BounceBuffers(engine, self._dram_settings)
             try:
-                pump = Pump(bounce.engine, self.settings["depth"], self._buffers)
+                pump = Pump(bounce.engine, self._dram_settings["depth"], self._buffers)
             except OSError as error:
                 refusal = unopened(self.engine, error)
             else:
@@ -193,9 +208,8 @@ class PosixBackend(PumpBackend):
             # times as much. From storage, threads are as fast.
             self.engine = self._first_engine(("threads", "linuxaio"))
         capsule = engines.engine_module(self.engine).engine()
-        return device_module.open_pipeline(
-            device, self.engine, capsule, self.settings, self.refusals
-        )
+        settings = {**self.settings, "depth": self._dram_settings["depth"]}
+        return device_module.open_pipeline(device, self.engine, capsule, settings, self.refusals)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
