@@ -25,14 +25,16 @@ from gdsload.report import LoadReport
 from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
+PAGE_CACHES = ("keep", "drop")
 
 
 class ShardAccess:
     """The shards of one checkpoint: their I/O modes, and their registrations with a backend."""
 
-    def __init__(self, checkpoint: Checkpoint, report: LoadReport, cache: str) -> None:
-        if cache not in CACHES:
-            raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    def __init__(
+        self, checkpoint: Checkpoint, report: LoadReport, cache: str, page_cache: str = "keep"
+    ) -> None:
+        require_cache(cache, page_cache)
         self.cache = cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
         self._checkpoint = checkpoint
@@ -41,6 +43,9 @@ class ShardAccess:
         self._direct_fds: list[int] = []
         self._partly_warm: dict[int, bool] = {}
         self._storage: dict[int, Storage] = {}  # by device number
+        self._drops = page_cache == "drop"
+        # What was not in the page cache: a descriptor that is closed here, and (offset, length).
+        self._absent: list[tuple[int, list[tuple[int, int]]]] = []
 
     @property
     def files(self) -> list[Registration]:
@@ -81,6 +86,8 @@ class ShardAccess:
         if self._registered[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
+        if self._drops:
+            self._note_absent(opened)
         direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
         try:
             self._registered[shard] = backend.register(
@@ -124,8 +131,17 @@ class ShardAccess:
         self._report.refusals[f"direct I/O on {opened.name}"] = refusal
         return -1
 
+    def _note_absent(self, shard: Shard) -> None:
+        """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
+        try:
+            absent = list(page_cache.absent_ranges(shard.fd, 0, shard.size))
+            self._absent.append((os.dup(shard.fd), absent))
+        except OSError as error:
+            self._report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
+
     def close(self, backend: Backend | None) -> None:
-        """Gives registrations and direct descriptors back. A later `register` starts anew."""
+        """Gives registrations and direct descriptors back, and drops from the page cache what was
+        not there before. A later `register` starts anew."""
         for registration in self._registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
@@ -133,6 +149,20 @@ class ShardAccess:
         for direct_fd in self._direct_fds:
             os.close(direct_fd)
         self._direct_fds.clear()
+        for fd, ranges in self._absent:
+            for offset, length in ranges:
+                with suppress(OSError):  # only a hint
+                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        self._absent.clear()
+
+
+def require_cache(cache: str, page_cache: str) -> None:
+    """Raises ValueError if one of them has no such value."""
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    if page_cache not in PAGE_CACHES:
+        raise ValueError(f"page_cache={page_cache!r} is none of {', '.join(PAGE_CACHES)}")
 
 
 def _open_direct(shard: Shard) -> tuple[int | None, int, str]:

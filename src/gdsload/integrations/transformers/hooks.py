@@ -327,8 +327,8 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
         return None
     cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
     return {
-        "backend": options.backend, "cache": cache, "options": options.options,
-        "stall_seconds": options.stall_seconds,
+        "backend": options.backend, "cache": cache, "page_cache": options.page_cache,
+        "options": options.options, "stall_seconds": options.stall_seconds,
     }  # fmt: skip
 
 
