@@ -27,7 +27,7 @@ from gdsload._native.pthreads cimport (
 
 cdef enum:
     # Up to a depth of 32: more threads than a fast disk needs to be busy. Above it half of the
-    # depth, for network filesystems (benchmarks/results/cold-fuse-2ms.json).
+    # depth, for network filesystems (benchmarks/results/cold-fuse-20ms.json).
     DISK_READERS = 16
     MOST_READERS = 128
     MOST_CUFILE_READERS = 64
