@@ -211,3 +211,22 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
         assert printed == str(sums)
         return
     pytest.skip(why)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch,
+     gdsload.from_pretrained],
+)  # fmt: skip
+def test_unknown_page_cache_is_a_value_error(
+    expected: tuple[Path, dict[str, torch.Tensor]], load: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match="page_cache='empty' is none of keep, drop"):
+        load(expected[0] / NAME, page_cache="empty")
+
+
+def test_prefetch_to_the_page_cache_does_not_drop_it(
+    expected: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    with pytest.raises(ValueError, match="contradicts"):
+        gdsload.prefetch(expected[0], tier="pagecache", page_cache="drop")
