@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from gdsload.memory.available import available_bytes
 
-from . import cache, records, values
+from . import cache, mounts, records, values
 from .arms import KINDS, Arm, parse
 from .choice import chosen, reasons
 from .judge import Conditions, Judge
@@ -79,6 +79,20 @@ def arguments(
         "--neighbours",
         action="store_true",
         help="others may read from the disk meanwhile: the arm's own account must add up then",
+    )
+    parser.add_argument(
+        "--storage",
+        choices=(*mounts.KINDS, "cgroup"),
+        default="",
+        help="show the files on a filesystem of this kind, or limit the loads by a cgroup",
+    )
+    parser.add_argument(
+        "--storage-option",
+        dest="script",
+        action="append",
+        metavar="NAME=VALUE",
+        default=[],
+        help="of slowfs.c (latency_us=2000), or of the cgroup (parent=DIR, io_max, memory_max)",
     )
     parser.add_argument("--no-checksums", action="store_true", help="no CRC-32 in the first round")
     options = parser.parse_args(words)
@@ -160,11 +174,25 @@ def judges_of(
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
     """The whole result, as it is written to JSON. Raises NotWhatItSays, Refused."""
-    with records.source_of(options) as source:
-        return bench_source(source, options)
+    script = dict(word.partition("=")[::2] for word in options.script)
+    with records.source_of(options) as source, ExitStack() as stack:
+        name, members = records.name_of(options, source), None
+        if options.storage == "cgroup":
+            parent = Path(script.pop("parent", "/sys/fs/cgroup"))
+            members = stack.enter_context(mounts.cgroup(parent, **script))
+        elif options.storage:
+            numbers = {word: int(value) for word, value in script.items()}
+            if options.storage == "fuse":
+                Conditions(source).fill()  # for the daemon
+            source = stack.enter_context(mounts.mounted(options.storage, source, **numbers))
+        options.name = name
+        return bench_source(source, options, members)
 
 
-def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
+def bench_source(
+    source: Path, options: argparse.Namespace, members: Path | None = None
+) -> dict[str, Any]:
+    """`members` is the list of processes of a cgroup for the loads."""
     files = files_of(source)
     nbytes = sum(file.stat().st_size for file in files)
     records.require_room(options)
@@ -179,7 +207,16 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         prepare = min(int(nbytes * options.prepare_factor), room - (nbytes if options.warm else 0))
     idle = options.idle_seconds if options.state == "idle" else 0.0
     small = Conditions(
-        source, options.warm, options.state, prepare, idle, None, options.neighbours, options.device
+        source,
+        options.warm,
+        options.state,
+        prepare,
+        idle,
+        None,
+        options.neighbours,
+        options.device,
+        options.storage,
+        members,
     )
     with ExitStack() as stack:
         arms, left_out = chosen(options, source, room)
@@ -213,6 +250,7 @@ def bench_source(source: Path, options: argparse.Namespace) -> dict[str, Any]:
             "checked": not options.no_checksums,
             "neighbours": options.neighbours,
             "device": options.device,
+            "storage": " ".join([options.storage, *options.script]),
             "cache": sorted({run.get("cache", "") for run in runs} - {""}),
         },
         arms=[
@@ -229,7 +267,8 @@ def name_of(result: dict[str, Any]) -> str:
     """What a result of these arms is called: the checkpoint, the state, and a device if any."""
     state = result["conditions"]
     where = "" if state["device"] == CPU else f"-{state['device'].partition(':')[0]}"
-    return f"{result['checkpoint']['name']}-{state['state']}{where}"
+    storage = "".join(f"-{word}" for word in state["storage"].split()[:1])
+    return f"{result['checkpoint']['name']}-{state['state']}{where}{storage}"
 
 
 def main(words: list[str] | None = None) -> int:

@@ -226,7 +226,11 @@ def notes(result: dict[str, Any]) -> str:
         reasons = "; ".join(f"{run['arm']}: {run['why']}" for run in result["discarded"])
         number = several(len(result["discarded"]), "run")
         lines.append(f"discarded and repeated, {number}: {reasons}")
-    if result["machine"]["disk"] == {} and not state["warm"]:
+    if state.get("storage"):
+        lines.append(f"storage: {state['storage']}")
+    if state.get("storage", "").startswith("fuse"):
+        lines.append("the reads of the arms were not counted: the kernel does not for FUSE")
+    elif result["machine"]["disk"] == {} and not state["warm"]:
         lines.append(
             "nobody counts the reads of this disk apart: instead each arm's own account"
             " (/proc/self/io) had to add up"

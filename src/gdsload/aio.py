@@ -52,6 +52,7 @@ async def astream(
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
     progress: bool | None = None,
@@ -75,6 +76,7 @@ async def astream(
         order: "file" or "layers", as for `stream`.
         backend: As for `load_file`.
         cache: As for `load_file`.
+        page_cache: As for `load_file`.
         options: As for `load_file`.
         window_bytes: Bytes that are read together, as for `stream`.
         progress: As for `load_file`.
@@ -90,7 +92,7 @@ async def astream(
         (name, tensor), as `stream` does.
 
     Raises:
-        ValueError: `order` or `cache` has no such value.
+        ValueError: `order`, `cache` or `page_cache` has no such value.
         GdsloadError: As for `stream`, or no thread can be started.
 
     Example:

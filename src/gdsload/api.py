@@ -21,7 +21,7 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch
-from gdsload.loading.session import CACHES, STALL_SECONDS, Session
+from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
@@ -53,6 +53,7 @@ class ReadSettings:
         device: str | int | torch.device | None,
         backend: str,
         cache: str,
+        page_cache: str,
         options: Mapping[str, Any] | None,
         stall_seconds: float,
     ) -> None:
@@ -60,17 +61,17 @@ class ReadSettings:
 
         Raises:
             PlacementError: The device does not exist.
-            ValueError: `cache` is unknown, or contradicts the backend of safetensors.
+            ValueError: `cache` or `page_cache` is unknown, or `cache` contradicts the backend of
+                safetensors.
         """
         mode = _SAFETENSORS_MODES.get(backend)
         if mode is not None and backend not in registered():  # a plugin may have this name
             if cache not in ("auto", mode):
                 raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
             backend, cache = "auto", mode
-        if cache not in CACHES:
-            raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+        require_cache(cache, page_cache)
         self.device, self.backend, self.cache = _target_of(device), backend, cache
-        self.options, self.stall_seconds = options, stall_seconds
+        self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
 
     def session(self, checkpoint: Checkpoint, report: LoadReport, nbytes: int) -> Session:
         """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
@@ -85,6 +86,7 @@ class ReadSettings:
             device=device,
             backend=self.backend,
             cache=self.cache,
+            page_cache=self.page_cache,
             options=self.options,
             stall_seconds=self.stall_seconds,
             expected_bytes=nbytes,
@@ -144,6 +146,7 @@ def load_file(
     backend: str = "auto",
     names: Iterable[str] | None = None,
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
@@ -169,6 +172,10 @@ def load_file(
         names: The tensors to load, in this order. None loads all, in file order.
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
             reads through it; "mapped" maps the files.
+        page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
+            the end of the load, except for bytes that were there before, and for mapped files.
+            The kernel allows it only for files that the user owns or may write to;
+            `report.refusals` names others.
         options: Options of the backend, such as `{"engine": "threads"}`.
         progress: Whether a progress bar is shown on stderr. None: if stderr is a terminal.
         stall_seconds: Seconds without a new byte after which the load fails.
@@ -198,7 +205,7 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    settings = ReadSettings(device, backend, cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with _opened(filename, settings, lookup, names, progress) as (session, infos, advance):
         if session.device != settings.device:  # torch moves the tensors there
@@ -214,6 +221,7 @@ def stream(
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
     progress: bool | None = None,
@@ -238,6 +246,7 @@ def stream(
             uses the tensors: embeddings, layer after layer, norms, heads.
         backend: As for `load_file`.
         cache: As for `load_file`.
+        page_cache: As for `load_file`.
         options: As for `load_file`.
         window_bytes: Bytes that are read together. A larger tensor is a window of its own.
         progress: As for `load_file`.
@@ -253,7 +262,7 @@ def stream(
         (name, tensor). Each tensor owns its memory or keeps it alive.
 
     Raises:
-        ValueError: `order` or `cache` has no such value.
+        ValueError: `order`, `cache` or `page_cache` has no such value.
         GdsloadError: As for `load_file`. A changed file is detected at the end of each window.
 
     Example:
@@ -262,7 +271,7 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} is none of "file", "layers"')
-    settings = ReadSettings(device, backend, cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,6 +45,8 @@ class LoadReport:
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
+        filesystem: The type of the network or FUSE filesystem that was read, or "".
+        depth: Reads in flight at most, 0 if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
@@ -76,6 +78,8 @@ class LoadReport:
         self.requests = 0
         self.short_reads = 0
         self.retries = 0
+        self.filesystem = ""
+        self.depth = 0
         self.paths: dict[str, int] = {}
         self.rates: dict[str, float] = {}
         self.failovers: dict[str, int] = {}
@@ -127,6 +131,8 @@ class LoadReport:
         ]
         paths = [f"{path} {size / 1e9:.3f} GB" for path, size in self.paths.items() if size]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
+        if self.filesystem:
+            lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")

@@ -37,6 +37,7 @@ class safe_open:
         device: Where the tensors are needed, as for `load_file`.
         backend: As for `load_file`.
         cache: As for `load_file`.
+        page_cache: As for `load_file`; the load ends when the file is closed.
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which a read fails.
         revision: As for `load_file`.
@@ -64,6 +65,7 @@ class safe_open:
         *,
         backend: str = "auto",
         cache: str = "auto",
+        page_cache: str = "keep",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         revision: str | None = None,
@@ -78,7 +80,7 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings(device, backend, cache, options, stall_seconds)
+        settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
         self._device = settings.device
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")

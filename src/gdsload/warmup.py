@@ -172,6 +172,7 @@ def hook(
     keep: bool = False,
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     revision: str | None = None,
@@ -196,6 +197,7 @@ def hook(
         keep: As for `gdsload.prefetch`.
         backend: As for `load_file`.
         cache: As for `load_file`.
+        page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
         revision: As for `load_file`.

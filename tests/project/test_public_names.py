@@ -32,7 +32,7 @@ NAMES = {
     ],
 }  # fmt: skip
 LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
-READING = ["backend", "cache", "options", "stall_seconds"]
+READING = ["backend", "cache", "page_cache", "options", "stall_seconds"]
 
 
 def run(code: str, *words: str) -> str:

@@ -29,7 +29,8 @@ from gdsload._native.first_touch import MODES
 
 cdef enum:
     # Half of the depth, so that a read waits for each worker that becomes free; but not fewer than
-    # keep a fast disk busy.
+    # keep a fast disk busy. Network filesystems get a large depth
+    # (benchmarks/results/cold-fuse-20ms.json).
     DISK_READERS = 8
     MOST_READERS = 128
     MOST_CUFILE_READERS = 64

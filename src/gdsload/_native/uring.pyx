@@ -59,7 +59,9 @@ cdef extern from "<liburing.h>" nogil:
 cdef enum:
     SLOTS = 1024       # files in the ring's table; others are read by descriptor
     BACK_OFF_NS = 1000000
-    MOST_WORKERS = 16  # kernel threads that copy from the page cache, as many as `threads` has
+    # Kernel threads for buffered reads, as many as `threads` has.
+    DISK_WORKERS = 16
+    MOST_WORKERS = 128
 
 cdef uint64_t CANCEL_COOKIE = 0xFFFFFFFFFFFFFFFF
 
@@ -105,7 +107,8 @@ cdef int open_uring(
         free(self)
         return error
     self.depth = depth
-    workers[0], workers[1] = MOST_WORKERS, 0  # 0: unchanged
+    workers[0] = min(max(depth // 2, <int>DISK_WORKERS), <int>MOST_WORKERS)
+    workers[1] = 0  # unchanged
     io_uring_register_iowq_max_workers(&self.ring, workers)
     self.has_table = io_uring_register_files_sparse(&self.ring, SLOTS) == 0
     for i in range(SLOTS):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.system.storage import Storage
 
 # (major, minor). A plugin fits if its major number is the same and its minor number is not newer.
 API_VERSION = (1, 0)
@@ -62,6 +63,7 @@ class OpenFile(NamedTuple):
         size: The size in bytes.
         direct_fd: A descriptor opened with O_DIRECT, or -1.
         block: Direct reads start and end on multiples of this many bytes.
+        storage: The storage that it is on.
     """
 
     path: str
@@ -69,6 +71,7 @@ class OpenFile(NamedTuple):
     size: int
     direct_fd: int = -1
     block: int = DEFAULT_BLOCK_BYTES
+    storage: Storage = Storage()
 
 
 class Memory(NamedTuple):

@@ -12,8 +12,7 @@ from gdsload.checkpoint.file_io import open_regular
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError
 from gdsload.system.mountinfo import mount_of
-
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "virtiofs")
+from gdsload.system.storage import is_distant
 
 
 def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
@@ -29,7 +28,7 @@ def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
     detail = f"{kind} on {found.source}, mounted at {found.point}"
     if kind in ("tmpfs", "ramfs"):
         return Finding(name, PARTLY, f"{detail}: it lives in memory, there is no storage to read")
-    if kind in _NETWORK or kind.startswith("fuse"):
+    if is_distant(kind):
         return Finding(name, PARTLY, f"{detail}: the network or a daemon limits its rate")
     return Finding(name, YES, detail)
 

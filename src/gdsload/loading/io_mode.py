@@ -22,16 +22,19 @@ from gdsload.errors import ReadError
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
+PAGE_CACHES = ("keep", "drop")
 
 
 class ShardAccess:
     """The shards of one checkpoint: their I/O modes, and their registrations with a backend."""
 
-    def __init__(self, checkpoint: Checkpoint, report: LoadReport, cache: str) -> None:
-        if cache not in CACHES:
-            raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    def __init__(
+        self, checkpoint: Checkpoint, report: LoadReport, cache: str, page_cache: str = "keep"
+    ) -> None:
+        require_cache(cache, page_cache)
         self.cache = cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
         self._checkpoint = checkpoint
@@ -39,6 +42,10 @@ class ShardAccess:
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
         self._direct_fds: list[int] = []
         self._partly_warm: dict[int, bool] = {}
+        self._storage: dict[int, Storage] = {}  # by device number
+        self._drops = page_cache == "drop"
+        # What was not in the page cache: a descriptor that is closed here, and (offset, length).
+        self._absent: list[tuple[int, list[tuple[int, int]]]] = []
 
     @property
     def files(self) -> list[Registration]:
@@ -53,7 +60,10 @@ class ShardAccess:
         fd = self._checkpoint.shards[shard].fd
         merged = merged_ranges_of(ranges)
         if self.cache == "auto":
-            return all(page_cache.mostly_resident(fd, each.offset, each.length) for each in merged)
+            # A fault on a page that is not there would be a round trip of distant storage.
+            distant = self._storage_of(shard).distant
+            warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
+            return all(warm(fd, each.offset, each.length) for each in merged)
         for each in merged:
             with suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
@@ -76,16 +86,33 @@ class ShardAccess:
         if self._registered[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
+        if self._drops:
+            self._note_absent(opened)
         direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
         try:
             self._registered[shard] = backend.register(
-                OpenFile(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard])
+                OpenFile(
+                    *(opened.path, opened.fd, opened.size, direct_fd, self.blocks[shard]),
+                    self._storage_of(shard),
+                )
             )
         except BaseException:
             if direct_fd >= 0:
                 self._direct_fds.remove(direct_fd)
                 os.close(direct_fd)
             raise
+
+    def _storage_of(self, shard: int) -> Storage:
+        opened = self._checkpoint.shards[shard]
+        device = opened.identity.dev
+        if device not in self._storage:
+            self._storage[device] = storage_of(opened.path, opened.fd)
+        return self._storage[device]
+
+    @property
+    def filesystem(self) -> str:
+        """The type of the distant filesystem that was looked at first, or ""."""
+        return next(filter(None, (storage.kind for storage in self._storage.values())), "")
 
     def _open_direct(self, shard: int) -> int:
         """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
@@ -104,8 +131,17 @@ class ShardAccess:
         self._report.refusals[f"direct I/O on {opened.name}"] = refusal
         return -1
 
+    def _note_absent(self, shard: Shard) -> None:
+        """Notes what `close` drops. The kernel tells it only to those who may write to the file."""
+        try:
+            absent = list(page_cache.absent_ranges(shard.fd, 0, shard.size))
+            self._absent.append((os.dup(shard.fd), absent))
+        except OSError as error:
+            self._report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
+
     def close(self, backend: Backend | None) -> None:
-        """Gives registrations and direct descriptors back. A later `register` starts anew."""
+        """Gives registrations and direct descriptors back, and drops from the page cache what was
+        not there before. A later `register` starts anew."""
         for registration in self._registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
@@ -113,6 +149,20 @@ class ShardAccess:
         for direct_fd in self._direct_fds:
             os.close(direct_fd)
         self._direct_fds.clear()
+        for fd, ranges in self._absent:
+            for offset, length in ranges:
+                with suppress(OSError):  # only a hint
+                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        self._absent.clear()
+
+
+def require_cache(cache: str, page_cache: str) -> None:
+    """Raises ValueError if one of them has no such value."""
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    if page_cache not in PAGE_CACHES:
+        raise ValueError(f"page_cache={page_cache!r} is none of {', '.join(PAGE_CACHES)}")
 
 
 def _open_direct(shard: Shard) -> tuple[int | None, int, str]:

@@ -19,7 +19,7 @@ from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges
-from gdsload.loading.io_mode import CACHES, ShardAccess
+from gdsload.loading.io_mode import CACHES, ShardAccess, require_cache
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
 from gdsload.report import LoadReport
@@ -30,7 +30,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
 
-__all__ = ["CACHES", "STALL_SECONDS", "Session"]
+__all__ = ["CACHES", "STALL_SECONDS", "Session", "require_cache"]
 
 # A read without a single byte for this long has failed. Longer than an NFS server usually needs to
 # restart.
@@ -48,6 +48,7 @@ class Session:
         device: str = "cpu",
         backend: str = "auto",
         cache: str = "auto",
+        page_cache: str = "keep",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         adopt: bool = True,
@@ -62,6 +63,7 @@ class Session:
             device: Where the reads go: "cpu" or "cuda:N".
             backend: The name of a backend, or "auto".
             cache: One of `CACHES`, as for `load_file`.
+            page_cache: "keep" or "drop", as for `load_file`.
             options: Options of the backend.
             stall_seconds: Without a byte for this long, a read has failed.
             adopt: Take over what a prefetch has read of these files, or is reading.
@@ -70,10 +72,10 @@ class Session:
                 that take long to open are not used for small loads.
 
         Raises:
-            ValueError: `cache` is unknown.
+            ValueError: `cache` or `page_cache` is unknown.
             BackendUnavailable: A backend that was asked for by name does not work here.
         """
-        self._access = ShardAccess(checkpoint, report, cache)
+        self._access = ShardAccess(checkpoint, report, cache, page_cache)
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
@@ -196,10 +198,12 @@ class Session:
         """The reads for these ranges. The page cache, as it is now, decides their I/O modes."""
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
+        limits = self.open().limits(self.device)
+        self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,
             [shard.size for shard in self.checkpoint.shards],
-            self.open().limits(self.device),
+            limits,
             blocks=self._access.blocks,
             window_bytes=window_bytes,
             io_mode_of=self._access.io_mode_of,

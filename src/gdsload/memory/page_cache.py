@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from mmap import PAGESIZE
 
@@ -123,6 +124,22 @@ def partly_resident(fd: int) -> bool:
         return resident_bytes(fd) > 0
     except OSError:
         return False
+
+
+def absent_ranges(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
+    """The parts (offset, length) of a range that are not in the page cache, in file order.
+
+    `offset` is a multiple of the page size. Raises what `resident_bytes` raises.
+    """
+    if not length:
+        return
+    resident = resident_bytes(fd, offset, length)
+    if not resident:
+        yield offset, length
+    elif resident < length:
+        half = max(length // 2 // PAGESIZE, 1) * PAGESIZE
+        yield from absent_ranges(fd, offset, half)
+        yield from absent_ranges(fd, offset + half, length - half)
 
 
 def evict(path: str | os.PathLike[str]) -> int:

@@ -24,7 +24,7 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
-from gdsload.loading.session import CACHES, STALL_SECONDS, Session
+from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
@@ -452,6 +452,7 @@ def prefetch(
     keep: bool = False,
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     revision: str | None = None,
@@ -486,6 +487,7 @@ def prefetch(
         keep: Whether bytes that the first load does not take are held until `close`.
         backend: As for `load_file`.
         cache: As for `load_file`.
+        page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
         revision: As for `load_file`.
@@ -500,8 +502,8 @@ def prefetch(
         prefetch failed to read.
 
     Raises:
-        ValueError: `tier`, `cache` or `limit_bytes` has no such value, or tier "pool" finds no open
-            pool.
+        ValueError: `tier`, `cache`, `page_cache` or `limit_bytes` has no such value, or tier "pool"
+            finds no open pool.
         TypeError: `names` is a string.
 
     Example:
@@ -513,14 +515,21 @@ def prefetch(
         raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
     if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
-    if cache not in CACHES:
-        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+    require_cache(cache, page_cache)
+    if tier == "pagecache" and page_cache == "drop":
+        raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
     if isinstance(names, str):
         raise TypeError(f"names is a list of tensor names, not the string {names!r}")
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
-    session = dict(backend=backend, cache=cache, options=options, stall_seconds=stall_seconds)
+    session = dict(
+        backend=backend,
+        cache=cache,
+        page_cache=page_cache,
+        options=options,
+        stall_seconds=stall_seconds,
+    )
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)

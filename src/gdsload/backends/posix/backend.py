@@ -35,6 +35,7 @@ from gdsload.backends.posix.engines import (
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.system.storage import Storage
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
@@ -73,6 +74,9 @@ class PosixBackend(PumpBackend):
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
         if self.settings["pages"] not in MODES:
             raise ValueError(f"pages={self.settings['pages']!r} is none of {', '.join(MODES)}")
+        # Settings of loads to DRAM. Distant storage changes those that the user did not set.
+        self._dram_settings = self.settings
+        self._asked = frozenset(options)
         self._pump: Pump | None = None
         self._buffers: list[tuple[int, int]] = []  # to register with the engine
         wanted = self.settings["engine"]
@@ -120,10 +124,13 @@ class PosixBackend(PumpBackend):
         return engine
 
     def limits(self, device: str = "cpu") -> Limits:
-        return Limits(max_request=self.settings["request_bytes"], depth=self.settings["depth"])
+        # Slots of a staging ring have one size, whatever the storage.
+        settings = self._dram_settings if device == "cpu" else self.settings
+        return Limits(settings["request_bytes"], depth=self._dram_settings["depth"])
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
+            self._adapt(what.storage)
             return Registration(what, self._new_slots())
         if what.kind == VRAM:
             return Registration(what, -1)
@@ -137,6 +144,13 @@ class PosixBackend(PumpBackend):
             return Registration(what, -1)
         self._buffers.append((what.address, what.length))
         return Registration(what, len(self._buffers) - 1)
+
+    def _adapt(self, storage: Storage) -> None:
+        """Suits the reads of an engine that is not open yet to distant storage."""
+        if storage.distant and self._pump is None:
+            suited = storage._asdict()
+            wanted = suited.keys() & self.settings.keys() - self._asked
+            self._dram_settings = {**self.settings, **{name: suited[name] for name in wanted}}
 
     def deregister(self, registration: Registration) -> None:
         """Nothing to do: slots and buffers are released when the engine is closed."""
@@ -152,9 +166,10 @@ class PosixBackend(PumpBackend):
     def _open_pump(self) -> Pump:
         """An engine that worked in the probe may lack something now; `auto` then tries the next."""
         while True:
-            capsule = engines.engine_capsule(self.engine, self.settings["pages"])
+            settings = self._dram_settings
+            capsule = engines.engine_capsule(self.engine, settings["pages"])
             try:
-                pump = Pump(capsule, self.settings["depth"], self._buffers)
+                pump = Pump(capsule, settings["depth"], self._buffers)
             except OSError as error:
                 refusal = unopened(self.engine, error)
             else:
@@ -185,9 +200,8 @@ class PosixBackend(PumpBackend):
         if self.settings["engine"] == "auto" and self._pump is None:
             self.engine = self._first_engine(DEVICE_ENGINES)
         capsule = engines.engine_capsule(self.engine)
-        return device_module.open_pipeline(
-            device, self.engine, capsule, self.settings, self.refusals
-        )
+        settings = {**self.settings, "depth": self._dram_settings["depth"]}
+        return device_module.open_pipeline(device, self.engine, capsule, settings, self.refusals)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()

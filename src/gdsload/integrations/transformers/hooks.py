@@ -327,6 +327,7 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
     return {
         "backend": options.backend,
         "cache": cache,
+        "page_cache": options.page_cache,
         "options": options.options,
         "stall_seconds": options.stall_seconds,
     }

@@ -39,6 +39,7 @@ def from_pretrained(
     *args: Any,
     cls: Any = None,
     backend: str = "auto",
+    page_cache: str = "keep",
     on_module_ready: Callable[[str, Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -53,6 +54,7 @@ def from_pretrained(
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
             architecture that the config names.
         backend: "auto" or the name of a backend.
+        page_cache: As for `load_file`.
         on_module_ready: Called as `on_module_ready(name, module)` once for every module, as soon as
             all parameters and buffers in it are final: inner modules before outer ones, in the
             order in which transformers loads, by the calling thread, so that loading continues
@@ -77,6 +79,8 @@ def from_pretrained(
     inherited = hooks.active() or Options()
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
+    if page_cache != "keep":
+        inherited = replace(inherited, page_cache=page_cache)
     report = LoadReport(str(source))
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
@@ -154,6 +158,7 @@ def accelerated(
     *,
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,
@@ -167,20 +172,29 @@ def accelerated(
     Args:
         backend: "auto" or the name of a backend.
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
+        page_cache: "keep" or "drop", as for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
 
     Raises:
-        ValueError: An unknown `cache`, or a size below 1.
+        ValueError: An unknown `cache` or `page_cache`, or a size below 1.
 
     Example:
         with gdsload.accelerated():
             model = AutoModelForCausalLM.from_pretrained("model")
     """
     with _entered(
-        Options(backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes)
+        Options(
+            backend,
+            cache,
+            page_cache,
+            dict(options or {}),
+            stall_seconds,
+            window_bytes,
+            ahead_bytes,
+        )
     ):
         yield
 
@@ -189,6 +203,7 @@ def install(
     *,
     backend: str = "auto",
     cache: str = "auto",
+    page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,
@@ -214,7 +229,9 @@ def install(
         model = AutoModelForCausalLM.from_pretrained("model")
         gdsload.uninstall()
     """
-    wanted = Options(backend, cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes)
+    wanted = Options(
+        backend, cache, page_cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes
+    )
     with _lock:
         try:
             hooks.patcher.enter("install")

@@ -34,7 +34,7 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.session import CACHES, STALL_SECONDS, Session
+from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
@@ -50,14 +50,14 @@ class Options:
 
     backend: str = "auto"
     cache: str = "auto"
+    page_cache: str = "keep"
     options: Mapping[str, Any] = field(default_factory=dict)
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
 
     def __post_init__(self) -> None:
-        if self.cache not in CACHES:
-            raise ValueError(f"cache={self.cache!r} is none of {', '.join(CACHES)}")
+        require_cache(self.cache, self.page_cache)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
 
@@ -165,9 +165,14 @@ class ModelReader:
         return self._devices[device]
 
     def _session(self, **how: Any) -> Session:
-        cache, stall_seconds = self.options.cache, self.options.stall_seconds
+        options = self.options
         return Session(
-            self.checkpoint, self.report, cache=cache, stall_seconds=stall_seconds, **how
+            self.checkpoint,
+            self.report,
+            cache=options.cache,
+            page_cache=options.page_cache,
+            stall_seconds=options.stall_seconds,
+            **how,
         )
 
     def _queue(self, session: Session, slices: Sequence[TensorSlice]) -> ReadaheadQueue:

@@ -56,6 +56,7 @@ def speculative_prefetch(
             names=_first_names(checkpoint, kwargs),
             backend=options.backend,
             cache=options.cache,
+            page_cache=options.page_cache,
             options=options.options,
             stall_seconds=options.stall_seconds,
         ) as reads:

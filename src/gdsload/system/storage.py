@@ -1,0 +1,67 @@
+"""The storage behind a file: whether a network or a daemon answers each read, and the reads that
+suit it. Not responsible for reading, and nothing is read here.
+
+    local     a disk of this machine     few large reads in flight
+    distant   a network or a daemon      many small reads in flight, because each takes a round trip
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from gdsload.system.mountinfo import mount_of
+
+# Filesystem types in /proc/self/mountinfo. All of FUSE is distant, except fuseblk, which is on a
+# disk: its device number is that of the disk.
+DISTANT = (
+    "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "fhgfs", "fuse", "glusterfs",
+    "gpfs", "lustre", "mmfs", "ncpfs", "nfs", "nfs4", "orangefs", "panfs", "prl_fs", "pvfs2",
+    "quobyte", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
+)  # fmt: skip
+# The kernel splits reads through the page cache into 128 KiB. With a latency of 20 ms, 256 of them
+# in flight load 1.5 GB in 1.2 s, and 16 of 4 MiB in 8.1 s; direct reads do not differ
+# (benchmarks/results/cold-fuse-20ms.json).
+DEPTH = 256
+REQUEST_BYTES = 1 << 20
+# A filesystem may prefer larger reads (Lustre: a stripe). Of these fewer are in flight.
+MOST_REQUEST_BYTES = 16 << 20
+IN_FLIGHT_BYTES = 1 << 30
+
+
+class Storage(NamedTuple):
+    """Facts about the storage of a file.
+
+    Attributes:
+        kind: The type of a distant filesystem, such as "nfs4" or "fuse.juicefs"; "" if it is local.
+        request_bytes: Bytes of one read at most; 0 if it is local.
+        depth: Reads in flight; 0 if it is local.
+    """
+
+    kind: str = ""
+    request_bytes: int = 0
+    depth: int = 0
+
+    @property
+    def distant(self) -> bool:
+        """Whether a network or a daemon answers each read."""
+        return bool(self.kind)
+
+
+def is_distant(kind: str) -> bool:
+    """Whether a filesystem of this type, as in mountinfo, is distant."""
+    return kind in DISTANT or kind.startswith("fuse.")
+
+
+def storage_of(path: str, fd: int) -> Storage:
+    """The storage of an open file; local if the kernel does not tell its mount."""
+    status = os.fstat(fd)
+    if os.major(status.st_dev):  # a disk
+        return Storage()
+    mount = mount_of(path)
+    if mount is None or not is_distant(mount.kind):
+        return Storage()
+    preferred = status.st_blksize // REQUEST_BYTES * REQUEST_BYTES
+    request_bytes = min(max(preferred, REQUEST_BYTES), MOST_REQUEST_BYTES)
+    depth = min(DEPTH, IN_FLIGHT_BYTES // request_bytes)
+    return Storage(mount.kind, request_bytes, depth)

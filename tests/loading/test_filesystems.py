@@ -1,0 +1,232 @@
+"""Loads from other filesystems than that of the test directory, and under limits of a cgroup.
+
+Mounting needs root. Cgroups need a directory that the tests may divide, in GDSLOAD_TEST_CGROUP;
+with version 1 of cgroups one for each controller, separated by ":".
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload.cli import measuring
+from gdsload.errors import ReadError
+from gdsload.memory import page_cache
+from storage import python
+
+mounts, records = measuring.program("mounts"), measuring.program("records")
+NAME = "model.safetensors"
+Mounted = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A directory with one file of 12 MB, and its tensors."""
+    folder = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    tensors = {f"t{i}": torch.randint(0, 255, (1_500_001,), dtype=torch.uint8) for i in range(8)}
+    safetensors.torch.save_file(tensors, folder / NAME)
+    return folder, tensors
+
+
+@pytest.fixture
+def mounted(expected: tuple[Path, dict[str, torch.Tensor]]) -> Iterator[Mounted]:
+    """Mounts the directory, and returns the path of its file, cold."""
+    with ExitStack() as stack:
+
+        def mount(kind: str, **script: int) -> Path:
+            try:
+                point = stack.enter_context(mounts.mounted(kind, expected[0], **script))
+            except records.Refused as refused:
+                pytest.skip(str(refused))
+            page_cache.evict(point / NAME)
+            return point / NAME
+
+        yield mount
+
+
+@pytest.fixture
+def checked(expected: tuple[Path, dict[str, torch.Tensor]]) -> Callable[..., gdsload.LoadReport]:
+    """Loads a file, compares each byte, and returns the report."""
+
+    def load(path: Path, **words: Any) -> gdsload.LoadReport:
+        got = gdsload.load_file(path, **words)
+        assert got.keys() == expected[1].keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected[1].items())
+        return gdsload.last_report()
+
+    return load
+
+
+def io_modes(report: gdsload.LoadReport) -> set[str]:
+    return {path.rpartition("/")[2] for path, nbytes in report.paths.items() if nbytes}
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs", "overlay"])
+def test_local_filesystem_is_read_directly_at_the_usual_depth(
+    mounted: Mounted, checked: Any, kind: str
+) -> None:
+    report = checked(mounted(kind))
+    assert io_modes(report) == {"direct"}
+    assert (report.filesystem, report.depth) == ("", 16)
+
+
+def test_tmpfs_is_mapped(mounted: Mounted, checked: Any) -> None:
+    report = checked(mounted("tmpfs"))
+    assert io_modes(report) == {"mapped"}
+    assert (report.filesystem, report.depth) == ("", 0)
+
+
+def test_fuse_is_read_directly_with_many_reads_in_flight(mounted: Mounted, checked: Any) -> None:
+    report = checked(mounted("fuse", latency_us=2000))
+    assert io_modes(report) == {"direct"}
+    assert (report.filesystem, report.depth) == ("fuse.slowfs", 256)
+    assert report.requests >= 12, "requests of 1 MiB"
+    assert "fuse.slowfs, 256 reads in flight" in report.summary()
+
+
+def test_fuse_without_direct_io_is_read_through_the_page_cache(
+    mounted: Mounted, checked: Any
+) -> None:
+    report = checked(mounted("fuse", no_direct=1))
+    assert io_modes(report) == {"buffered"}
+    assert report.refusals[f"direct I/O on {NAME}"] == "its filesystem does no direct I/O"
+    assert report.depth == 256
+
+
+@pytest.mark.parametrize("engine", ["uring", "linuxaio", "threads"])
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_each_engine_reads_fuse(mounted: Mounted, checked: Any, engine: str, cache: str) -> None:
+    path = mounted("fuse", latency_us=500, max_read=128 << 10)
+    assert io_modes(checked(path, cache=cache, options={"engine": engine})) == {cache}
+
+
+def test_options_of_the_user_win_over_those_of_the_storage(mounted: Mounted, checked: Any) -> None:
+    report = checked(mounted("fuse"), options={"depth": 8, "request_bytes": 4 << 20})
+    assert (report.depth, report.requests) == (8, 3)
+
+
+def test_file_on_fuse_with_one_cold_page_is_not_mapped(mounted: Mounted, checked: Any) -> None:
+    path = mounted("fuse")
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read()
+        assert io_modes(checked(path)) == {"mapped"}, "all of it is in the page cache"
+        middle = 1000 * mmap.PAGESIZE
+        # Whole folios leave the page cache: perhaps more than one page.
+        for nbytes in (mmap.PAGESIZE, 1 << 20, 4 << 20):
+            os.posix_fadvise(file.fileno(), middle, nbytes, os.POSIX_FADV_DONTNEED)
+            if not page_cache.wholly_resident(file.fileno(), middle, mmap.PAGESIZE):
+                break
+    assert "mapped" not in io_modes(checked(path))
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_error_of_the_filesystem_names_file_offset_and_reason(mounted: Mounted, cache: str) -> None:
+    path = mounted("fuse", error=errno.EREMOTEIO, error_from=8 << 20)
+    with pytest.raises(ReadError, match=r"Remote I/O error|Input/output error") as raised:
+        gdsload.load_file(path, cache=cache)
+    assert raised.value.path == str(path)
+    assert raised.value.offset is not None and raised.value.offset + (1 << 20) >= 8 << 20
+    assert "tensor 't" in str(raised.value)
+
+
+def test_single_error_of_the_filesystem_is_retried(mounted: Mounted, checked: Any) -> None:
+    path = mounted("fuse", error=errno.EIO, error_from=8 << 20, error_times=1)
+    assert checked(path, cache="direct").retries == 1
+
+
+def loaded(path: Path) -> None:
+    gdsload.load_file(path, page_cache="drop")
+
+
+def streamed(path: Path) -> None:
+    for _ in gdsload.stream(path, page_cache="drop", window_bytes=2 << 20):
+        pass
+
+
+def opened(path: Path) -> None:
+    with gdsload.safe_open(path, page_cache="drop") as file:
+        file.get_tensors()
+
+
+@pytest.mark.parametrize("load", [loaded, streamed, opened])
+def test_dropping_load_leaves_only_what_was_resident_before(
+    mounted: Mounted, load: Callable[[Path], None]
+) -> None:
+    path = mounted("fuse", no_direct=1)
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(file.fileno(), 1 << 20, 4 << 20)
+        load(path)
+        assert page_cache.wholly_resident(file.fileno(), 4 << 20, 1 << 20)
+    # The header was read before the load noted what is resident, with the kernel's read-ahead.
+    assert page_cache.resident_bytes(path) < 2 << 20
+    gdsload.load_file(path)
+    assert page_cache.resident_bytes(path) == path.stat().st_size, "it is kept by default"
+
+
+CGROUP_LOAD = """
+import sys, gdsload, zlib
+from pathlib import Path
+Path(sys.argv[3]).write_text("0")  # this process
+import torch
+got = gdsload.load_file(sys.argv[1], cache=sys.argv[2], progress=False)
+print(sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in got.items()))
+"""
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+@pytest.mark.parametrize("limit", ["memory_max", "io_max"])
+def test_load_under_a_limit_of_a_cgroup_is_complete(
+    expected: tuple[Path, dict[str, torch.Tensor]], cache: str, limit: str
+) -> None:
+    folder, tensors = expected
+    path = folder / NAME
+    page_cache.evict(path)
+    device = os.stat(path).st_dev
+    # The page cache of the cgroup is smaller than the file and the process.
+    value = {"memory_max": str(400 << 20),
+             "io_max": f"{os.major(device)}:{os.minor(device)} rbps={20 << 20}"}[limit]  # fmt: skip
+    why = "GDSLOAD_TEST_CGROUP names no cgroup that the tests may divide"
+    for parent in filter(None, os.environ.get("GDSLOAD_TEST_CGROUP", "").split(":")):
+        try:
+            with mounts.cgroup(Path(parent), **{limit: value}) as members:
+                printed = python(CGROUP_LOAD, path, cache, members)
+        except records.Refused as refused:
+            why = str(refused)
+            continue
+        sums = sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in tensors.items())
+        assert printed == str(sums)
+        return
+    pytest.skip(why)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch,
+     gdsload.from_pretrained],
+)  # fmt: skip
+def test_unknown_page_cache_is_a_value_error(
+    expected: tuple[Path, dict[str, torch.Tensor]], load: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match="page_cache='empty' is none of keep, drop"):
+        load(expected[0] / NAME, page_cache="empty")
+
+
+def test_prefetch_to_the_page_cache_does_not_drop_it(
+    expected: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    with pytest.raises(ValueError, match="contradicts"):
+        gdsload.prefetch(expected[0], tier="pagecache", page_cache="drop")

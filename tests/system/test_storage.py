@@ -1,0 +1,46 @@
+"""Which filesystems are distant, and the reads that suit them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gdsload.system import storage
+from gdsload.system.mountinfo import Mount
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs4", "lustre", "ceph", "virtiofs", "9p", "fuse", "fuse.juicefs"]
+)
+def test_network_and_fuse_filesystems_are_distant(kind: str) -> None:
+    assert storage.is_distant(kind)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs", "fuseblk"])
+def test_filesystems_of_this_machine_are_not_distant(kind: str) -> None:
+    assert not storage.is_distant(kind)
+
+
+@pytest.mark.parametrize(
+    ("preferred_bytes", "request_bytes", "depth"),
+    [(4096, 1 << 20, 256), (1 << 20, 1 << 20, 256), (4 << 20, 4 << 20, 256),
+     (5 << 19, 2 << 20, 256), (64 << 20, 16 << 20, 64)],
+)  # fmt: skip
+def test_request_size_follows_the_block_size_of_the_filesystem(
+    monkeypatch: pytest.MonkeyPatch, preferred_bytes: int, request_bytes: int, depth: int
+) -> None:
+    status = SimpleNamespace(st_dev=os.makedev(0, 50), st_blksize=preferred_bytes)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "fstat", lambda fd: status)
+        patch.setattr(storage, "mount_of", lambda path: Mount("/mnt", "nfs4", "a:/b", "0:50"))
+        found = storage.storage_of("/mnt/file", -1)
+    assert found == ("nfs4", request_bytes, depth)
+
+
+def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage, "mount_of", lambda path: None)
+    with open(tmp_path / "file", "wb") as file:
+        assert storage.storage_of(file.name, file.fileno()) == storage.Storage()
