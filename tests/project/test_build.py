@@ -150,6 +150,7 @@ def test_wheel_contains_every_module_and_its_types(wheel: Wheel) -> None:
     assert compiled == [  # compiled by the benchmarks that use them
         "gdsload/benchmarks/bare.c",
         "gdsload/benchmarks/instant.c",
+        "gdsload/benchmarks/slowfs.c",
     ]
 
 

@@ -180,8 +180,8 @@ class RequestFacts(NamedTuple):
         direct_refusals: Why direct reads were refused, by the position of the file.
         times: For each transfer when it was posted and when it was completed, in nanoseconds of
             the monotonic clock; the second is 0 if it was not completed. Empty if unknown.
-        huge_pages: Huge pages of host memory that were populated for the reads.
-        small_pages: Small pages that were populated.
+        huge_pages: Units of 2 MiB of host memory that were touched as a huge page.
+        small_pages: Units that were touched as small pages.
     """
 
     transfers: Sequence[Transfer]

@@ -27,7 +27,7 @@ from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system import gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
-# Alignment of the targets in a segment: the unit in which memory is populated.
+# Alignment of the targets in a segment: the unit in which memory is touched.
 UNIT_BYTES = 2 << 20
 # A segment whose bytes are dropped is reused for a new one of this share of its length or more.
 _LEAST_REUSED_SHARE = 0.8
@@ -291,7 +291,7 @@ class HostPool(quiesce.Holder):
             if idle is None:
                 return None
             if idle.length * _LEAST_REUSED_SHARE <= length <= idle.length:
-                # Reused with its pages: on many machines, populating takes longer than reading.
+                # Reused with its pages: on many machines, touching fresh pages takes longer than reading.
                 self._forget(idle)
                 return idle
             self._drop(idle)

@@ -215,7 +215,7 @@ class Prefetch(quiesce.Holder):
     def _read(self, session: Session, ranges: Sequence[ByteRange]) -> None:
         """Posts the reads, offers the byte ranges, and waits without the GIL."""
         if session.device == "cpu":
-            # The threads that this one starts to read and populate memory inherit its niceness.
+            # The threads that this one starts to read inherit its niceness.
             # Threads of a staging ring have little to do, and serve later loads too.
             with suppress(OSError):
                 own = threading.get_native_id()

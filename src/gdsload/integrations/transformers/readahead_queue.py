@@ -75,8 +75,8 @@ class ReadWindow(Batch):
     def _finish_reads(self) -> None:
         """Releases the request, and returns the pages between the parts that were read.
 
-        At once: the populator works in units larger than a page, sometimes after the reads, so
-        the gaps hold pages that nobody needs.
+        At once: memory is touched in units larger than a page, so the gaps hold pages that are
+        not needed.
         """
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
