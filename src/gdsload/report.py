@@ -52,7 +52,7 @@ class LoadReport:
         failovers: Bytes that failed on one backend and were read by another.
         refusals: Why a faster alternative was not used, by its name.
         phases: Seconds of each phase.
-        pages: Bytes by size and kind of the pages they were read into.
+        pages: Units of 2 MiB of fresh host memory that were touched as "huge" and "small" pages.
         seconds: Seconds from the first step to the last.
         cpu_seconds: Processor seconds of the whole process in this time.
         peak_rss_bytes: Largest resident memory of the process so far, in bytes.

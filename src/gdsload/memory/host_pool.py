@@ -291,7 +291,7 @@ class HostPool(quiesce.Holder):
             if idle is None:
                 return None
             if idle.length * _LEAST_REUSED_SHARE <= length <= idle.length:
-                # Reused with its pages: on many machines, touching fresh pages takes longer than reading.
+                # Reused with its pages: fresh ones often take longer to touch than to read.
                 self._forget(idle)
                 return idle
             self._drop(idle)

@@ -47,9 +47,8 @@ REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
 HEAD_START_SECONDS = 0.025
-# Added to the niceness of the threads that read. On two cores, where one thread populates memory
-# and one reads, this leaves one core to the imports. A higher value would starve the reads on a
-# busy machine, and a load that waits for them cannot lower it again.
+# Added to the niceness of the threads that read, which leaves time to the imports. A higher value
+# would starve the reads on a busy machine, and a load that waits for them cannot lower it again.
 NICENESS = 5
 _POLL_SECONDS = 0.1
 _OTHER_POLL_SECONDS = 0.01  # while another prefetch is waited for; delays `close`
