@@ -3,15 +3,17 @@
 from libc.stdint cimport int64_t
 
 from gdsload._native.engine cimport Read
-from gdsload._native.pthreads cimport pthread_mutex_t
+from gdsload._native.pthreads cimport pthread_cond_t, pthread_mutex_t
 
 # Shared by the threads of one engine.
 cdef struct FirstTouch:
     pthread_mutex_t lock
+    pthread_cond_t touched # a thread has touched a huge page
     int mode               # one of the numbers in `MODES`
     int64_t huge_ns        # mean CPU time of a unit that was touched as a huge page; 0: none
     int64_t small_ns       # mean CPU time of a unit that was copied to small pages; 0: none
-    int trying             # a thread has started to measure a huge page
+    int touching           # threads that touch a huge page now
+    int preferred          # whether huge pages were cheaper at the last choice
     int units_until_retry
     int retry_units
 
@@ -20,5 +22,7 @@ cdef struct Bounce:
     char *mapping          # NULL: none yet
     char *buffer
 
+cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil
+cdef void close_first_touch(FirstTouch *self) noexcept nogil
 cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil

@@ -27,7 +27,10 @@ from gdsload._native.atomics cimport gds_load_flag, gds_store_flag, gds_touch
 from gdsload._native.engine cimport DIRECT, FreshMemory
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.pages cimport page_bytes
-from gdsload._native.pthreads cimport pthread_mutex_lock, pthread_mutex_unlock
+from gdsload._native.pthreads cimport (
+    monotonic_cond_init, pthread_cond_destroy, pthread_cond_signal, pthread_cond_wait,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+)
 
 cdef extern from "<sys/mman.h>" nogil:
     int mincore(void *address, size_t length, unsigned char *resident)
@@ -35,10 +38,13 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     # 512 small pages and a copy never cost less, on any machine that was measured.
     CHEAP_NS = 250000
-    # Units between two tries of a huge page where small pages are cheaper; doubled after each try
-    # that confirms it. 128 units are 256 MiB.
-    FIRST_RETRY_UNITS = 8
-    LAST_RETRY_UNITS = 128
+    # Units between two tries of the dearer kind, because costs change; doubled as long as the other
+    # kind stays cheaper. 256 units are 512 MiB.
+    FIRST_RETRY_UNITS = 16
+    LAST_RETRY_UNITS = 256
+
+    # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
+    MOST_TOUCHING = 2
 
 cdef enum:
     AUTO = 0
@@ -50,6 +56,18 @@ cdef enum:
 MODES = {"auto": AUTO, "huge": HUGE, "small": SMALL, "bounce": BOUNCE}
 
 
+cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil:
+    """`self` is zeroed memory."""
+    self.mode = mode
+    pthread_mutex_init(&self.lock, NULL)
+    monotonic_cond_init(&self.touched)
+
+
+cdef void close_first_touch(FirstTouch *self) noexcept nogil:
+    pthread_cond_destroy(&self.touched)
+    pthread_mutex_destroy(&self.lock)
+
+
 cdef int64_t cpu_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now)
@@ -58,22 +76,23 @@ cdef int64_t cpu_ns() noexcept nogil:
 
 cdef int choose_huge(FirstTouch *self) noexcept nogil:
     """Whether to touch the next unit as a huge page. Called with the lock held."""
+    cdef int huge
     if self.mode != AUTO:
         return self.mode == HUGE
-    if self.huge_ns == 0:
-        return not self.trying  # one thread measures: it may be expensive
     if self.huge_ns <= CHEAP_NS:
         return 1
     if self.small_ns == 0:
         return 0
-    if self.huge_ns <= self.small_ns:
-        return 1
+    huge = self.huge_ns <= self.small_ns
+    if huge != self.preferred:
+        self.preferred = huge
+        self.units_until_retry = self.retry_units = FIRST_RETRY_UNITS
     self.units_until_retry -= 1
     if self.units_until_retry > 0:
-        return 0
-    self.retry_units = min(max(2 * self.retry_units, <int>FIRST_RETRY_UNITS), <int>LAST_RETRY_UNITS)
+        return huge
+    self.retry_units = min(2 * self.retry_units, <int>LAST_RETRY_UNITS)
     self.units_until_retry = self.retry_units
-    return 1
+    return not huge
 
 
 cdef int64_t averaged(int64_t before, int64_t took) noexcept nogil:
@@ -87,8 +106,10 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     cdef int64_t took
     cdef int chosen
     pthread_mutex_lock(&self.lock)
+    while self.touching >= MOST_TOUCHING:
+        pthread_cond_wait(&self.touched, &self.lock)
     chosen = choose_huge(self)
-    self.trying |= chosen
+    self.touching += chosen
     pthread_mutex_unlock(&self.lock)
     if not chosen:
         return 0
@@ -104,8 +125,8 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     else:
         memory.small_units += 1
     self.huge_ns = averaged(self.huge_ns, took)
-    if self.huge_ns <= max(self.small_ns, <int64_t>CHEAP_NS):
-        self.retry_units = self.units_until_retry = 0
+    self.touching -= 1
+    pthread_cond_signal(&self.touched)
     pthread_mutex_unlock(&self.lock)
     gds_store_flag(&memory.region.touched[unit], 1)
     return 1

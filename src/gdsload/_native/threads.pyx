@@ -17,7 +17,9 @@ from gdsload._native.engine cimport (
     ECANCELED, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
     take_results,
 )
-from gdsload._native.first_touch cimport Bounce, FirstTouch, free_bounce, read_first_touch
+from gdsload._native.first_touch cimport (
+    Bounce, FirstTouch, close_first_touch, free_bounce, open_first_touch, read_first_touch,
+)
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_cond_wait, pthread_join,
@@ -121,7 +123,7 @@ cdef void close_workers(void *engine) noexcept nogil:
     pthread_cond_destroy(&self.work)
     pthread_cond_destroy(&self.finished)
     pthread_mutex_destroy(&self.lock)
-    pthread_mutex_destroy(&self.first_touch.lock)
+    close_first_touch(&self.first_touch)
     if self.files != NULL:
         release_files(self.files)
     free(self.waiting)
@@ -142,8 +144,7 @@ cdef int open_workers(
     if files != NULL:
         retain_files(files)
         self.files = files
-    self.first_touch.mode = mode
-    pthread_mutex_init(&self.first_touch.lock, NULL)
+    open_first_touch(&self.first_touch, mode)
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.work)
     monotonic_cond_init(&self.finished)
