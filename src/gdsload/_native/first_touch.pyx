@@ -28,7 +28,7 @@ from gdsload._native.engine cimport DIRECT, FreshMemory
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.pages cimport page_bytes
 from gdsload._native.pthreads cimport (
-    monotonic_cond_init, pthread_cond_destroy, pthread_cond_signal, pthread_cond_wait,
+    monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy, pthread_cond_wait,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 
@@ -126,7 +126,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
         memory.small_units += 1
     self.huge_ns = averaged(self.huge_ns, took)
     self.touching -= 1
-    pthread_cond_signal(&self.touched)
+    pthread_cond_broadcast(&self.touched)  # a woken thread may touch nothing, and wake no other
     pthread_mutex_unlock(&self.lock)
     gds_store_flag(&memory.region.touched[unit], 1)
     return 1
