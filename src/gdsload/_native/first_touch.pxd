@@ -14,11 +14,14 @@ cdef struct FirstTouch:
     int trying             # a thread has started to measure a huge page
     int units_until_retry
     int retry_units
+    int64_t cancels        # number of cancellations: a read stops at its next unit
 
 # One thread's bounce buffer.
 cdef struct Bounce:
     char *mapping          # NULL: none yet
     char *buffer
 
-cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil
+cdef int64_t read_first_touch(
+    FirstTouch *self, Bounce *bounce, const Read *read, int64_t cancels
+) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil
