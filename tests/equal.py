@@ -88,15 +88,21 @@ def names_replaced() -> list[Any]:
     from transformers import modeling_utils
 
     found = [
-        transformers.PreTrainedModel.__dict__["_load_pretrained_model"], modeling_utils.safe_open,
-        accelerate.utils.modeling.safe_open, accelerate.utils.modeling.safe_load_file,
+        transformers.PreTrainedModel.__dict__["_load_pretrained_model"],
+        modeling_utils.safe_open,
+        accelerate.utils.modeling.safe_open,
+        accelerate.utils.modeling.safe_load_file,
         safetensors.torch.load_file,
-    ]  # fmt: skip
+    ]
     if NEW:
         from transformers import core_model_loading as loading
 
-        found += [loading.deepcopy, loading.rename_source_key, loading.dot_natural_key,
-                  loading.is_env_variable_true]  # fmt: skip
+        found += [
+            loading.deepcopy,
+            loading.rename_source_key,
+            loading.dot_natural_key,
+            loading.is_env_variable_true,
+        ]
     return found
 
 

@@ -41,15 +41,21 @@ class Rule(ctypes.Structure):
 
 class Script(ctypes.Structure):
     _fields_ = _fields(
-        "open_errno", "accept", "refuse_errno", "refuse_times", "reap_errno", "reap_after",
-        "reversed", "one_by_one",
-    )  # fmt: skip
+        "open_errno",
+        "accept",
+        "refuse_errno",
+        "refuse_times",
+        "reap_errno",
+        "reap_after",
+        "reversed",
+        "one_by_one",
+    )
 
 
 class Log(ctypes.Structure):
     _fields_ = _fields(
         "opens", "closes", "reads", "struck", "cancels", "hung", "in_flight_at_close", "wanted"
-    )  # fmt: skip
+    )
 
 
 def rule(

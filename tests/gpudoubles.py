@@ -167,8 +167,11 @@ class Doubles:
 class _Told(ctypes.Structure):
     """The first members of a DLManagedTensor."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32),
-                ("device_id", ctypes.c_int32))  # fmt: skip
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+    )
 
 
 def tensor_of(capsule: object) -> torch.Tensor:

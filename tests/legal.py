@@ -15,9 +15,10 @@ from gdsload.dtypes import DTYPES
 
 # Dtypes that torch has; safetensors for torch refuses F6 as well.
 TORCH_DTYPES = sorted(
-    name for name, dtype in DTYPES.items()
+    name
+    for name, dtype in DTYPES.items()
     if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
-)  # fmt: skip
+)
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=0, max_size=8).filter(
     lambda name: name != "__metadata__"

@@ -34,9 +34,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
     patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(api, "require_device", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
-    options = {
-        "allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)
-    }  # fmt: skip
+    options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)}
     for source in sources:
         for cache in ("auto", "buffered"):
             got = gdsload.load_file(

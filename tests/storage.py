@@ -53,7 +53,11 @@ def python(
     """Runs a program in a new process and returns its output."""
     ran = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, args)],
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS, preexec_fn=setup, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        preexec_fn=setup,
+        check=False,
+    )
     assert ran.returncode == status, ran.stderr
     return ran.stdout.strip()

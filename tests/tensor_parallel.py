@@ -69,15 +69,21 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
             wrong.append(name)
     with torch.no_grad():
         ids = torch.arange(3, 11).unsqueeze(0)
-        logits = [getattr(m(ids).logits, "full_tensor", lambda m=m: m(ids).logits)()
-                  for m in (stock, ours)]  # fmt: skip
+        logits = [
+            getattr(m(ids).logits, "full_tensor", lambda m=m: m(ids).logits)()
+            for m in (stock, ours)
+        ]
     return {
-        "wrong": wrong, "same_keys": list(one) == list(other),
-        "same_logits": torch.equal(*logits), "path": report.integration, "reason":
-        report.integration_reason,
+        "wrong": wrong,
+        "same_keys": list(one) == list(other),
+        "same_logits": torch.equal(*logits),
+        "path": report.integration,
+        "reason": report.integration_reason,
         "labels": report.fates,
-        "tensors": report.tensors, "wanted_bytes": report.wanted_bytes, "held_bytes": held,
-    }  # fmt: skip
+        "tensors": report.tensors,
+        "wanted_bytes": report.wanted_bytes,
+        "held_bytes": held,
+    }
 
 
 if __name__ == "__main__":

@@ -26,13 +26,23 @@ MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
 }  # fmt: skip
 MLA: dict[str, Any] = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 VIT: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "image_size": 32, "patch_size": 8, "num_channels": 3,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+}
 SEQ2SEQ: dict[str, Any] = {
     "vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
@@ -72,18 +82,33 @@ def _qwen3_vl_moe() -> Any:
 
 
 def _ernie4_5_vl_moe() -> Any:
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4,
-              "patch_size": 4}  # fmt: skip
-    text = {**MOE, "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_k": 2,
-            "rope_parameters": ROPE}  # fmt: skip
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": 4,
+    }
+    text = {
+        **MOE,
+        "moe_intermediate_size": [24, 24],
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "rope_parameters": ROPE,
+    }
     return transformers.AutoConfig.for_model(
         "ernie4_5_vl_moe", text_config=text, vision_config=vision
     )
 
 
 def _kimi_k25() -> Any:
-    vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48,
-              "num_attention_heads": 4, "patch_size": 4}  # fmt: skip
+    vision = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+    }
     text = {**MOE, **MLA, "model_type": "deepseek_v3"}
     return transformers.AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision)
 
@@ -109,9 +134,14 @@ def _siglip() -> Any:
 
 def _gemma3() -> Any:
     return transformers.AutoConfig.for_model(
-        "gemma3", text_config=GEMMA3, vision_config={"model_type": "siglip_vision_model", **VIT},
-        mm_tokens_per_image=4, image_token_index=95, boi_token_index=94, eoi_token_index=93,
-    )  # fmt: skip
+        "gemma3",
+        text_config=GEMMA3,
+        vision_config={"model_type": "siglip_vision_model", **VIT},
+        mm_tokens_per_image=4,
+        image_token_index=95,
+        boi_token_index=94,
+        eoi_token_index=93,
+    )
 
 
 def _encoder_decoder() -> Any:
@@ -334,13 +364,17 @@ def differences(stock: Any, ours: Any) -> list[str]:
         "requires_grad": lambda m: [p.requires_grad for p in m.parameters()],
         "name_or_path": lambda m: m.name_or_path,
         "config": lambda m: m.config.to_dict(),
-        "generation": lambda m: g.to_diff_dict() if (g := getattr(m, "generation_config", None))
-        else None,
+        "generation": lambda m: (
+            g.to_diff_dict() if (g := getattr(m, "generation_config", None)) else None
+        ),
         "conversions": lambda m: repr(getattr(m, "_weight_conversions", None)),
-        "used": lambda m: [c.was_used() for c in getattr(m, "_weight_conversions", None) or ()
-                           if hasattr(c, "was_used")],
+        "used": lambda m: [
+            c.was_used()
+            for c in getattr(m, "_weight_conversions", None) or ()
+            if hasattr(c, "was_used")
+        ],
         "device map": lambda m: getattr(m, "hf_device_map", None),
-    }  # fmt: skip
+    }
     found += [name for name, fact in facts.items() if fact(stock) != fact(ours)]
     return found
 

@@ -85,11 +85,19 @@ def status() -> list[Status]:
         for one in started()
     ] + [
         Status(
-            one.source, "cpu", "pool", "kept", one.held_bytes, one.held_bytes, one.lent_bytes,
-            one.resident_bytes, one.idle_seconds, "",
+            one.source,
+            "cpu",
+            "pool",
+            "kept",
+            one.held_bytes,
+            one.held_bytes,
+            one.lent_bytes,
+            one.resident_bytes,
+            one.idle_seconds,
+            "",
         )
         for one in (() if pool is None else pool.held())
-    ]  # fmt: skip
+    ]
 
 
 def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:

@@ -186,8 +186,13 @@ def test_cold_on_tmpfs_is_refused(
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    return {"resident_before_bytes": 0, "device_read_bytes": None, "own_read_bytes": 656768,
-            "touched_bytes": 656768, **changed}  # fmt: skip
+    return {
+        "resident_before_bytes": 0,
+        "device_read_bytes": None,
+        "own_read_bytes": 656768,
+        "touched_bytes": 656768,
+        **changed,
+    }
 
 
 def test_judge_without_disk_counter_uses_process_counter(tiny_checkpoint: Path) -> None:
@@ -256,8 +261,9 @@ os.read(read, 1)
 print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    ran = subprocess.run([sys.executable, "-c", judge_of_it], capture_output=True, text=True,
-                         check=False)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", judge_of_it], capture_output=True, text=True, check=False
+    )
     # The pipe of stdout has ended, which the worker held as well.
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     assert int(ran.stdout) > 0

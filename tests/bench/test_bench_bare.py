@@ -15,9 +15,8 @@ from gdsload.backends.cufile import library
 from gdsload.cli import measuring
 
 arms, choice, judge, machine, places, prepare = (
-    measuring.program(name)
-    for name in ("arms", "choice", "judge", "machine", "places", "prepare")
-)  # fmt: skip
+    measuring.program(name) for name in ("arms", "choice", "judge", "machine", "places", "prepare")
+)
 
 
 def test_machine_without_diskstats_is_described(
@@ -81,13 +80,18 @@ def test_deps_installs_from_local_wheels(tmp_path: Path) -> None:
     script = places.PACKAGE / "deps.sh"
     ran = subprocess.run(
         ["sh", script, tmp_path / "made", sys.executable, wheel.parent],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "no wheel: instanttensor" in ran.stdout
     python = tmp_path / "made/peers/bin/python"
     found = subprocess.run(
         [python, "-c", "import fastsafetensors, numpy; print(fastsafetensors.here)"],
-        capture_output=True, text=True, check=True, env=places.environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=places.environment(),
+    )
     assert found.stdout == "True\n"
     assert (tmp_path / "made/prefetch/bin/python").exists()

@@ -30,8 +30,12 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are made up, the faster the longer an arm's label is."""
 
     def made_up(self: Any, arm: Any, *, checked: bool) -> dict[str, Any]:
-        return {"seconds": 1 / len(arm.label), "touched_bytes": 656768, "versions": {},
-                "cache": "evicted"}  # fmt: skip
+        return {
+            "seconds": 1 / len(arm.label),
+            "touched_bytes": 656768,
+            "versions": {},
+            "cache": "evicted",
+        }
 
     monkeypatch.setattr(judge.Judge, "run", made_up)
 
@@ -39,13 +43,18 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_arms_have_only_applicable_settings() -> None:
     options = engines.arguments(["x", "--request", "1M", "--in-flight", "4", "8"])
     assert list(engines.grid(options)) == [
-        *(f"gdsload:engine=threads,request_bytes=1048576,depth={depth},pages=auto"
-          for depth in (4, 8)),
-        *(f"gdsload:engine={engine},request_bytes=1048576,depth={depth}"
-          for engine in ("uring", "linuxaio") for depth in (4, 8)),
+        *(
+            f"gdsload:engine=threads,request_bytes=1048576,depth={depth},pages=auto"
+            for depth in (4, 8)
+        ),
+        *(
+            f"gdsload:engine={engine},request_bytes=1048576,depth={depth}"
+            for engine in ("uring", "linuxaio")
+            for depth in (4, 8)
+        ),
         *(f"gdsload:backend=gds,request_bytes=1048576,depth={depth}" for depth in (4, 8)),
         *(f"gdsload:backend=gds_mt,request_bytes=1048576,threads={count}" for count in (4, 8)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -72,8 +81,10 @@ def test_engines_table_has_each_combination(tiny_checkpoint: Path, tmp_path: Pat
 def test_engines_partly_failed_backend_names_missing_combinations() -> None:
     made, missing = (f"gdsload:engine=uring,request_bytes=4096,depth={depth}" for depth in (1, 2))
     parse = measuring.program("arms").parse
-    result = {"arms": [parse(made)._asdict()],
-              "left_out": {missing: "why", "gdsload:backend=gds,depth=1": "no"}}  # fmt: skip
+    result = {
+        "arms": [parse(made)._asdict()],
+        "left_out": {missing: "why", "gdsload:backend=gds,depth=1": "no"},
+    }
     assert engines.shortened(result) == {missing: "why", "gds": "no"}
 
 
@@ -101,9 +112,14 @@ def test_engines_unusable_backend_is_left_out_with_reason(
 def test_tune_result_is_used_by_cold(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "CANDIDATES", {
-        "gdsload": ("gdsload", "gdsload:engine=threads"), "runai": ("runai",),
-    })  # fmt: skip
+    monkeypatch.setattr(
+        tune,
+        "CANDIDATES",
+        {
+            "gdsload": ("gdsload", "gdsload:engine=threads"),
+            "runai": ("runai",),
+        },
+    )
     output = tmp_path / "best.json"
     words = ["--repeats", "1", "--state", "none", "--neighbours"]
     answer = run("bench", "tune", tiny_checkpoint, *words, "--arms", "gdsload", "--output", output)

@@ -81,8 +81,12 @@ def test_fio_arm_is_judged(
     device: int | None, own: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(8 << 20))
-    found = {"touched_bytes": 0, "read_bytes": 8 << 20, "own_read_bytes": own,
-             "device_read_bytes": device}  # fmt: skip
+    found = {
+        "touched_bytes": 0,
+        "read_bytes": 8 << 20,
+        "own_read_bytes": own,
+        "device_read_bytes": device,
+    }
     monkeypatch.setattr(fio, "run", lambda *_: found)
     one = judge.Judge(judge.Conditions(tmp_path))
     with pytest.raises(judge.NotWhatItSays, match=f"fio, 3 times in a row: {why}"):

@@ -93,8 +93,10 @@ def test_checkpoint_name_is_directory_name(tmp_path: Path) -> None:
     (tmp_path / "qwen3-0.6b").mkdir()
     (file := tmp_path / "one.safetensors").touch()
     for name, source, called in (
-        (None, tmp_path / "qwen3-0.6b", "qwen3-0.6b"), (None, file, "one"), ("x", file, "x"),
-    ):  # fmt: skip
+        (None, tmp_path / "qwen3-0.6b", "qwen3-0.6b"),
+        (None, file, "one"),
+        ("x", file, "x"),
+    ):
         assert records.name_of(argparse.Namespace(name=name), source) == called
 
 
@@ -135,8 +137,10 @@ def test_cold_two_arms_make_a_table(tiny_checkpoint: Path, tmp_path: Path) -> No
 
 def ran(*arms: str, repeats: int = 1) -> dict[str, Any]:
     parse = measuring.program("arms").parse
-    return {"arms": [parse(arm)._asdict() for arm in arms],
-            "conditions": {"repeats": repeats, "checked": False}}  # fmt: skip
+    return {
+        "arms": [parse(arm)._asdict() for arm in arms],
+        "conditions": {"repeats": repeats, "checked": False},
+    }
 
 
 @pytest.mark.parametrize(
@@ -145,19 +149,26 @@ def ran(*arms: str, repeats: int = 1) -> dict[str, Any]:
         (ran("gdsload", "bare", "fio"), "the sums of each tensor equal in all arms"),
         (ran("gdsload", "fio"), "the sums of gdsload compared with nothing: it ran once"),
         (ran("gdsload", repeats=2), "the sums of gdsload compared with its own runs only"),
-        (ran("transformers", "gdsload-model", "transformers:dtype=float32"),
-         "the sums of each tensor of the others equal in all arms; the sums of"
-         " transformers:dtype=float32 compared with nothing: it ran once"),
+        (
+            ran("transformers", "gdsload-model", "transformers:dtype=float32"),
+            "the sums of each tensor of the others equal in all arms; the sums of"
+            " transformers:dtype=float32 compared with nothing: it ran once",
+        ),
         (ran("fio"), "nothing to compare: no arm hands tensors out"),
     ],
-)  # fmt: skip
+)
 def test_notes_claim_equality_only_for_compared_arms(result: dict[str, Any], said: str) -> None:
     assert tables.agreed(result) == said
 
 
 def facts(**changed: Any) -> dict[str, Any]:
-    return {"resident_before_bytes": 0, "device_read_bytes": 10 << 20, "touched_bytes": 10 << 20,
-            "own_read_bytes": 10 << 20, **changed}  # fmt: skip
+    return {
+        "resident_before_bytes": 0,
+        "device_read_bytes": 10 << 20,
+        "touched_bytes": 10 << 20,
+        "own_read_bytes": 10 << 20,
+        **changed,
+    }
 
 
 @pytest.mark.parametrize(
@@ -252,8 +263,9 @@ def test_sweep_table_has_nixl_columns(
     assert result.exit_code == 0, result.output
     kept = json.loads(output.read_text())
     shapes = {(line["block"], line["batch"], line["threads"]) for line in kept["lines"]}
-    assert shapes == {(block, batch, threads) for block in (4096, 65536) for batch in (1, 4)
-                      for threads in (1, 2)}  # fmt: skip
+    assert shapes == {
+        (block, batch, threads) for block in (4096, 65536) for batch in (1, 4) for threads in (1, 2)
+    }
     for line in kept["lines"]:
         assert line["requests"] >= line["threads"]
         assert line["bytes_per_second"] > 0
@@ -339,8 +351,11 @@ def one_run(seconds: float, **facts: Any) -> dict[str, Any]:
 def test_compare_tensor_cost_is_split() -> None:
     phases = {"open": 0.1, "plan": 0.1, "prepare": 0.1, "read": 0.5, "hand over": 0.1}
     report = {"tensors": 10, "seconds": 1.0, "phases": phases}
-    ran = {compare.STOCK: one_run(4.0), compare.OURS: one_run(2.0),
-           compare.TENSORS: one_run(2.0, notes={"report": report})}  # fmt: skip
+    ran = {
+        compare.STOCK: one_run(4.0),
+        compare.OURS: one_run(2.0),
+        compare.TENSORS: one_run(2.0, notes={"report": report}),
+    }
     result = {
         "checkpoint": {"name": "qwen3-0.6b"},
         "arms": [{"label": label, **summary.summary([run])} for label, run in ran.items()],
@@ -363,12 +378,18 @@ def test_compare_without_model_is_refused(file: Path) -> None:
 
 
 def test_scale_result_has_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = {"tensors": ((10, 8000, 1), (40, 8000, 1)), "bytes": ((10, 8000, 1),),
-             "shards": ((10, 8000, 1), (10, 8000, 5))}  # fmt: skip
+    steps = {
+        "tensors": ((10, 8000, 1), (40, 8000, 1)),
+        "bytes": ((10, 8000, 1),),
+        "shards": ((10, 8000, 1), (10, 8000, 5)),
+    }
     monkeypatch.setattr(scale, "SECTIONS", steps)
     monkeypatch.setattr(scale, "LOADS", (1, 2))
-    monkeypatch.setattr(large, "MODELS", {"small": lambda: large.llama(
-        layers=2, hidden=64, inner=128, keys=16, vocabulary=100)})  # fmt: skip
+    monkeypatch.setattr(
+        large,
+        "MODELS",
+        {"small": lambda: large.llama(layers=2, hidden=64, inner=128, keys=16, vocabulary=100)},
+    )
     output = tmp_path / "scale.json"
     result = run("bench", "scale", "--repeats", "1", "--dir", tmp_path, "--output", output,
                  "--most-bytes", "100000")  # fmt: skip
@@ -594,8 +615,10 @@ def test_result_json_has_one_line_per_arm() -> None:
     result = {"kind": "loads", "arms": [{"seconds": [1 / 3]}, {"seconds": []}], "files": (1, 2)}
     text = records.written(result)
     assert json.loads(text) == {
-        "kind": "loads", "arms": [{"seconds": [0.3333333333]}, {"seconds": []}], "files": [1, 2]
-    }  # fmt: skip
+        "kind": "loads",
+        "arms": [{"seconds": [0.3333333333]}, {"seconds": []}],
+        "files": [1, 2],
+    }
     assert len(text.splitlines()) == 8
 
 

@@ -77,6 +77,7 @@ def test_summary_has_a_line_per_finding_and_hints_of_failures() -> None:
     [
         (8 << 20, "0000000000000000", "partly"),
         (8 << 20, "0000000000004000", "yes"),
+        (128 << 20, "0000000000000000", "partly"),  # smaller than a staging ring
         (1 << 30, "0000000000000000", "yes"),
         (resource.RLIM_INFINITY, "0000000000000000", "yes"),
     ],

@@ -61,7 +61,7 @@ def test_paths_without_a_device_have_reasons(
 
 
 def test_measurement_is_shown_and_stale_one_is_partly(doubles: Doubles) -> None:
-    versions = tuning_cache.versions("Double 0 0000:01:00.0")
+    versions = tuning_cache.versions()
     rates = {"posix": 8e9, "gds_mt": 12.1e9}
     for mount, at in (("xfs /dev/md0 9:0", time.time()), ("ext4 /dev/sda 8:0", 1.0)):
         tuning_cache.store(

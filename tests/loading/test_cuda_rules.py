@@ -88,7 +88,9 @@ def test_process_exit_leaves_no_thread_and_no_pinned_memory(tiny_checkpoint: Pat
     driver = gpudoubles.built("cuda_double")
     ran = subprocess.run(
         [sys.executable, "-c", AT_THE_END, tiny_checkpoint, driver],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert ran.returncode == 0
     assert ran.stderr.startswith("left: 0 streams, 0 events, 0 pins"), ran.stderr

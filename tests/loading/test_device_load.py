@@ -38,9 +38,12 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_load_file_to_device_returns_exact_bytes(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     tiny_moe_checkpoint: Path,
-) -> None:  # fmt: skip
+) -> None:
     before = doubles.cuda_log["used"]
     for source in (tiny_checkpoint, tiny_moe_checkpoint):
         got = gdsload.load_file(source, "cuda:0", backend=backend, options=options)
@@ -111,9 +114,12 @@ def test_failed_copy_raises_read_error(doubles: Doubles, tiny_checkpoint: Path) 
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_truncated_file_raises_short_read(
-    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     path = tmp_path / "m.safetensors"
     safetensors.torch.save_file({"a": torch.arange(100_000)}, path)
     real = device_batch.follow
@@ -150,12 +156,19 @@ def test_broken_device_does_not_raise_placement_error(
     ],
 )
 def test_load_of_many_tensors_asks_torch_for_one_block(
-    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, spare: int,
-    held: int, configured: str,
-) -> None:  # fmt: skip
+    doubles: Doubles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+    spare: int,
+    held: int,
+    configured: str,
+) -> None:
     """Without room each tensor is allocated on its own."""
-    saved = {name: torch.randint(0, 255, (size,), dtype=torch.uint8)
-             for name, size in (("a", (2 << 20) + 5), ("b", 1000), ("c", 3 << 20))}  # fmt: skip
+    saved = {
+        name: torch.randint(0, 255, (size,), dtype=torch.uint8)
+        for name, size in (("a", (2 << 20) + 5), ("b", 1000), ("c", 3 << 20))
+    }
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(saved, path)
     wanted: list[int] = []

@@ -60,18 +60,25 @@ def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_stream_to_device_returns_exact_bytes_in_bounded_memory(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """The device never holds more than two windows and the ring."""
     names: list[str] = []
     before = doubles.cuda_log["used"]  # by other tests' tensors, that nothing has collected yet
     list(gdsload.stream(tiny_checkpoint, "cuda:0", backend=backend, options=options, names=[]))
     window = max(tensor.nbytes for tensor in expected.values())
     for name, tensor in gdsload.stream(
-        tiny_checkpoint, "cuda:0", backend=backend, options=options, window_bytes=window,
+        tiny_checkpoint,
+        "cuda:0",
+        backend=backend,
+        options=options,
+        window_bytes=window,
         order="layers",
-    ):  # fmt: skip
+    ):
         assert on_device(doubles, tensor)
         assert torch.equal(raw(tensor), raw(expected[name]))
         assert doubles.cuda_log["used"] - before <= (2 << 20) + 2 * window
@@ -97,9 +104,12 @@ def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoi
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_safe_open_on_device_returns_exact_tensors_and_slices(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
-) -> None:  # fmt: skip
+) -> None:
     how: dict[str, Any] = {"backend": backend, "options": options}
     with gdsload.safe_open(tiny_checkpoint, device="cuda:0", **how) as opened:
         for name in list(expected)[:4]:
@@ -134,17 +144,22 @@ class Block:
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_neighbouring_tensors_are_copied_together(
-    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """256 neighbouring tensors of 1 KiB need one copy for each slot. In separate memory, or with a
     gap after each tensor, they need one copy each."""
     saved = {f"t{n:03}": torch.full((256,), float(n)) for n in range(256)}
     saved_odd = {name: tensor[:255].clone() for name, tensor in saved.items()}
     slots = 256 * 1024 // options["request_bytes"] + 2  # it begins and ends within a slot
     for tensors_saved, shared, most in (
-        (saved, True, slots), (saved, False, 256 + slots), (saved_odd, True, 256 + slots)
-    ):  # fmt: skip
+        (saved, True, slots),
+        (saved, False, 256 + slots),
+        (saved_odd, True, 256 + slots),
+    ):
         path = tmp_path / f"{len(tensors_saved['t000'])}.safetensors"
         safetensors.torch.save_file(tensors_saved, path)
         block = Block(1 << 20)
@@ -225,9 +240,12 @@ class TorchCuda:
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_copies_are_ordered_after_torch_stream_without_waiting(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """The host waits for torch's stream only if the device refuses to order the copies."""
 
     cuda = TorchCuda()
@@ -283,9 +301,12 @@ class Allocator(Block):
 
 @pytest.mark.parametrize(("backend", "options"), ROADS)
 def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Copies wait for the work of torch's stream, and run long after the load has ended."""
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
     monkeypatch.setattr(device_batch, "empty", allocator.empty)
@@ -321,9 +342,12 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
 
 @pytest.mark.parametrize(("backend", "options"), [*ROADS, ("auto", ROADS[0][1])])
 def test_load_while_graph_is_captured_is_refused(
-    backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path,
+    backend: str,
+    options: dict[str, Any],
+    doubles: Doubles,
+    tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """The copies would become a part of the graph, and run with each launch of it."""
     cuda = TorchCuda()
     monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)

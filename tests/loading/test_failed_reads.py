@@ -29,7 +29,7 @@ from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterB
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading.batch import Batch
-from gdsload.loading.claims import LANDED, LOST
+from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
@@ -217,8 +217,10 @@ def test_prefetch_after_a_failed_read_reports_it_lost_to_every_claim(
     for _ in range(2):
         assert ahead.look()
         assert [ahead.state(0, 0), ahead.state(0, last), ahead.state(1, last)] == [
-            LOST, LOST, LANDED,
-        ]  # fmt: skip
+            LOST,
+            LOST,
+            READ,
+        ]
         ahead.release()
     assert isinstance(ahead.error, ReadError)
 

@@ -197,8 +197,10 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
     page_cache.evict(path)
     device = os.stat(path).st_dev
     # The page cache of the cgroup is smaller than the file and the process.
-    value = {"memory_max": str(400 << 20),
-             "io_max": f"{os.major(device)}:{os.minor(device)} rbps={20 << 20}"}[limit]  # fmt: skip
+    value = {
+        "memory_max": str(400 << 20),
+        "io_max": f"{os.major(device)}:{os.minor(device)} rbps={20 << 20}",
+    }[limit]
     why = "GDSLOAD_TEST_CGROUP names no cgroup that the tests may divide"
     for parent in filter(None, os.environ.get("GDSLOAD_TEST_CGROUP", "").split(":")):
         try:
@@ -215,9 +217,14 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
 
 @pytest.mark.parametrize(
     "load",
-    [gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch,
-     gdsload.from_pretrained],
-)  # fmt: skip
+    [
+        gdsload.load_file,
+        gdsload.stream,
+        gdsload.safe_open,
+        gdsload.prefetch,
+        gdsload.from_pretrained,
+    ],
+)
 def test_unknown_page_cache_is_a_value_error(
     expected: tuple[Path, dict[str, torch.Tensor]], load: Callable[..., Any]
 ) -> None:

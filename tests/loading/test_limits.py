@@ -260,8 +260,10 @@ def test_disk_with_blocks_of_4096_is_read_directly(
         pytest.skip("needs root for a loop device")
     made = subprocess.run(
         ["losetup", "-f", "--show", "-b", "4096", str(image)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode:
         pytest.skip(f"losetup: {made.stderr.strip()}")
     device = made.stdout.strip()

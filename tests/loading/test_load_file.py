@@ -30,9 +30,10 @@ from storage import kept_warm
 CACHES = ("auto", "direct", "buffered", "mapped")
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 WAYS = [
-    ("auto", "auto"), ("mapped", "auto"),
+    ("auto", "auto"),
+    ("mapped", "auto"),
     *((cache, engine) for cache in ("direct", "buffered") for engine in ENGINES),
-]  # fmt: skip
+]
 quick = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -223,9 +224,13 @@ def test_closed_file_raises_checkpoint_error(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         part = opened.get_slice("t1")
     for use in (
-        opened.keys, opened.metadata, lambda: opened.get_tensor("t1"), lambda: "t1" in opened,
-        lambda: opened.get_slice("t1"), opened.get_tensors,
-    ):  # fmt: skip
+        opened.keys,
+        opened.metadata,
+        lambda: opened.get_tensor("t1"),
+        lambda: "t1" in opened,
+        lambda: opened.get_slice("t1"),
+        opened.get_tensors,
+    ):
         with pytest.raises(gdsload.CheckpointError, match="closed"):
             use()
     opened.close()
@@ -322,8 +327,11 @@ def test_stream_follows_the_requested_order(path: Path) -> None:
     for window_bytes in (1, 300_000, 1 << 30):
         pairs = gdsload.stream(path, names=names, cache="direct", window_bytes=window_bytes)
         assert [(name, int(tensor[0])) for name, tensor in pairs] == [
-            ("t9", 9), ("t0", 0), ("t5", 5), ("t4", 4),
-        ]  # fmt: skip
+            ("t9", 9),
+            ("t0", 0),
+            ("t5", 5),
+            ("t4", 4),
+        ]
 
 
 def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:

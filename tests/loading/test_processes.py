@@ -245,8 +245,12 @@ def test_ctrl_c_while_storage_hangs_ends_the_load(path: Path, use: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, "-c", CTRL_C, str(path), use],
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env=environment,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "True"
 

@@ -169,6 +169,7 @@ except PermissionError:
 def test_another_user_is_not_told_that_a_cold_file_is_warm(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(PAGES * PAGE))
-    ran = subprocess.run([sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True,
-                         check=True)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True, check=True
+    )
     assert ran.stdout.strip() == "not told"

@@ -74,8 +74,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("pages") / "file"
     path.write_bytes(os.urandom(SIZE))
     environment = {**os.environ, "LD_PRELOAD": str(built("pages_shim")), "MALLOC_PERTURB_": "2"}
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, path], env=environment, check=False,
-                         capture_output=True, text=True, timeout=120)  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, path],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)
     assert found["page"] == 65536, "the library was not preloaded"

@@ -27,13 +27,19 @@ def ordered(*names: str) -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("model.embed_tokens.weight", "model.layers.0.a", "model.layers.2.a", "model.layers.10.a",
-         "lm_head.weight", "model.norm.weight"),
+        (
+            "model.embed_tokens.weight",
+            "model.layers.0.a",
+            "model.layers.2.a",
+            "model.layers.10.a",
+            "lm_head.weight",
+            "model.norm.weight",
+        ),
         ("wpe.weight", "wte.weight", "h.0.attn", "h.1.attn", "ln_f.weight"),
         ("model.encoder.layers.0.a", "model.encoder.layers.11.a", "model.decoder.layers.0.a"),
         ("model.layers.0.mlp.experts.2.w", "model.layers.0.mlp.experts.10.w", "model.layers.1.a"),
     ],
-)  # fmt: skip
+)
 def test_names_are_sorted_in_layer_order(names: tuple[str, ...]) -> None:
     assert ordered(*names) == list(names)
 

@@ -117,9 +117,11 @@ def test_what_landed_is_adopted(
         assert ahead.wait(PATIENCE_SECONDS)
         assert ahead.report.refusals.get("cuda:0") is None
         progress = ahead.progress()
-        assert progress.landed_bytes == progress.wanted_bytes == sum(
-            tensor.nbytes for tensor in expected.values()
-        )  # fmt: skip
+        assert (
+            progress.landed_bytes
+            == progress.wanted_bytes
+            == sum(tensor.nbytes for tensor in expected.values())
+        )
         staging_ring.release_rings()
         landed = doubles.cuda_log
         assert landed["ranges"] == before["ranges"] + 1, "one block holds all of it"
@@ -544,8 +546,10 @@ def test_it_needs_no_torch_and_ends_with_its_process(source: Path) -> None:
     driver = gpudoubles.built("cuda_double")
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, source, driver],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout == "landed cuda:0 None True False False\n"
 

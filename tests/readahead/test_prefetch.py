@@ -411,8 +411,10 @@ print(seen, ahead._thread.is_alive(), ahead.progress().state)
 def test_a_signal_handler_may_close_what_is_being_asked(checkpoint: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_HANDLER, checkpoint],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert (ran.stdout, ran.stderr) == ("['reading', 'closed'] False closed\n", "")
 
 

@@ -26,9 +26,14 @@ def test_filesystems_of_this_machine_are_not_distant(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("preferred_bytes", "request_bytes", "depth"),
-    [(4096, 1 << 20, 256), (1 << 20, 1 << 20, 256), (4 << 20, 4 << 20, 256),
-     (5 << 19, 2 << 20, 256), (64 << 20, 16 << 20, 64)],
-)  # fmt: skip
+    [
+        (4096, 1 << 20, 256),
+        (1 << 20, 1 << 20, 256),
+        (4 << 20, 4 << 20, 256),
+        (5 << 19, 2 << 20, 256),
+        (64 << 20, 16 << 20, 64),
+    ],
+)
 def test_request_size_follows_the_block_size_of_the_filesystem(
     monkeypatch: pytest.MonkeyPatch, preferred_bytes: int, request_bytes: int, depth: int
 ) -> None:

@@ -16,6 +16,7 @@ cdef struct FirstTouch:
     int preferred          # whether huge pages were cheaper at the last choice
     int units_until_retry
     int retry_units
+    int64_t cancels        # number of cancellations: a read stops at its next unit
 
 # One thread's bounce buffer.
 cdef struct Bounce:
@@ -24,5 +25,7 @@ cdef struct Bounce:
 
 cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil
 cdef void close_first_touch(FirstTouch *self) noexcept nogil
-cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil
+cdef int64_t read_first_touch(
+    FirstTouch *self, Bounce *bounce, const Read *read, int64_t cancels
+) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil

@@ -23,7 +23,7 @@ from posix.mman cimport (
 from posix.time cimport CLOCK_THREAD_CPUTIME_ID, clock_gettime, timespec
 from posix.unistd cimport pread
 
-from gdsload._native.atomics cimport gds_load_flag, gds_store_flag, gds_touch
+from gdsload._native.atomics cimport gds_load, gds_load_flag, gds_store_flag, gds_touch
 from gdsload._native.engine cimport DIRECT, FreshMemory
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.pages cimport page_bytes
@@ -116,7 +116,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     took = cpu_ns()
     madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
     gds_touch(base)
-    took = cpu_ns() - took
+    took = max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
     mincore(base + page_bytes(), 1, &resident)
     pthread_mutex_lock(&self.lock)
     # Without a free huge page the kernel gives a small one: the read touches the others.
@@ -171,8 +171,14 @@ cdef int64_t read_small(
     return got
 
 
-cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read) noexcept nogil:
-    """Reads, and touches the memory where it is fresh: bytes, or -errno if nothing was read."""
+cdef int64_t read_first_touch(
+    FirstTouch *self, Bounce *bounce, const Read *read, int64_t cancels
+) noexcept nogil:
+    """Reads, and touches the memory where it is fresh: bytes, or -errno if nothing was read.
+
+    `cancels`: the number of cancellations before the read. After another one no further unit is
+    read: the descriptor may be closed as soon as the call under way has returned.
+    """
     cdef FreshMemory *memory = read.memory
     cdef uint64_t base, done = 0, end, unit
     cdef char *buffer
@@ -211,6 +217,7 @@ cdef int64_t read_first_touch(FirstTouch *self, Bounce *bounce, const Read *read
         if got < 0:
             return done if done else -errno
         done += <uint64_t>got
-        if done < end:  # short: the pump reads the rest, or meets the end of the file
+        # Short: the pump reads the rest, or meets the end of the file.
+        if done < end or gds_load(&self.cancels) != cancels:
             break
     return <int64_t>done

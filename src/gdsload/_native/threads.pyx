@@ -11,6 +11,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
 
+from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport relax
 from gdsload._native.cufile cimport CFiles, file_handle, release_files, retain_files
 from gdsload._native.engine cimport (
@@ -84,7 +85,7 @@ cdef void *work(void *arg) noexcept nogil:
     cdef Workers *self = <Workers *>arg
     cdef Bounce bounce
     cdef Read read
-    cdef int64_t result
+    cdef int64_t result, cancels
     bounce.mapping = NULL
     if self.files != NULL:
         # If this fails, every read fails with an error of its own.
@@ -97,9 +98,10 @@ cdef void *work(void *arg) noexcept nogil:
         if self.waiting_count == 0:
             break
         read = take_waiting(self)
+        cancels = self.first_touch.cancels
         pthread_mutex_unlock(&self.lock)
         if self.files == NULL:
-            result = read_first_touch(&self.first_touch, &bounce, &read)
+            result = read_first_touch(&self.first_touch, &bounce, &read, cancels)
         else:
             result = read_cufile(self, &read)
         pthread_mutex_lock(&self.lock)
@@ -220,6 +222,7 @@ cdef void cancel_workers(void *engine) noexcept nogil:
     """Reads that no worker has taken complete as cancelled; a call under way runs to its end."""
     cdef Workers *self = <Workers *>engine
     pthread_mutex_lock(&self.lock)
+    gds_add(&self.first_touch.cancels, 1)
     while self.waiting_count > 0:
         add_result(&self.done, take_waiting(self).cookie, -ECANCELED)
     pthread_mutex_unlock(&self.lock)

@@ -20,7 +20,6 @@ from gdsload.errors import BackendUnavailable
 from gdsload.version import __version__
 
 FILE = "tuning.json"
-DRAM_DEVICE = "cpu"
 # Drives fill up and arrays are rebuilt: an entry is measured again after this time.
 VALID_SECONDS = 30 * 24 * 3600.0
 _FORMAT = 1
@@ -35,7 +34,7 @@ class TunedChoice:
 
     Attributes:
         mount: The key of the mount.
-        device: The name of the device, `DRAM_DEVICE` for host memory.
+        device: The name of the device and its PCI address.
         choice: The candidate that was chosen.
         rates: Bytes per second, by candidate; 0.0 if it failed.
         versions: The versions of all software that influences the rates.
@@ -59,10 +58,8 @@ class TunedChoice:
         return f"{', '.join(changed)} changed since" if changed else ""
 
 
-def versions(device: str) -> dict[str, str]:
-    """The versions of all software that influences rates to this device."""
-    if device == DRAM_DEVICE:
-        return {"gdsload": __version__, "kernel": os.uname().release}
+def versions() -> dict[str, str]:
+    """The versions of all software that influences the rates."""
     from gdsload.backends.cufile import library  # imports CUDA
 
     with suppress(BackendUnavailable):

@@ -131,7 +131,7 @@ def measured() -> list[Finding]:
             for backend, rate in sorted(each.rates.items(), key=lambda pair: -pair[1])
         )
         day = time.strftime("%Y-%m-%d", time.localtime(each.at))
-        stale = each.stale(tuning_cache.versions(each.device), time.time())
+        stale = each.stale(tuning_cache.versions(), time.time())
         detail = f"{each.choice} is used: {rates}, on {day}{stale and f'; {stale}'}"
         name = f"measured from {each.mount} to {each.device}"
         hint = "the next large load there measures again"

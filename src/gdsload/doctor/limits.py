@@ -9,7 +9,7 @@ import resource
 import sys
 
 from gdsload._native import system
-from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES
+from gdsload.backends.posix.backend import RING_BYTES
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.memory.available import available_bytes
 
@@ -18,21 +18,20 @@ _CAP_IPC_LOCK = 14
 
 def locked_memory(root: str = "/") -> Finding:
     """Whether staging rings can be registered with io_uring, which locks their memory."""
-    wanted = DEPTH * REQUEST_BYTES
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     capable = re.search(r"^CapEff:\s*(\w+)", read_text(root, "proc/self/status"), re.MULTILINE)
     if capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
         return Finding("memlock", YES, "no limit (CAP_IPC_LOCK)")
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", YES, "no limit")
-    if soft >= wanted:
+    if soft >= RING_BYTES:
         return Finding("memlock", YES, f"limit {soft:,} bytes")
-    detail = f"limit {soft:,} bytes: a ring of {wanted:,} is used without registration"
+    detail = f"limit {soft:,} bytes: a ring of {RING_BYTES:,} is used without registration"
     return Finding("memlock", PARTLY, detail, "ulimit -l unlimited (Docker: --ulimit memlock=-1)")
 
 
 def huge_pages(root: str = "/") -> Finding:
-    """Transparent huge pages: with them, new memory costs half the time."""
+    """Transparent huge pages, which loads to DRAM touch where they are cheaper than small ones."""
     path = "sys/kernel/mm/transparent_hugepage/enabled"
     state = re.search(r"\[(\w+)\]", read_text(root, path))
     if state is None:

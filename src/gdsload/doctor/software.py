@@ -8,7 +8,7 @@ import platform
 import sys
 
 from gdsload.backends import DRAM, registry
-from gdsload.backends.posix.engines import try_engine
+from gdsload.backends.posix.engines import DEVICE_ENGINES, ENGINES, try_engine
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 
 
@@ -34,9 +34,15 @@ def engine(name: str) -> Finding:
     """Whether an engine of the posix backend opens and reads a byte."""
     answer = try_engine(name)
     if answer.usable:
-        return Finding(f"engine {name}", YES, "opens and reads")
+        return Finding(f"engine {name}", YES, f"opens and reads{_FIRST_CHOICE.get(name, '')}")
     hint = answer.hint or "a load uses the next engine that works"
     return Finding(f"engine {name}", NO, "; ".join(answer.reasons), hint)
+
+
+_FIRST_CHOICE = {
+    ENGINES[0]: "; first choice into DRAM",
+    DEVICE_ENGINES[0]: "; first choice into the VRAM of a GPU",
+}
 
 
 def backends() -> list[Finding]:

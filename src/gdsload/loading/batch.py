@@ -17,7 +17,7 @@ from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import GdsloadError, ReadError, StallError
 from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
-from gdsload.loading.claims import COMING, LOST
+from gdsload.loading.claims import LOST, READING
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
@@ -99,7 +99,7 @@ class Batch:
         if claim is None:
             return True
         state = claim.state()
-        if state == COMING:
+        if state == READING:
             idle_seconds = claim.batch.idle_seconds()
             if idle_seconds > self.session.stall_seconds:
                 reader = f"to the prefetch that reads tensor {name!r}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gdsload.readahead.prefetch_batch import PrefetchBatch
 
 # The state of prefetched bytes: being read, read, or lost (cancelled or failed: to be read anew).
-COMING, LANDED, LOST = "coming", "landed", "lost"
+READING, READ, LOST = "reading", "read", "lost"
 
 _start = attrgetter("start")
 
@@ -54,7 +54,7 @@ class Claim(NamedTuple):
     last: int
 
     def state(self) -> str:
-        """COMING, LANDED or LOST."""
+        """READING, READ or LOST."""
         return self.batch.state(self.first, self.last)
 
     def pause(self, seconds: float) -> None:

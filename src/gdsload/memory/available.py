@@ -18,9 +18,12 @@ SPARE_BYTES = 64 << 20  # left to the rest of the system
 # Of both versions of cgroups: the root; the files with the limit and the usage; in memory.stat the
 # page cache, and the part of it that is shared memory.
 _V1 = (
-    "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache",
+    "/sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_cache",
     "total_shmem",
-)  # fmt: skip
+)
 _V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem")
 
 

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from gdsload.readahead.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
-# The states of a prefetch, in their order. The last four are final.
-STATES = ["opening", "reading", "landed", "cancelled", "failed", "closed"]
-OPENING, READING, LANDED, CANCELLED, FAILED, CLOSED = STATES
+# The states of a prefetch. The last four are final; the first of these means that all was read.
+OPENING, READING, COMPLETE = "opening", "reading", "landed"
+CANCELLED, FAILED, CLOSED = "cancelled", "failed", "closed"
 REMEMBERED = 32  # ended prefetches that `warmup.status` can report
 # `prefetch` waits for its thread this long. Most checkpoints are open by then; beside an
 # `import torch`, the thread would take ten times as long to get there.
@@ -194,7 +194,7 @@ class Prefetch(quiesce.Holder):
                 device_init.wait()
                 if device_init.refusal:
                     self.report.refusals[self.report.device] = device_init.refusal
-            self._end(LANDED)
+            self._end(COMPLETE)
 
     def _opened(self) -> AbstractContextManager[Checkpoint]:
         checkpoint, self._checkpoint = self._checkpoint, None
@@ -290,7 +290,7 @@ class Prefetch(quiesce.Holder):
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
             # Loads find the bytes of the page cache and of a pool without an offer.
-            withdraws = self._state != LANDED or self.tier != "memory"
+            withdraws = self._state != COMPLETE or self.tier != "memory"
         if withdraws:
             self._withdraw()
         self._posted.set()
@@ -345,7 +345,7 @@ class Prefetch(quiesce.Holder):
             self._ended.wait(min(left, _POLL_SECONDS))
         if self._error is not None:
             raise copy(self._error)  # the original would collect the frames of every caller
-        if self._state != LANDED and self._landed_bytes < self._wanted_bytes:
+        if self._state != COMPLETE and self._landed_bytes < self._wanted_bytes:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
 
@@ -362,7 +362,7 @@ class Prefetch(quiesce.Holder):
 
     def _stop(self, state: str) -> None:
         with self._lock:
-            if self._state in (OPENING, READING) or (state == CLOSED and self._state == LANDED):
+            if self._state in (OPENING, READING) or (state == CLOSED and self._state == COMPLETE):
                 self._state = state
             batch = self._batch
         if batch is not None:

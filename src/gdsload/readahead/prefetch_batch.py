@@ -14,7 +14,7 @@ from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
 from gdsload.errors import ReadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.claims import COMING, LANDED, LOST, OfferedRange
+from gdsload.loading.claims import LOST, READ, READING, OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.memory.available import available_bytes
@@ -105,15 +105,15 @@ class PrefetchBatch(Batch):
         return progress.finished
 
     def state(self, first: int, last: int) -> str:
-        """COMING, LANDED or LOST for these transfers."""
+        """READING, READ or LOST for these transfers."""
         with self._lock:
             ended = self._look()
             place = self._arrived.find(0, first, last + 1)
             if place < 0:
-                return LANDED
+                return READ
             if ended or any(first <= failed <= last for failed in self._failed):
                 return LOST
-            return COMING
+            return READING
 
     def pause(self, first: int, last: int, seconds: float) -> None:
         """Waits until these transfers have ended, at most `seconds`."""

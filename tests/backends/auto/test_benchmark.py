@@ -33,7 +33,7 @@ def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
         device,
         cheapest(rates),
         rates,
-        tuning_cache.versions(device),
+        tuning_cache.versions(),
         fixed_seconds=fixed,
     )
     assert tuning_cache.store(result) == ""

@@ -127,7 +127,6 @@ def test_impossible_rates_are_ignored(rate: str, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "rates"),
     [
-        ("bounced", {"in place": 4.2e9, "bounced": 1.3e9}),
         ("posix", {"posix": 1e10, "gds": 1.1e10, "gds_mt": 0.0}),
         ("posix", {"posix": 0.0}),
         ("posix", {}),

@@ -294,9 +294,11 @@ def test_every_error_is_ours(path: Path, faults: Faults) -> None:
     """The sweep: each errno at each read, once and more, on each road: right, or our error."""
     outcomes = set()
     for code, skip, times, road in itertools.product(
-        (errno.EIO, errno.EINVAL, errno.EINTR, errno.ENOMEM), range(0, READS, 3), (1, 3),
+        (errno.EIO, errno.EINVAL, errno.EINTR, errno.ENOMEM),
+        range(0, READS, 3),
+        (1, 3),
         (ANY, DIRECT, BUFFERED),
-    ):  # fmt: skip
+    ):
         faults.script(rule(ERRNO, code, times=times, road=road, skip=skip))
         try:
             check(path, load(path))

@@ -128,6 +128,31 @@ def test_memory_of_others_is_read_in_place(units: Region, six_units: Path) -> No
     assert units.read(UNIT, 6 * UNIT) == six_units.read_bytes()
 
 
+def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
+    """The descriptor may be closed once the call under way has returned."""
+    path, size = tmp_path / "zeros", 256 * UNIT
+    path.touch()
+    os.truncate(path, size)
+    fd = os.open(path, os.O_RDONLY)
+    direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    region = Region.anonymous(size)
+    pump = Pump(engines.engine_capsule("threads", "bounce"), 1)
+    request = Request(
+        pump,
+        [(fd, direct_fd, 4096, 0, 1)],
+        [(0, 0, size, size, region.address, region.handle(), -1)],
+    )
+    request.post()
+    while request.touched()[2] == 0:
+        assert not request.settled
+    request.cancel()
+    assert request.quiet(60.0)
+    assert UNIT <= request.touched()[2] < size
+    assert pump.close(1.0)
+    os.close(fd)
+    os.close(direct_fd)
+
+
 def test_report_names_bounced_bytes_and_units(odd: Path) -> None:
     gdsload.load_file(odd, cache="direct", options={"pages": "bounce"})
     report = gdsload.last_report()

@@ -54,7 +54,7 @@ class Benchmark:
         # Keys that are equal for all files of one storage, and independent of the GPU's number.
         self._mount = mount.key if mount is not None else ""
         self._device = f"{facts.name} {facts.bus}"
-        self._versions = tuning_cache.versions(self._device)
+        self._versions = tuning_cache.versions()
         cached = tuning_cache.find(self._mount, self._device, self._versions)
         # If a candidate was not measured then, it may be the fastest now.
         if len(names) > 1 and cached is not None and cached.rates.keys() >= set(names):

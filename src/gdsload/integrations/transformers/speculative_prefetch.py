@@ -33,9 +33,14 @@ SMALL_BYTES = 256 << 20
 _LOCATION = ("cache_dir", "revision", "subfolder", "variant")
 # Arguments by which weights come from elsewhere, go elsewhere, or are wanted in part.
 _UNKNOWN = (
-    "adapter_kwargs", "distributed_config", "gguf_file", "quantization_config", "state_dict",
-    "tp_plan", "tp_size",
-)  # fmt: skip
+    "adapter_kwargs",
+    "distributed_config",
+    "gguf_file",
+    "quantization_config",
+    "state_dict",
+    "tp_plan",
+    "tp_size",
+)
 
 
 @contextmanager
