@@ -133,12 +133,13 @@ def measure(
         costs: dict[str, dict[str, list[float]]] = {
             memory.state: {"huge": [], "small": []} for memory in memories if len(memories) > 1
         }
+        nbytes = conditions["tensors"].file_bytes
         for repeat in range(options.repeats):
             checked = repeat == 0 and not options.no_checksums
             for memory in records.in_turn(memories, repeat):
                 if found := costs.get(memory.state):
                     conditions["tensors"].make_cache()
-                    for kind, took in pages.costs(memory).items():
+                    for kind, took in pages.costs(memory, nbytes).items():
                         found[kind].append(took)
                 for arm in records.in_turn(arms, repeat):
                     if arm.label in left_out:

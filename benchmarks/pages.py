@@ -17,7 +17,7 @@ import numpy
 
 STATES = ("huge", "small", "idle", "none")
 UNIT_BYTES, PAGE_BYTES = 2 << 20, 4 << 10
-UNITS = 128  # measured at a time: 256 MiB
+UNITS = 512  # measured at most: 1 GiB of each kind
 
 
 class Memory(NamedTuple):
@@ -46,16 +46,17 @@ def fresh(nbytes: int, *, huge: bool) -> Any:
     return array[first : first + nbytes]
 
 
-def costs(memory: Memory) -> dict[str, float]:
+def costs(memory: Memory, nbytes: int) -> dict[str, float]:
     """Seconds of the first touch of a unit of 2 MiB in this state, as a huge page and as 512 small
-    pages: means of 128 units each. Both kinds use different memory."""
+    pages: means over `nbytes` of memory of each kind, 1 GiB at most."""
+    units = min(nbytes // UNIT_BYTES + 1, UNITS)
     memory.touch()
     memory.wait()
     found, held = {}, []
     for kind in ("huge", "small"):
-        array = fresh(UNITS * UNIT_BYTES, huge=kind == "huge")
+        array = fresh(units * UNIT_BYTES, huge=kind == "huge")
         began = time.perf_counter()
         array[::PAGE_BYTES] = 1
-        found[kind] = (time.perf_counter() - began) / UNITS
+        found[kind] = (time.perf_counter() - began) / units
         held.append(array)
     return found

@@ -34,7 +34,9 @@ def rows(
     """A sheet with a row for each label over an axis of seconds."""
     left = 20 + LETTER_PX * max(map(len, labels))
     right, bottom = left + ROOM_PX, 30 + row_px * len(labels)
-    width = max(right + 60, 20 + LETTER_PX * len(title))
+    width = max(
+        right + 60, 20 + LETTER_PX * len(title), left + 10 + LETTER_PX * max(map(len, under))
+    )
     drawing = Drawing(width, bottom + 25 + 15 * len(under))
     x = Scale(0, 1.02 * most, left, right)
     drawing.words(10, 16, title)
