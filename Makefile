@@ -75,12 +75,12 @@ PREPARE_qwen2.5-7b := --prepare-factor 1
 bench-deps: setup  ## the loaders that benchmarks compare with, in .cache/bench
 	@sh benchmarks/deps.sh
 
-bench-table: bench-deps  ## cold (memory backed, memory idle) and warm tables of MODEL=directory
+bench-table: bench-deps  ## cold (in all states of memory) and warm tables of MODEL=directory
 	@test -e $(MODEL) || $(PY) -m gdsload make-checkpoint $(notdir $(MODEL)) $(MODEL)
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed $(PREPARE_$(notdir $(MODEL)))
-	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state idle $(PREPARE_$(notdir $(MODEL)))
+	$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace \
+	    --state huge small idle none $(PREPARE_$(notdir $(MODEL)))
 	@# Memory may be too small for the page cache and a copy: it reports that, and make continues.
-	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --state backed --warm
+	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --warm
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
 WHOLE_qwen2.5-7b := gdsload transformers gdsload-model

@@ -1,20 +1,22 @@
-/* The yardstick: deep O_DIRECT reads of whole files into memory, and nothing else.
+/* The yardstick: O_DIRECT reads of whole files into memory, and nothing else: by one thread with a
+ * deep ring, or by several threads with pread.
  *
- * No header is parsed, nothing is planned, one thread, one ring. The caller (arms.py) times it by
- * the same clock as the loaders, and sums the bytes in the same way afterwards.
+ * No header is parsed, nothing is planned. The caller (loaders.py) times it by the same clock as the
+ * loaders, and sums the bytes in the same way afterwards.
  *
- *     cc -O2 -shared -fPIC -o bare.so bare.c -luring
+ *     cc -O2 -shared -fPIC -pthread -o bare.so bare.c -luring
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <liburing.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_FILES = 4096, BLOCK = 4096 };
+enum { MAX_FILES = 4096, MAX_THREADS = 64, BLOCK = 4096 };
 
 static size_t rounded(size_t size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -33,10 +35,53 @@ char *bare_memory(size_t size, int huge, int backed)
     return base;
 }
 
-/* Reads `count` files of `sizes` bytes to `bases`, `depth` requests of `request` bytes in flight.
- * 0, or a negative errno. */
+/* What several threads read together; `next` is the number of the next request. */
+struct work {
+    const int *fds;
+    const size_t *sizes;
+    char **bases;
+    int count, error;
+    size_t request, next;
+};
+
+/* Reads requests of the files by pread, until none is left. */
+static void *read_requests(void *argument)
+{
+    struct work *work = argument;
+    for (;;) {
+        size_t number = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), many;
+        int file = 0;
+        for (; file < work->count; file++, number -= many)
+            if (number < (many = (work->sizes[file] + work->request - 1) / work->request))
+                break;
+        if (file == work->count)
+            return 0;
+        size_t offset = number * work->request, left = work->sizes[file] - offset;
+        size_t length = left < work->request ? left : work->request;
+        ssize_t got = pread(work->fds[file], work->bases[file] + offset, rounded(length), offset);
+        if (got != (ssize_t)length)
+            work->error = got < 0 ? -errno : -EIO;
+    }
+}
+
+/* The same files by `threads` threads. 0, or a negative errno. */
+static int read_by_threads(struct work *work, int threads)
+{
+    pthread_t started[MAX_THREADS];
+    int number = 0, error = 0;
+
+    for (; number < threads; number++)
+        if ((error = pthread_create(&started[number], 0, read_requests, work)))
+            break;
+    while (number--)
+        pthread_join(started[number], 0);
+    return error ? -error : work->error;
+}
+
+/* Reads `count` files of `sizes` bytes to `bases` by requests of `request` bytes: `depth` in flight
+ * in a ring, or, unless `threads` is 0, by that many threads. 0, or a negative errno. */
 int bare_read(const char **paths, const size_t *sizes, char **bases, int count, size_t request,
-              int depth)
+              int depth, int threads)
 {
     struct io_uring_params params = {.flags = IORING_SETUP_SINGLE_ISSUER |
                                               IORING_SETUP_DEFER_TASKRUN};
@@ -44,12 +89,19 @@ int bare_read(const char **paths, const size_t *sizes, char **bases, int count, 
     int fds[MAX_FILES], flight = 0, error, file = 0;
     size_t offset = 0, wanted = 0, got = 0;
 
-    if (count > MAX_FILES || request % BLOCK)
+    if (count > MAX_FILES || request % BLOCK || threads > MAX_THREADS)
         return -EINVAL;
     for (int i = 0; i < count; i++) {
         if ((fds[i] = open(paths[i], O_RDONLY | O_DIRECT | O_CLOEXEC)) < 0)
             return -errno;
         wanted += sizes[i];
+    }
+    if (threads) {
+        struct work work = {fds, sizes, bases, count, 0, request, 0};
+        error = read_by_threads(&work, threads);
+        for (int i = 0; i < count; i++)
+            close(fds[i]);
+        return error;
     }
     if ((error = io_uring_queue_init_params(depth, &ring, &params)))
         return error;

@@ -25,6 +25,12 @@ ARMS = (
     "tensorizer", "nixl-posix", "nixl-gds-mt", "bare", "bare:pages=huge", "bare:memory=backed",
     "bare:pages=huge,memory=backed", "pinned", "fio",
 )  # fmt: skip
+STATE_ARMS = (  # in several states of memory
+    "gdsload", "gdsload:pages=huge", "gdsload:pages=small", "gdsload:pages=bounce", "bare",
+    "bare:pages=huge", "bare:threads=8,request_kib=2048",
+    "bare:threads=8,request_kib=2048,pages=huge", "safetensors-mmap", "runai",
+    "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
+)  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
 ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
 PAGES = tuple(f"pages={name}" for name in ("huge", "small", "bounce"))  # "auto" chooses of them
@@ -41,8 +47,9 @@ def chosen(
     Raises Refused if none is left.
     """
     nbytes = sum(file.stat().st_size for file in files_of(source))
-    names = list(options.arms or ARMS)
-    if not options.arms:
+    several = len(options.state) > 1
+    names = list(options.arms or (STATE_ARMS if several else ARMS))
+    if not options.arms and not several:
         names += [f"gdsload:{choice}" for choice in (*PAGES, *ENGINES, *CUFILE)]
         names += () if options.device == CPU else GPU_ARMS
         names += MODEL_ARMS if (source / "config.json").is_file() else ()

@@ -1,6 +1,7 @@
 """Cold and warm loads of a checkpoint, by gdsload and by other loaders.
 
-    gdsload bench cold MODEL_DIR --state backed --repeats 7
+    gdsload bench cold MODEL_DIR --repeats 7
+    gdsload bench cold MODEL_DIR --state huge small idle none
     gdsload bench cold --model qwen3-0.6b --dir /data --state idle --arms gdsload bare runai
 
 Arms take turns, each run in a process of its own. A table is printed only when every run adds up:
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple
 
 from gdsload.memory.available import available_bytes
 
-from . import cache, mounts, records, values
+from . import cache, machine, mounts, pages, records, states, values
 from .arms import KINDS, Arm, parse
 from .choice import chosen, reasons
 from .judge import Conditions, Judge
 from .loaded import CPU, ArmFailed, files_of, ranges
+from .pages import Memory
 from .prepare import converted, converts, rehearsal
 from .records import Refused
 from .summary import summary
@@ -32,7 +34,7 @@ from .summary import summary
 # Some loaders hold a second copy of a file for a while: enough is touched for them, too.
 PREPARE_FACTOR = 2.1
 SPARE_BYTES = 2 << 30
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 12.0
 
 
 def arguments(
@@ -51,16 +53,18 @@ def arguments(
     )
     parser.add_argument(
         "--state",
-        choices=("backed", "idle", "none"),
-        default="backed",
-        help="of memory: touched just before the clock, touched and then left alone, as it is",
+        nargs="+",
+        choices=pages.STATES,
+        default=["small"],
+        help="of memory: touched just before the clock as huge or as small pages, touched and then"
+        " left alone, as it is; several make one table",
     )
     parser.add_argument(
         "--idle-seconds",
         type=values.amount(0, "seconds"),
         default=IDLE_SECONDS,
         metavar="S",
-        help="how long memory is left alone with --state idle: 10",
+        help="how long memory is left alone with --state idle: 12",
     )
     parser.add_argument(
         "--prepare-factor",
@@ -101,6 +105,7 @@ def arguments(
             parse(name)
     except ValueError as error:
         parser.error(str(error))
+    options.state = list(dict.fromkeys(options.state))
     return options
 
 
@@ -111,11 +116,13 @@ class Measured(NamedTuple):
     runs: list[dict[str, Any]]
     discarded: list[dict[str, str]]
     left_out: dict[str, str]
+    page_costs: dict[str, dict[str, list[float]]]
 
 
 def measure(
     options: argparse.Namespace,
     conditions: dict[str, Conditions],
+    memories: list[Memory],
     arms: list[Arm],
     left_out: dict[str, str],
 ) -> Measured:
@@ -123,24 +130,33 @@ def measure(
     with ExitStack() as copies:
         judges = judges_of(arms, conditions, left_out, copies)
         runs: list[dict[str, Any]] = []
+        costs: dict[str, dict[str, list[float]]] = {
+            memory.state: {"huge": [], "small": []} for memory in memories if len(memories) > 1
+        }
+        nbytes = conditions["tensors"].file_bytes
         for repeat in range(options.repeats):
-            for arm in records.in_turn(arms, repeat):
-                if arm.label in left_out:
-                    continue
-                checked = repeat == 0 and not options.no_checksums
-                try:
-                    facts = judges[arm.label].run(arm, checked=checked)
-                except ArmFailed as error:
-                    left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
-                    runs = [run for run in runs if run["arm"] != arm.label]
-                    print(f"  left out: {arm.label}: {error}", file=sys.stderr)
-                    continue
-                runs.append({"arm": arm.label, **facts})
-                print(f"  {repeat + 1}/{options.repeats} {arm.label}: {facts['seconds']:.3f} s",
-                      file=sys.stderr, flush=True)  # fmt: skip
+            checked = repeat == 0 and not options.no_checksums
+            for memory in records.in_turn(memories, repeat):
+                if found := costs.get(memory.state):
+                    conditions["tensors"].make_cache()
+                    for kind, took in pages.costs(memory, nbytes).items():
+                        found[kind].append(took)
+                for arm in records.in_turn(arms, repeat):
+                    if arm.label in left_out:
+                        continue
+                    try:
+                        facts = judges[arm.label].run(arm, memory, checked=checked)
+                    except ArmFailed as error:
+                        left_out[arm.label] = f"failed in round {repeat + 1}: {error}"
+                        runs = [run for run in runs if run["arm"] != arm.label]
+                        print(f"  left out: {arm.label}: {error}", file=sys.stderr)
+                        continue
+                    runs.append({"arm": arm.label, "state": memory.state, **facts})
+                    print(f"  {repeat + 1}/{options.repeats} {memory.state} {arm.label}:"
+                          f" {facts['seconds']:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
     judged = {id(judge): judge for judge in judges.values()}
     discarded = [run for judge in judged.values() for run in judge.discarded]
-    return Measured(arms, runs, discarded, left_out)
+    return Measured(arms, runs, discarded, left_out, costs)
 
 
 def judges_of(
@@ -202,16 +218,18 @@ def bench_source(
     if room < nbytes:
         raise Refused(f"{room / 1e9:.1f} GB of memory are too little for this checkpoint")
     prepare = 0
-    if options.state != "none":
+    if options.state != ["none"]:
         # A page cache that is to stay warm needs its own.
         prepare = min(int(nbytes * options.prepare_factor), room - (nbytes if options.warm else 0))
-    idle = options.idle_seconds if options.state == "idle" else 0.0
-    small = Conditions(
+    idle = options.idle_seconds if "idle" in options.state else 0.0
+    memories = [
+        Memory(state, prepare if state != "none" else 0, idle if state == "idle" else 0.0)
+        for state in options.state
+    ]
+    found_free = machine.free_memory()
+    common = Conditions(
         source,
         options.warm,
-        options.state,
-        prepare,
-        idle,
         None,
         options.neighbours,
         options.device,
@@ -226,13 +244,15 @@ def bench_source(
             first = None
             if not options.no_rehearsal:
                 first = stack.enter_context(rehearsal(source.parent, model=kind == "model"))
-            conditions[kind] = replace(small, rehearsal=first)
-        arms, runs, discarded, left_out = measure(options, conditions, arms, left_out)
+            conditions[kind] = replace(common, rehearsal=first)
+        arms, runs, discarded, left_out, page_costs = measure(
+            options, conditions, memories, arms, left_out
+        )
     if not runs:
         raise Refused("no arm ran\n" + reasons(left_out))
-    ran = [(arm, [run for run in runs if run["arm"] == arm.label]) for arm in arms]
+    several = len(memories) > 1
     return records.record(
-        "loads",
+        "states" if several else "loads",
         files[0],
         checkpoint={
             "name": records.name_of(options, source),
@@ -242,7 +262,8 @@ def bench_source(
         },
         conditions={
             "warm": options.warm,
-            "state": options.state,
+            "state": "states" if several else options.state[0],
+            **({"states": options.state} if several else {}),
             "repeats": options.repeats,
             "prepare_bytes": prepare,
             "idle_seconds": idle,
@@ -253,14 +274,27 @@ def bench_source(
             "storage": " ".join([options.storage, *options.script]),
             "cache": sorted({run.get("cache", "") for run in runs} - {""}),
         },
+        **({"free_memory": found_free, "page_costs": page_costs} if several else {}),
         arms=[
-            {**arm._asdict(), "versions": found[0]["versions"], **summary(found)}
-            for arm, found in ran
-            if found
+            {**arm._asdict(), "versions": found[0]["versions"], **kept(found, options.state)}
+            for arm in arms
+            if (found := [run for run in runs if run["arm"] == arm.label])
         ],
         discarded=discarded,
         left_out=left_out,
     )
+
+
+def kept(runs: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """The stored form of the runs of one arm, by state if there are several."""
+    if len(names) == 1:
+        return summary(runs)
+    return {
+        "states": {
+            name: states.stored(summary([run for run in runs if run["state"] == name]))
+            for name in names
+        }
+    }
 
 
 def name_of(result: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import cold, records, tables, values
 from .loaded import CPU
+from .pages import STATES
 from .published import MINI_GDS, MINI_GDS_TENSOR_MS
 from .records import Refused
 from .summary import SPLIT
@@ -35,7 +36,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=values.whole, default=5, metavar="N", help="runs of each: 5"
     )
-    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed",
+    parser.add_argument("--state", choices=STATES, default="small",
                         help="of memory, as in bench cold")  # fmt: skip
     parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
     parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")

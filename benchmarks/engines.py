@@ -21,6 +21,7 @@ from gdsload.backends.posix.engines import ENGINES
 from . import cold, records, tables, values
 from .arms import parse
 from .loaded import CPU
+from .pages import STATES
 
 CUFILE = ("gds", "gds_mt")
 SIZES = [1 << 20, 4 << 20, 16 << 20]
@@ -41,7 +42,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
                         help="how the threads of posix touch fresh memory: auto")  # fmt: skip
     parser.add_argument("--repeats", type=values.whole, default=3, metavar="N",
                         help="runs of each combination: 3")  # fmt: skip
-    parser.add_argument("--state", choices=("backed", "idle", "none"), default="backed",
+    parser.add_argument("--state", choices=STATES, default="small",
                         help="of memory, as in bench cold")  # fmt: skip
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"

@@ -24,6 +24,7 @@ from gdsload.memory import page_cache
 from . import cache, fio, machine, places
 from .arms import KINDS, Arm, versions
 from .loaded import CPU, OURS, PREFETCH, ArmFailed, files_of
+from .pages import Memory
 from .records import Refused
 
 PATIENCE_SECONDS = 900.0
@@ -32,6 +33,7 @@ SLACK_BYTES = 48 << 20
 SLACK_SHARE = 0.03
 # A cold run may read less than all files hold only by headers and by tensors nobody asked for.
 SHORT_SHARE = 0.002
+UNPREPARED = Memory()
 
 
 class NotWhatItSays(Refused):
@@ -40,13 +42,10 @@ class NotWhatItSays(Refused):
 
 @dataclass(frozen=True)
 class Conditions:
-    """The state in which all arms of a table run."""
+    """The conditions that all arms of a table share. The state of memory is of each run."""
 
     source: Path
     warm: bool = False
-    state: str = "backed"
-    prepare_bytes: int = 0
-    idle_seconds: float = 0.0
     rehearsal: Path | None = None
     # Whether others may read from the disk meanwhile: the arm's own account then has to add up.
     neighbours: bool = False
@@ -109,11 +108,13 @@ class Judge:
         self.disk = machine.diskstats_key(self.conditions.files[0])
         self.identity = cache.identity(self.conditions.files)
 
-    def run(self, arm: Arm, *, checked: bool = False, tries: int = 3) -> dict[str, Any]:
+    def run(
+        self, arm: Arm, memory: Memory = UNPREPARED, *, checked: bool = False, tries: int = 3
+    ) -> dict[str, Any]:
         """One run that adds up. Raises ArmFailed, or NotWhatItSays after `tries` runs."""
         for turn in range(1, tries + 1):
             try:
-                facts = self._fio(arm) if arm.kind == "fio" else self._run(arm, checked)
+                facts = self._fio(arm) if arm.kind == "fio" else self._run(arm, memory, checked)
             finally:
                 self.require_unchanged()
             why = self.objection(facts)
@@ -171,7 +172,7 @@ class Judge:
             "resident_before_bytes": resident,
         }
 
-    def _run(self, arm: Arm, checked: bool) -> dict[str, Any]:
+    def _run(self, arm: Arm, memory: Memory, checked: bool) -> dict[str, Any]:
         conditions = self.conditions
         job = {
             "kind": arm.kind,
@@ -179,8 +180,7 @@ class Judge:
             "device": conditions.device,
             "source": str(conditions.source),
             "rehearsal": str(conditions.rehearsal or ""),
-            "prepare_bytes": conditions.prepare_bytes,
-            "idle_seconds": conditions.idle_seconds,
+            "memory": memory,
             "checksums": checked,
         }
         with Worker(python_of(arm), job, arm.environment) as worker:

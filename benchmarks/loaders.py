@@ -110,6 +110,7 @@ def open_runai(wanted: Wanted) -> Opened:
 
 
 BARE = {"pages": ("small", "huge"), "memory": ("fresh", "backed")}
+MOST_BARE_THREADS = 64
 MOST_BARE_KIB, MOST_BARE_DEPTH = 1 << 20, 4096
 
 
@@ -122,9 +123,12 @@ def bare_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         if name == "depth" and value in range(1, MOST_BARE_DEPTH + 1):
             continue
+        if name == "threads" and value in range(MOST_BARE_THREADS + 1):
+            continue
         raise ValueError(
             f"bare: {name}={value}; it has request_kib=4, 8 ... {MOST_BARE_KIB}, depth=1 ..."
-            f" {MOST_BARE_DEPTH}, pages=small or huge, memory=fresh or backed"
+            f" {MOST_BARE_DEPTH}, threads=0 ... {MOST_BARE_THREADS}, pages=small or huge,"
+            " memory=fresh or backed"
         )
     return settings
 
@@ -135,7 +139,7 @@ def open_bare(wanted: Wanted) -> Opened:
     library.bare_memory.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     library.bare_read.argtypes = [
         ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_size_t),
-        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_size_t, ctypes.c_int,
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
     ]  # fmt: skip
     settings = wanted.settings
     huge = int(settings["pages"] == "huge")
@@ -153,6 +157,7 @@ def open_bare(wanted: Wanted) -> Opened:
             (ctypes.c_size_t * len(files))(*sizes),
             (ctypes.c_void_p * len(files))(*bases),
             len(files), int(settings["request_kib"]) << 10, int(settings["depth"]),
+            int(settings["threads"]),
         )  # fmt: skip
         if error:
             raise OSError(-error, os.strerror(-error))

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import places
 
+HUGE_PAGE_BYTES = 2 << 20
 SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own sectors are
 
 
@@ -95,6 +96,19 @@ def busy_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _wait, irq, soft = words
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def free_memory() -> dict[str, int]:
+    """Free bytes of memory, and those of them in blocks of 2 MiB or more, by /proc/buddyinfo."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    found = {"bytes": 0, "huge_bytes": 0}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/buddyinfo").read_text().splitlines():
+            for order, number in enumerate(line.split()[4:]):
+                nbytes = int(number) * page << order
+                found["bytes"] += nbytes
+                found["huge_bytes"] += nbytes if page << order >= HUGE_PAGE_BYTES else 0
+    return found
 
 
 def choice(text: str) -> str:

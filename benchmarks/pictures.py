@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import engines, start, sweep, tables
+from . import engines, start, states, sweep, tables
 from .scale import PLANS
 from .svg import BLACK, GREY, LETTER_PX, Drawing, Plot, Scale, plots, whisker
 
@@ -25,19 +25,23 @@ def colour(label: str) -> str:
     return LIMITS if label.partition(":")[0] in tables.LIMITS else OTHERS
 
 
-BAR_PX, ROW_PX, ROOM_PX = 14, 20, 430
+BAR_PX, ROW_PX, ROOM_PX, THIN_PX = 14, 20, 430, 7
 
 
-def rows(title: str, labels: list[str], most: float, under: list[str]) -> tuple[Drawing, Scale]:
+def rows(
+    title: str, labels: list[str], most: float, under: list[str], row_px: int = ROW_PX
+) -> tuple[Drawing, Scale]:
     """A sheet with a row for each label over an axis of seconds."""
     left = 20 + LETTER_PX * max(map(len, labels))
-    right, bottom = left + ROOM_PX, 30 + ROW_PX * len(labels)
-    width = max(right + 60, 20 + LETTER_PX * len(title))
+    right, bottom = left + ROOM_PX, 30 + row_px * len(labels)
+    width = max(
+        right + 60, 20 + LETTER_PX * len(title), left + 10 + LETTER_PX * max(map(len, under))
+    )
     drawing = Drawing(width, bottom + 25 + 15 * len(under))
     x = Scale(0, 1.02 * most, left, right)
     drawing.words(10, 16, title)
     for row, label in enumerate(labels):
-        drawing.words(left - 6, 30 + ROW_PX * row + 12, label, "end")
+        drawing.words(left - 6, 30 + row_px * row + row_px // 2 + 2, label, "end")
     drawing.lines(GREY, [(left, 28), (left, bottom), (right, bottom)],
                   *([(x(tick), bottom), (x(tick), bottom + 4)] for tick in x.ticks()))  # fmt: skip
     for tick in x.ticks():
@@ -62,6 +66,32 @@ def bars(result: dict[str, Any]) -> Drawing:
         middle = y + BAR_PX // 2
         drawing.lines(BLACK, *whisker((x(one.low), middle), (x(one.high), middle)))
         drawing.words(x(one.high) + 8, middle + 4, f"{one.median:.2f} s")
+    return drawing
+
+
+def grouped(result: dict[str, Any]) -> Drawing:
+    """A thin bar for each state of memory of each arm, the fastest arm on top."""
+    names = result["conditions"]["states"]
+    arms = states.fastest_first(result)
+    found = [[tables.seconds_of(arm["states"][name]) for name in names] for arm in arms]
+    row_px = 6 + THIN_PX * len(names)
+    drawing, x = rows(
+        tables.title(result), [arm["label"] for arm in arms],
+        max(one.high for several in found for one in several),
+        ["seconds until every byte was touched: median, fastest and slowest run; memory:",
+         ", ".join(f"{name} ({states.TITLES[name]})" for name in names),
+         "blue: gdsload, grey: others, green: limits of disk and memory"], row_px,
+    )  # fmt: skip
+    for row, (arm, several) in enumerate(zip(arms, found, strict=True)):
+        for place, one in enumerate(several):
+            y = 30 + row_px * row + THIN_PX * place
+            drawing.rectangle(x(0), y, x(one.median) - x(0), THIN_PX - 2, colour(arm["label"]))
+            middle = y + THIN_PX // 2 - 1
+            drawing.lines(BLACK, [(x(one.low), middle), (x(one.high), middle)])
+        drawing.words(
+            x(max(one.high for one in several)) + 8, 30 + row_px * row + row_px // 2 + 2,
+            ", ".join(f"{one.median:.2f}" for one in several),
+        )  # fmt: skip
     return drawing
 
 
@@ -171,6 +201,7 @@ def timeline(result: dict[str, Any]) -> Drawing:
 # What is drawn of each kind of result.
 KINDS: dict[str, Callable[[dict[str, Any]], Drawing | None]] = {
     "loads": bars,
+    "states": grouped,
     "compare": bars,
     "best": bars,
     "engines": depths,

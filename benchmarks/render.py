@@ -28,6 +28,7 @@ from . import (
     pool,
     records,
     start,
+    states,
     sweep,
     tables,
     targets,
@@ -55,6 +56,7 @@ class Shown(NamedTuple):
 
 KINDS = {
     "loads": Shown(tables.title, tables.table, tables.notes),
+    "states": Shown(tables.title, states.table, states.notes),
     "engines": Shown(tables.title, engines.pivot, tables.notes),
     "best": Shown(tables.title, tables.table, tune.notes),
     "compare": Shown(tables.title, compare.table, compare.notes),

@@ -152,9 +152,11 @@ def title(result: dict[str, Any]) -> str:
     checkpoint, state = result["checkpoint"], result["conditions"]
     cache = "warm" if state["warm"] else "cold"
     memory = {
-        "backed": "memory backed just before",
+        "huge": "memory touched as huge pages just before",
+        "small": "memory touched as small pages just before",
         "idle": f"memory left idle for {state['idle_seconds']:g} s",
         "none": "memory as it was found",
+        "states": "in several states of memory",
     }[state["state"]]
     device = state["device"]
     return (
@@ -195,13 +197,17 @@ def absent(result: dict[str, Any]) -> dict[str, list[str]]:
 def notes(result: dict[str, Any]) -> str:
     """How it was made, what was left out, and what has to be known to believe it."""
     state = result["conditions"]
-    reference = yardstick(result)
+    reference = None if state["state"] == "states" else yardstick(result)
     idled = f", then {state['idle_seconds']:g} s of idling" if state["idle_seconds"] else ""
     memory = "no memory touched before"
     if state["prepare_bytes"]:
-        prepared = size(state["prepare_bytes"])
-        memory = f"memory touched and freed before, in the same process: {prepared} in 4 KiB pages"
-        memory += idled
+        kind = {"huge": "in huge pages", "states": "but for none"}.get(
+            state["state"], "in 4 KiB pages"
+        )
+        memory = (
+            f"memory touched and freed before, in the same process: {size(state['prepare_bytes'])}"
+            f" {kind}{idled}{' for idle' if idled and state['state'] == 'states' else ''}"
+        )
     on_cpu = state["device"] == "cpu"
     summed = "by one thread inside it" if on_cpu else "on the device after it"
     rehearsal = " and one small rehearsal" if state["rehearsal"] else ""

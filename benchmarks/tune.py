@@ -1,7 +1,7 @@
 """Finds each arm's best settings on this machine, so that no arm loses by a bad default.
 
-    gdsload bench tune MODEL_DIR --state backed --repeats 3
-    gdsload bench cold MODEL_DIR --state backed --best benchmarks/results/best-...json
+    gdsload bench tune MODEL_DIR --repeats 3
+    gdsload bench cold MODEL_DIR --best benchmarks/results/best-...json
 
 Runs the candidates as arms of one cold benchmark, in turn, and names the one of the lowest median
 of each kind. Arguments are those of `bench cold`; `--arms` names kinds.
@@ -67,6 +67,8 @@ def main(words: list[str] | None = None) -> int:
     kinds = options.arms or list(CANDIDATES)
 
     def measured() -> tuple[dict[str, Any], str]:
+        if len(options.state) > 1:
+            raise Refused("--state: settings are chosen in one state of memory")
         unknown = [kind for kind in kinds if kind not in CANDIDATES]
         if unknown:
             raise Refused(

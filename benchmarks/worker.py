@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import mmap
 import os
 import resource
 import signal
@@ -32,6 +31,7 @@ from . import device as gpu
 from .arms import KINDS, versions
 from .device import Watch
 from .loaded import CPU, Loaded, Wanted
+from .pages import Memory
 
 PR_SET_PDEATHSIG = 1
 STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
@@ -54,18 +54,6 @@ def forget_peak() -> bool:
         Path("/proc/self/clear_refs").write_text("5")
         return True
     return False
-
-
-def back_memory(nbytes: int) -> None:
-    """Touches `nbytes` of memory in 4 KiB pages and frees it, so that the host has provided it."""
-    if nbytes <= 0:
-        return
-    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        with contextlib.suppress(OSError, AttributeError):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-        handle = ctypes.c_char.from_buffer(memory)
-        ctypes.memset(ctypes.addressof(handle), 1, nbytes)
-        del handle
 
 
 def view(address: int, nbytes: int, dtype: Any) -> Any:
@@ -176,9 +164,10 @@ def steps(job: Mapping[str, Any], out: Any) -> Iterator[str]:
         opened.load(Path(job["rehearsal"]))
     gc.collect()
     yield "imported"
-    back_memory(job["prepare_bytes"])
+    memory = Memory(*job["memory"])
+    memory.touch()
     opened.prepare()
-    time.sleep(job["idle_seconds"])
+    memory.wait()
     yield "prepared"
     facts, loaded = measured(opened.load, source, job["device"])
     said(out, step="measured", versions=found, **facts)

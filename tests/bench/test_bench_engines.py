@@ -29,7 +29,7 @@ def no_dropping(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are made up, the faster the longer an arm's label is."""
 
-    def made_up(self: Any, arm: Any, *, checked: bool) -> dict[str, Any]:
+    def made_up(self: Any, arm: Any, memory: Any, *, checked: bool) -> dict[str, Any]:
         return {
             "seconds": 1 / len(arm.label),
             "touched_bytes": 656768,

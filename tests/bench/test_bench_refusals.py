@@ -137,7 +137,7 @@ def test_deps_missing_wheels_leave_installed_environment(
 
 
 def kept() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((places.RESULTS / "warm-qwen3-0.6b-backed.json").read_text())
+    found: dict[str, Any] = json.loads((places.RESULTS / "warm-qwen3-0.6b-small.json").read_text())
     return found
 
 

@@ -135,6 +135,41 @@ def test_cold_two_arms_make_a_table(tiny_checkpoint: Path, tmp_path: Path) -> No
     assert "no memory touched before" in result.stdout
 
 
+def test_cold_several_states_make_one_table(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring.program("pages"), "UNITS", 2)
+    output = tmp_path / "states.json"
+    answer = run(
+        "bench", "cold", tiny_checkpoint, "--repeats", "2", "--state", "huge", "idle",
+        "--idle-seconds", "0.01", "--neighbours", "--arms", "gdsload", "--output", output,
+    )  # fmt: skip
+    assert answer.exit_code == 0, answer.output
+    kept = json.loads(output.read_text())
+    assert kept["kind"] == "states"
+    assert list(kept["page_costs"]) == ["huge", "idle"]
+    assert all(len(found["huge"]) == 2 for found in kept["page_costs"].values())
+    for arm in kept["arms"]:
+        assert [len(found["seconds"]) for found in arm["states"].values()] == [2, 2]
+    assert "huge: s (min to max)" in answer.stdout
+    assert "first touch of 2 MiB" in answer.stdout
+    assert pictures.drawing(kept) is not None
+
+
+def test_state_of_several_is_a_result_of_its_own() -> None:
+    states = {"small": {"seconds": [1.0]}, "idle": {"seconds": [2.0]}}
+    result = {"kind": "states", "conditions": {"state": "states"},
+              "arms": [{"label": "gdsload", "states": states}]}  # fmt: skip
+    idle = measuring.program("states").of_state(result, "idle")
+    assert (idle["kind"], idle["conditions"]["state"]) == ("loads", "idle")
+    assert idle["arms"][0]["seconds"] == [2.0]
+
+
+def test_ratio_of_arms_is_by_medians_and_by_rounds() -> None:
+    ours, other = {"seconds": [1.0, 2.0, 4.0]}, {"seconds": [3.0, 2.0, 8.0]}
+    assert measuring.program("states").ratios(other, ours) == "1.50, 2.00"
+
+
 def ran(*arms: str, repeats: int = 1) -> dict[str, Any]:
     parse = measuring.program("arms").parse
     return {
@@ -185,7 +220,7 @@ def test_judge_inconsistent_run_is_discarded(
     (tmp_path / "model.safetensors").write_bytes(bytes(10 << 20))
     one = judge.Judge(judge.Conditions(tmp_path))
     assert one.objection(facts()) is None
-    monkeypatch.setattr(one, "_run", lambda arm, checked: facts(**changed))
+    monkeypatch.setattr(one, "_run", lambda arm, memory, checked: facts(**changed))
     with pytest.raises(judge.NotWhatItSays, match=f"3 times in a row: {why}"):
         one.run(measuring.program("arms").parse("gdsload"))
     assert len(one.discarded) == 3
@@ -474,7 +509,7 @@ def test_instructions_step_runs(step: str, tmp_path: Path) -> None:
 def test_page_matches_results() -> None:
     page = render.PAGE.read_text()
     assert render.behind(page) == [], "run: gdsload bench report"
-    assert "of limit" in page
+    assert "CPU s/GB" in page
 
 
 def test_results_and_pictures_are_small() -> None:
@@ -554,7 +589,7 @@ def test_report_check_finds_stale_picture(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "old.svg").touch()
     (tmp_path / "scale.svg").unlink()
     assert render.behind(page) == [tmp_path / "old.svg", tmp_path / "scale.svg"]
-    assert render.behind(page.replace("of limit", "of no limit"))[0] == render.PAGE
+    assert render.behind(page.replace("CPU s/GB", "CPU s/TB"))[0] == render.PAGE
 
 
 def test_summary_has_rounds_and_medians() -> None:
