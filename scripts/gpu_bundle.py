@@ -71,7 +71,7 @@ def repack(wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as old:
             old.extractall(scratch)
         files = [path for path in sorted(Path(scratch).rglob("*")) if path.is_file()]
-        for library in (path for path in files if ".so" in path.suffixes):
+        for library in (path for path in files if ".so" in path.suffixes and shutil.which("strip")):
             subprocess.run(["strip", "--strip-unneeded", str(library)], check=False)
         with zipfile.ZipFile(smaller, "w", zipfile.ZIP_LZMA) as new:
             for path in files:
@@ -109,7 +109,7 @@ def main() -> int:
                 module = re.split("=", package)[0].replace("-", "_")
                 if any((bundle / "wheels" / folder).glob(f"{module}-*-none-any.whl")):
                     break  # of the oldest Python, for all
-    for each in (bundle / "wheels/peers").glob("*.whl"):
+    for each in sorted((bundle / "wheels/peers").glob("*.whl")):
         repack(each)
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     print(f"{bundle.relative_to(ROOT)}: {size / 1e6:.1f} MB, glibc {newest_glibc(wheel)} or newer")
