@@ -1474,8 +1474,11 @@ def unpack_wheels(out: Path) -> None:
             wheel.parent.name == "ours" and module != "gdsload" and importlib.util.find_spec(module)
         ):
             continue
+        site = out / f"site-{wheel.parent.name}"
         with zipfile.ZipFile(wheel) as opened:
-            opened.extractall(out / f"site-{wheel.parent.name}")
+            opened.extractall(site)
+        for library in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
+            shutil.copytree(library, site, dirs_exist_ok=True)
 
 
 def child_environment(out: Path) -> None:

@@ -145,7 +145,8 @@ def test_gpu_check_unpacks_wheels_that_fit_this_python(
         wheel = tmp_path / "bundle/wheels" / name
         wheel.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(wheel, "w", zipfile.ZIP_LZMA) as opened:
-            opened.writestr(f"{wheel.name.split('-')[0]}.py", "")
+            folder = "" if "pure" not in name else "pure-0.data/purelib/"
+            opened.writestr(f"{folder}{wheel.name.split('-')[0]}.py", "")
     monkeypatch.setattr(script, "HERE", tmp_path / "bundle")
     script.unpack_wheels(tmp_path)
     for name, fits in names.items():
