@@ -15,7 +15,7 @@ endif
 SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo api lint types test coverage test-oldest gpu-check clean
+.PHONY: help setup build demo api lint types test coverage test-oldest gpu-check gpu-bundle clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
@@ -54,8 +54,11 @@ coverage: setup  ## the tests, and the lines they do not reach; takes 1.5 times 
 test-oldest: setup  ## from_pretrained with the oldest transformers that is supported
 	@sh scripts/test-transformers.sh 4.57.6
 
-gpu-check: setup  ## on a machine with a GPU: every backend, exact bytes, memory freed, rates
+gpu-check: setup  ## on a machine with a GPU: exact bytes, hazards, rates, other loaders
 	@$(PY) scripts/gpu_check.py $(ARGS)
+
+gpu-bundle: setup  ## build/gpu-bundle: gpu-check for a machine with a GPU and without a network
+	@$(PY) scripts/gpu_bundle.py
 
 .PHONY: faults
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part

@@ -1,255 +1,1568 @@
-"""Checks gdsload on a GPU of this machine: every backend, exact bytes, memory freed, rates.
+"""Checks gdsload on a GPU: exact bytes, hazards, exits, rates, other loaders; within a time budget.
 
-    python scripts/gpu_check.py [--device cuda:0] [--json FILE] [CHECKPOINT ...]
+    python scripts/gpu_check.py --budget 560 --out DIR [CHECKPOINT ...]
 
-Without a checkpoint, synthetic ones are written below the system's temporary directory. Each
-backend loads each checkpoint three times: once for the memory that a driver allocates, and keeps,
-for its first streams and pins; then twice, and the second of these must register nothing. Then a
-prefetch reads each to the device, and a load must take it over. Prints a table, and writes a JSON
-file after each row, so that a crash loses only the rows after it. The exit status is 1 if bytes
-were wrong or read twice, memory was not freed, or no backend reached the device.
+    facts ─► exact ─► allocators ─► streams ─► capture ─► exits ─► fork ─► model ─► cufile ─► micro
+      ─► tables, until the budget ends
+
+Each section is a child process with a time limit: a crash or a hang ends only its section. Each
+result is appended to DIR/results.jsonl at once, stderr of all goes to DIR/log.txt, and
+DIR/summary.md has a verdict for each claim: met, missed or not measured. The exit status is 1 if a
+claim was missed, or the exactness of posix was not measured.
+
+Needs torch, and gdsload: from the directory `wheels` beside this file (`make gpu-bundle`),
+installed, or a checkout.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
+import hashlib
+import importlib
+import importlib.util
 import json
+import mmap
+import os
 import platform
+import re
+import resource
+import runpy
+import shutil
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-import gdsload
-from gdsload.backends import registry
-from gdsload.backends.cufile import library
-from gdsload.backends.posix.engines import ENGINES
-from gdsload.errors import GdsloadError
-from gdsload.memory import staging_ring
-from gdsload.synthetic import checkpoints
-from gdsload.system import gpu
-
-CHECKPOINTS = ("tiny", "tiny-moe")
-# A row that takes longer hangs: stacks go to stderr, and the check ends.
-ROW_SECONDS = 300
-COLUMNS = ("backend", "checkpoint", "verdict", "GB", "s", "GB/s", "again s", "I/O paths")
+HERE = Path(__file__).resolve().parent
+Row = dict[str, Any]
+MIB = 1 << 20
+POISON = 0xA5
+# Modules of the driver and of libraries are loaded lazily, and cuFile has caches: device memory
+# that is used after the first load is no leak up to this.
+FIRST_USE_BYTES = 32 << 20
+BUSY_SECONDS = 0.5
+WRONG, FAILED, LEFT = "WRONG", "FAILED", "LEFT"
 
 
-def backends(*, compat: bool) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    """(label, backend, options) of every combination to check."""
-    for engine in ENGINES:
-        yield f"posix/{engine}", "posix", {"engine": engine}
-    for name in ("gds_mt", "gds"):
-        yield name, name, {}
-        if compat:
-            yield f"{name} (compat)", name, {"allow_compat": True}
-    yield "auto", "auto", {}  # last, to compare its choice with the others
+# ---- the device ----------------------------------------------------------------------------------
 
 
-def expected(source: Path) -> dict[str, torch.Tensor]:
-    return gdsload.load_file(source, "cpu", backend="posix", cache="buffered")
+class Gpu:
+    """The calls of torch that this script makes. `--gpu` replaces them without a GPU."""
+
+    is_real = True
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = device
+        self.host_device = device  # for model and tables: a device that torch itself knows
+
+    def empty(self, nbytes: int) -> Any:
+        return self.torch.empty(nbytes, dtype=self.torch.uint8, device=self.device)
+
+    def upload(self, tensor: Any) -> Any:
+        return tensor.to(self.device)
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        self.torch.cuda.empty_cache()
+
+    def keep_busy(self, seconds: float) -> None:
+        """Queues work on the current stream that takes this long."""
+        clock_hz = 1.6e9  # of no importance: between 0.5 and 1 times as long as asked for
+        self.torch.cuda._sleep(int(seconds * clock_hz))
+
+    def stream(self) -> Any:
+        """A context manager: another current stream."""
+        stream = self.torch.cuda.Stream(self.device)
+        stream.wait_stream(self.torch.cuda.current_stream(self.device))
+        return self.torch.cuda.stream(stream)
+
+    @contextmanager
+    def capture(self, mode: str, *, here: bool = False) -> Iterator[Callable[[], None]]:
+        """Captures a graph in this thread; yields the function that replays it.
+
+        `here` says that the load is in this thread too.
+        """
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, capture_error_mode=mode):
+            yield graph.replay
+
+    def fill_memory(self, leave_bytes: int) -> Any:
+        """Memory of the device that leaves only so much free."""
+        self.empty_cache()
+        free, _ = self.torch.cuda.mem_get_info(self.device)
+        return self.empty(free - leave_bytes)
 
 
-def differs(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+class Context(NamedTuple):
+    """What a section gets: the device, a directory for checkpoints, and its time."""
+
+    gpu: Gpu
+    work: Path
+    out: Path
+    small: bool
+    bare: bool
+    ends: float  # by time.monotonic()
+    checkpoints: list[Path]
+    arguments: list[str]  # that start this script again in the same setting
+
+    @property
+    def device(self) -> str:
+        return self.gpu.device
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def checkpoint(self, name: str, layers: int | None = None) -> Path:
+        """A synthetic checkpoint; written by the first section that asks for it."""
+        from gdsload.synthetic import checkpoints
+
+        path = self.work / (name if layers is None else f"{name}-{layers}")
+        return path if path.exists() else checkpoints.write(name, path, layers=layers)
+
+    @property
+    def main_checkpoint(self) -> Path:
+        """A few hundred MB: more than the slots of a staging ring hold."""
+        return self.checkpoint("tiny") if self.small else self.checkpoint("qwen3-0.6b", 6)
+
+
+# ---- loads, compared on the device ---------------------------------------------------------------
+
+
+def files_of(source: Path) -> list[Path]:
+    return sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+
+
+def raw(tensor: Any) -> Any:
+    """The bytes of a tensor, on its device."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def expected(gpu: Gpu, source: Path) -> dict[str, Any]:
+    """The tensors of a checkpoint by safetensors, on the device: nothing of gdsload is in them."""
+    import safetensors.torch
+
+    found: dict[str, Any] = {}
+    for file in files_of(source):
+        found |= safetensors.torch.load_file(file)
+    return {name: gpu.upload(tensor) for name, tensor in found.items()}
+
+
+def differs(got: dict[str, Any], wanted: dict[str, Any]) -> str:
     """The first tensor that differs, and how; "" if none does."""
+    import torch
+
     if got.keys() != wanted.keys():
         return f"other names: {sorted(got.keys() ^ wanted.keys())[:3]}"
     for name, tensor in wanted.items():
-        there = got[name].to("cpu")
-        if there.dtype != tensor.dtype or there.shape != tensor.shape:
-            return f"{name}: {there.dtype} {tuple(there.shape)}"
-        raw = [each.reshape(-1).view(torch.uint8) for each in (there, tensor)]
-        if not torch.equal(*raw):
+        if got[name].dtype != tensor.dtype or got[name].shape != tensor.shape:
+            return f"{name}: {got[name].dtype} {tuple(got[name].shape)}"
+        if got[name].device != tensor.device:
+            return f"{name}: on {got[name].device}"
+        if not torch.equal(raw(got[name]), raw(tensor)):
             return f"{name}: other bytes"
     return ""
 
 
-def held(device: str) -> int:
+def poison(gpu: Gpu, wanted: dict[str, Any]) -> None:
+    """Fills free memory of the device, in blocks as large as the tensors, with bytes of no tensor.
+
+    Otherwise the bytes of the load before would pass for those of a copy that never ran. torch's
+    allocator keeps its blocks; a prefetch takes memory from the driver, which is filled too.
+    """
+    import torch
+
+    from gdsload._native.cuda import Block
+    from gdsload.memory import host_buffers
+    from gdsload.system import gpu as gpus
+
+    blocks = [gpu.empty(tensor.nbytes) for tensor in wanted.values() if tensor.nbytes]
+    for block in blocks:
+        block.fill_(POISON)
+    driver_block = Block(
+        gpus.device(gpus.ordinal_of(gpu.device)), sum(block.nbytes for block in blocks)
+    )
+    whole = host_buffers.tensor_of(
+        driver_block.view(0, driver_block.length, (driver_block.length,), 1, 8)
+    )
+    whole.view(torch.uint8).fill_(POISON)
+    gpu.synchronize()
+
+
+def used_bytes(gpu: Gpu) -> int:
     """Bytes of the device in use, without the reserve of torch's allocator."""
-    ordinal = gpu.ordinal_of(device)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize(ordinal)
-        torch.cuda.empty_cache()
-    free, total = gpu.device(ordinal).memory()
+    from gdsload.system import gpu as gpus
+
+    gpu.synchronize()
+    gpu.empty_cache()
+    free, total = gpus.device(gpus.ordinal_of(gpu.device)).memory()
     return total - free
 
 
-def check(
-    label: str, backend: str, options: dict[str, Any], source: Path, device: str
-) -> dict[str, Any]:
-    """The row of one backend and one checkpoint."""
-    row: dict[str, Any] = {"backend": label, "checkpoint": source.name, "verdict": "exact"}
-    wanted = expected(source)
+def tried(name: str, make_row: Callable[[], Row]) -> Row:
+    """The row of one check in any case: an error is a verdict too."""
+    import gdsload
 
-    def load(pass_: str) -> None:
-        got = gdsload.load_file(source, device, backend=backend, options=options)
-        row[pass_] = gdsload.last_report().to_dict()
-        if wrong := differs(got, wanted):
-            row["verdict"] = f"WRONG: {wrong}"
-
-    staging_ring.release_rings()
+    began = time.monotonic()
+    row: Row = {"name": name, "verdict": "ok"}
     try:
-        load("settling")
-        staging_ring.release_rings()
-        before = held(device)
-        load("first")
-        load("again")
-    except GdsloadError as error:
-        refused = isinstance(error, gdsload.BackendUnavailable)
-        row["verdict"] = f"{'refused' if refused else 'FAILED'}: {error}"
-        return row
-    return with_leaks(row, before, device)
-
-
-def check_prefetch(source: Path, device: str) -> dict[str, Any]:
-    """The row of a prefetch to the device: taken over by a load, exact, and freed."""
-    row: dict[str, Any] = {"backend": "prefetch", "checkpoint": source.name, "verdict": "exact"}
-    wanted = expected(source)
-
-    def taken_over() -> dict[str, torch.Tensor]:
-        with gdsload.prefetch(source, device) as prefetch:
-            prefetch.wait()
-            row["first"] = prefetch.report.to_dict()
-            return gdsload.load_file(source, device)
-
-    staging_ring.release_rings()
-    try:
-        taken_over()
-        staging_ring.release_rings()
-        before = held(device)
-        got = taken_over()
-        report = gdsload.last_report()
-        row["again"] = report.to_dict()
-    except GdsloadError as error:
-        row["verdict"] = f"FAILED: {error}"
-        return row
-    if refusal := row["first"]["refusals"].get(device):
-        row["verdict"] = f"FAILED: it went to host memory: {refusal}"
-    elif report.read_bytes or set(report.paths) != {"prefetched"}:
-        row["verdict"] = f"FAILED: the load read {report.read_bytes:,} bytes again"
-    elif any(tensor.data_ptr() % 256 for tensor in got.values()):
-        row["verdict"] = "WRONG: a tensor is not aligned"
-    elif wrong := differs(got, wanted):
-        row["verdict"] = f"WRONG: {wrong}"
-    del got
-    return with_leaks(row, before, device)
-
-
-def tried(
-    label: str, source: Path, make_row: Callable[[], dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    """A row in any case: an unexpected error becomes a row too."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    try:
-        return make_row()
+        row |= make_row()
+    except gdsload.BackendUnavailable as error:
+        row["verdict"] = f"refused: {error}"
+    except gdsload.GdsloadError as error:
+        row["verdict"] = f"{FAILED}: {error}"
     except Exception as error:
-        return {
-            "backend": label, "checkpoint": source.name, "traceback": traceback.format_exc(),
-            "verdict": f"FAILED: {type(error).__name__}: {error}",
-        }  # fmt: skip
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+        row["verdict"] = f"{FAILED}: {type(error).__name__}: {error}"
+        row["traceback"] = traceback.format_exc()
+    return row | {"row_seconds": round(time.monotonic() - began, 3)}
 
 
-def with_leaks(row: dict[str, Any], before: int, device: str) -> dict[str, Any]:
-    """The row, with the bytes that are still in use after the rings were released."""
+def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) -> Row:
+    """Loads three times over poisoned memory: exact bytes, and no memory of the device left.
+
+    The first load has what a driver allocates once; the other two must leave nothing.
+    """
+    import gdsload
+    from gdsload.memory import staging_ring
+
+    row: Row = {"verdict": "exact"}
+    used: list[int] = []
     staging_ring.release_rings()
-    row["left_bytes"] = held(device) - before
-    if row["left_bytes"] > 0 and row["verdict"] == "exact":
-        row["verdict"] = f"LEFT: {row['left_bytes']:,} bytes of the device"
+    for turn in ("settling", "first", "again"):
+        poison(gpu, wanted)
+        got = load()
+        row[turn] = {**gdsload.last_report().to_dict(), "source": ""}
+        if wrong := differs(got, wanted):
+            return row | {"verdict": f"{WRONG}: {wrong}"}
+        del got
+        staging_ring.release_rings()
+        used.append(used_bytes(gpu))
+    row["left_bytes"] = used[2] - used[1]
+    if used[2] - used[1] > 0 or used[1] - used[0] > FIRST_USE_BYTES:
+        row["verdict"] = f"{LEFT}: {used[2] - used[1]:,} bytes of the device with each load"
     return row
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    first, again = row.get("first"), row.get("again")
-    figures = ["", "", "", "", ""]
-    if first and again:
-        size = first["wanted_bytes"]
-        read = [each for each in (first, again) if each["read_bytes"]]  # not from a prefetch
-        best = min(each["seconds"] for each in read or [first])
-        paths = ", ".join(f"{path} {part:,}" for path, part in again["paths"].items() if part)
-        figures = [f"{size / 1e9:.3f}", f"{first['seconds']:.3f}", f"{size / best / 1e9:.2f}",
-                   f"{again['seconds']:.3f}", paths]  # fmt: skip
-    return [row["backend"], row["checkpoint"], row["verdict"], *figures]
+def posix_cases(small: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of load_file) of every engine, I/O mode and kind of buffer."""
+    from gdsload.backends.posix.engines import ENGINES
+
+    for engine in ENGINES:
+        for cache in ("direct", "buffered"):
+            for fixed in ("auto", "never") if engine == "uring" else ("auto",):
+                options: dict[str, Any] = {"engine": engine, "fixed_buffers": fixed}
+                name = f"posix/{engine}/{cache}" + ("" if fixed == "auto" else "/not-fixed")
+                yield name, {"backend": "posix", "cache": cache, "options": options}
+    options = {"ring_bytes": 16 * MIB, "request_bytes": MIB}  # each slot is used many times
+    yield "posix/small-ring", {"backend": "posix", "cache": "buffered", "options": options}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [list(COLUMNS), *(cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+def odd_file(context: Context) -> Path:
+    """Tensors that are not aligned, have no bytes, or have dtypes that need care."""
+    import safetensors.torch
+    import torch
+
+    path = context.work / "odd.safetensors"
+    if not path.exists():
+        safetensors.torch.save_file({
+            "bytes": torch.arange(7, dtype=torch.uint8),
+            "none": torch.empty(0, 5),
+            "short": torch.arange(333, dtype=torch.int16),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "float8": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+            "bool": torch.ones(3, 1, dtype=torch.bool),
+            "large": torch.arange(3_000_001, dtype=torch.int32),
+        }, path)  # fmt: skip
+    return path
 
 
-def machine(device: str) -> dict[str, Any]:
-    """The machine, versions and supported backends."""
-    found = gpu.device(gpu.ordinal_of(device))
-    facts: dict[str, Any] = {
-        "gdsload": gdsload.__version__,
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "gpu": {
-            "ordinal": found.ordinal,
-            "name": found.name,
-            "bus": found.bus,
-            "node": gpu.numa_node(found.bus),
-            "total_bytes": found.total_bytes,
-        },
-        "cuda": gpu.cuda().version,
-        "support": {name: str(each) for name, each in registry.probe_all(device).items()},
-    }
+def exact(context: Context) -> Iterator[Row]:
+    """Every way of reading, over poisoned memory."""
+    import gdsload
+
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+
+    def load(**words: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: gdsload.load_file(source, gpu.device, **words)
+
+    for name, words in posix_cases(context.small):
+        yield tried(name, lambda words=words: twice(gpu, wanted, load(**words)))
+    for backend in ("auto", "gds_mt", "gds"):
+        yield tried(backend, lambda name=backend: twice(gpu, wanted, load(backend=name)))
+    yield tried("stream", lambda: twice(gpu, wanted, lambda: dict(
+        gdsload.stream(source, gpu.device, window_bytes=16 * MIB))))  # fmt: skip
+    yield tried("prefetch", lambda: prefetched(context, source, wanted))
+    yield tried("slices", lambda: slices(context, source, wanted))
+    del wanted
+    others = [odd_file(context), *([] if context.small else [context.checkpoint("tiny-moe")])]
+    for other in others:
+        wanted = expected(gpu, other)
+        for cache in ("direct", "buffered"):
+            yield tried(f"{other.stem}/{cache}", lambda cache=cache: twice(
+                gpu, wanted, lambda: gdsload.load_file(  # noqa: B023 - called at once
+                    other, gpu.device, backend="posix", cache=cache)))  # noqa: B023 # fmt: skip
+
+
+def prefetched(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
+    """A prefetch to the device is taken over by a load, and nothing is read again."""
+    import gdsload
+
+    device, found = context.device, {}
+
+    def load() -> dict[str, Any]:
+        with gdsload.prefetch(source, device) as prefetch:
+            prefetch.wait()
+            found["prefetch"] = prefetch.report.to_dict()
+            got = gdsload.load_file(source, device)
+        report = gdsload.last_report()
+        if refusal := found["prefetch"]["refusals"].get(device):
+            raise gdsload.GdsloadError(f"it went to host memory: {refusal}")
+        if report.read_bytes or set(report.paths) != {"prefetched"}:
+            raise gdsload.GdsloadError(f"the load read {report.read_bytes:,} bytes again")
+        if any(tensor.data_ptr() % 256 for tensor in got.values()):
+            raise gdsload.GdsloadError("a tensor is not aligned")
+        return got
+
+    return {**twice(context.gpu, wanted, load), **found}
+
+
+def slices(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
+    """Slices of safe_open are those of the whole tensors."""
+    import torch
+
+    import gdsload
+
+    for file in files_of(source):
+        poison(context.gpu, wanted)
+        with gdsload.safe_open(file, "pt", context.device) as opened:
+            for name in list(opened.keys())[:20]:
+                if not wanted[name].ndim or not wanted[name].numel():
+                    continue
+                rows = wanted[name].shape[0]
+                part = opened.get_slice(name)[rows // 3 : rows // 3 + max(rows // 2, 1)]
+                there = wanted[name][rows // 3 : rows // 3 + max(rows // 2, 1)]
+                if not torch.equal(raw(part), raw(there)):
+                    return {"verdict": f"{WRONG}: a slice of {name}"}
+    return {"verdict": "exact"}
+
+
+def allocator(context: Context) -> Iterator[Row]:
+    """Three ways of reading with another mode of torch's allocator, set in the environment."""
+    import gdsload
+
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+    mode = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    for cache, engine in (("direct", "uring"), ("buffered", "uring"), ("buffered", "threads")):
+        words = {"backend": "posix", "cache": cache, "options": {"engine": engine}}
+        yield tried(f"{mode}: posix/{engine}/{cache}", lambda words=words: twice(
+            gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)))  # fmt: skip
+
+
+# ---- streams, graphs, ends of a process ----------------------------------------------------------
+
+
+def streams(context: Context) -> Iterator[Row]:
+    """Loads into memory that work still queued on the device is using."""
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+    yield tried("older work of the current stream", lambda: older_work(gpu, source, wanted))
+
+    def on_side_stream() -> Row:
+        with gpu.stream():
+            return older_work(gpu, source, wanted)
+
+    yield tried("older work of another stream", on_side_stream)
+    yield tried("interrupted with copies queued", lambda: closed_early(gpu, source, wanted))
+    yield tried("two threads with two streams", lambda: two_threads(gpu, source, wanted))
+
+
+def older_work(gpu: Gpu, source: Path, wanted: dict[str, Any]) -> Row:
+    """Queued work reads blocks that were freed, and that the load gets from torch's allocator."""
+    import gdsload
+
+    poison(gpu, wanted)
+    before = [gpu.empty(tensor.nbytes) for tensor in wanted.values() if tensor.nbytes]
+    for block in before:
+        block.fill_(7)
+    places = {block.data_ptr() for block in before}
+    gpu.keep_busy(BUSY_SECONDS)
+    after = [block * 2 for block in before]
+    del before
+    began = time.monotonic()
+    got = gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+    seconds = time.monotonic() - began
+    gpu.synchronize()
+    row = {"verdict": "exact", "seconds": seconds,
+           "reused": sum(tensor.data_ptr() in places for tensor in got.values())}  # fmt: skip
+    if not all(bool((block == 14).all()) for block in after):
+        row["verdict"] = f"{WRONG}: the load overwrote memory that older work was reading"
+    elif wrong := differs(got, wanted):
+        row["verdict"] = f"{WRONG}: {wrong}"
+    return row
+
+
+def closed_early(gpu: Gpu, source: Path, wanted: dict[str, Any]) -> Row:
+    """A load is interrupted while its copies wait for the device: no copy may be written to memory
+    that has been given to others since."""
+    import gdsload
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    poison(gpu, wanted)
+    gpu.keep_busy(2 * BUSY_SECONDS)
+    row: Row = {"interrupted": False}
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    began = time.monotonic()
     try:
-        facts["libcufile"] = {"path": library.library().path, "version": library.library().version}
-    except GdsloadError as error:
-        facts["libcufile"] = str(error)
-    facts["native_path"] = " ".join(library.native_path()).strip()
-    return facts
+        signal.setitimer(signal.ITIMER_REAL, BUSY_SECONDS / 2)
+        gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+    except Interrupted:
+        row["interrupted"] = True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    row["seconds"] = time.monotonic() - began
+    others = [gpu.empty(tensor.nbytes).fill_(0x5A) for tensor in wanted.values() if tensor.nbytes]
+    gpu.synchronize()
+    time.sleep(0.2)
+    gpu.synchronize()
+    if not all(bool((block == 0x5A).all()) for block in others):
+        return row | {"verdict": f"{WRONG}: a copy arrived after the load was interrupted"}
+    if gpu.is_real and not row["interrupted"]:
+        return row | {"verdict": "refused: the load ended before it could be interrupted"}
+    return row | {"verdict": "exact"}
+
+
+def two_threads(gpu: Gpu, source: Path, wanted: dict[str, Any]) -> Row:
+    import gdsload
+
+    verdicts: list[str] = []
+    poison(gpu, wanted)
+
+    def work() -> None:
+        try:
+            with gpu.stream():
+                gpu.keep_busy(BUSY_SECONDS / 2)
+                got = gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+                verdicts.append(differs(got, wanted))
+        except Exception as error:
+            verdicts.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wrong = "; ".join(filter(None, verdicts))
+    return {"verdict": f"{WRONG}: {wrong}" if wrong else "exact"}
+
+
+def capture(context: Context) -> Iterator[Row]:
+    """Loads while a CUDA graph is captured, by another thread and by the same."""
+    import gdsload
+
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+
+    def load() -> dict[str, Any]:
+        return gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+
+    def beside(mode: str) -> Row:
+        poison(gpu, wanted)
+        got: list[dict[str, Any]] = []
+        value = gpu.empty(1024).fill_(1)
+        with gpu.capture(mode) as replay:
+            value.add_(1)
+            thread = threading.Thread(target=lambda: got.append(load()))
+            thread.start()
+            thread.join(60)
+        before = int(value[0])
+        replay()
+        gpu.synchronize()
+        if not got:
+            return {"verdict": f"{FAILED}: the load failed during a capture; see the log"}
+        wrong = differs(got[0], wanted)
+        if gpu.is_real and int(value[0]) != before + 1:
+            wrong = "the graph does not replay"
+        return {"verdict": f"{WRONG}: {wrong}" if wrong else "exact"}
+
+    def inside() -> Row:
+        row = {"verdict": f"{FAILED}: a load into a captured stream was not refused"}
+        try:
+            with gpu.capture("thread_local", here=True):
+                try:
+                    load()
+                except gdsload.PlacementError as error:
+                    row = {"verdict": "ok", "error": str(error)}
+        except RuntimeError as error:
+            row["verdict"] = f"{FAILED}: the capture is broken: {error}"
+        return row
+
+    for mode in ("global", "thread_local"):
+        yield tried(f"capture in another thread, {mode}", lambda mode=mode: beside(mode))
+    yield tried("capture in the loading thread", inside)
+
+
+def exit_with_prefetch(context: Context) -> None:
+    import gdsload
+
+    gdsload.prefetch(context.main_checkpoint, context.device)
+    sys.exit(0)
+
+
+def exit_with_tensors(context: Context) -> None:
+    import gdsload
+
+    globals()["kept_until_exit"] = gdsload.load_file(context.main_checkpoint, context.device)
+
+
+def exit_with_daemon(context: Context) -> None:
+    import gdsload
+
+    def loads() -> None:
+        while True:
+            gdsload.load_file(context.main_checkpoint, context.device)
+
+    threading.Thread(target=loads, daemon=True).start()
+    time.sleep(0.3)
+
+
+def exit_by_interrupt(context: Context) -> None:
+    import gdsload
+
+    source = context.main_checkpoint
+    gdsload.load_file(source, context.device)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        for _ in range(2000):
+            gdsload.load_file(source, context.device)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def exit_at_once(context: Context) -> None:
+    import gdsload
+
+    gdsload.prefetch(context.main_checkpoint, context.device)
+    os._exit(7)
+
+
+def exit_after_quiesce(context: Context) -> None:
+    import gdsload
+
+    gdsload.load_file(context.main_checkpoint, context.device)
+    gdsload.quiesce()
+    gdsload.resume()
+    gdsload.load_file(context.main_checkpoint, context.device)
+
+
+# (function, expected exit status)
+ENDS: dict[str, tuple[Callable[[Context], None], int]] = {
+    "exit-with-prefetch": (exit_with_prefetch, 0),
+    "exit-with-tensors": (exit_with_tensors, 0),
+    "exit-with-daemon": (exit_with_daemon, 0),
+    "exit-by-interrupt": (exit_by_interrupt, 130),
+    "exit-at-once": (exit_at_once, 7),
+    "exit-after-quiesce": (exit_after_quiesce, 0),
+}
+
+
+def exits(context: Context) -> Iterator[Row]:
+    """Ends of a process in each state, by exit status; and a device that is full."""
+    _ = context.main_checkpoint
+    for name, (_function, status) in ENDS.items():
+
+        def ended(name: str = name, status: int = status) -> Row:
+            command = [sys.executable, str(Path(__file__).resolve()), *context.arguments]
+            ran = subprocess.run(
+                [*command, "--section", name, "--seconds", "40"],
+                capture_output=True, text=True, timeout=45,
+            )  # fmt: skip
+            trouble = re.search(r"Fatal|terminate called|Segmentation|left: [^0]", ran.stderr)
+            good = ran.returncode == status and not trouble
+            why = f"status {ran.returncode}, expected {status}: {ran.stderr.strip()[-300:]}"
+            return {"verdict": "ok" if good else f"{FAILED}: {why}", "status": ran.returncode}
+
+        yield tried(name, ended)
+    if context.gpu.is_real:
+        yield tried("full device", lambda: full_device(context))
+
+
+def full_device(context: Context) -> Row:
+    """A load to a full device is refused with PlacementError, and works when there is room."""
+    import gdsload
+
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+    gdsload.load_file(source, gpu.device)
+    before = used_bytes(gpu)
+    block = gpu.fill_memory(128 * MIB)
+    try:
+        gdsload.load_file(source, gpu.device)
+        return {"verdict": f"{FAILED}: a load to a full device was not refused"}
+    except gdsload.PlacementError as error:
+        words = str(error)
+    del block
+    left = used_bytes(gpu) - before
+    wrong = differs(gdsload.load_file(source, gpu.device), wanted)
+    verdict = f"{WRONG}: {wrong}" if wrong else "ok" if left <= 0 else f"{LEFT}: {left:,} bytes"
+    return {"verdict": verdict, "error": words}
+
+
+def fork(context: Context) -> Iterator[Row]:
+    """A fork with a pinned ring: its time, the child's memory, and loads while the child lives."""
+    import gdsload
+    from gdsload.memory import staging_ring
+
+    gpu, source = context.gpu, context.main_checkpoint
+    wanted = expected(gpu, source)
+
+    def forked() -> Row:
+        gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+        rings = sum(getattr(ring, "nbytes", 0) for ring in staging_ring.rings())
+        reading, writing = os.pipe()
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            status = Path("/proc/self/status").read_text()
+            os.write(writing, re.findall(r"RssAnon:\s+(\d+)", status)[0].encode())
+            time.sleep(2)
+            os._exit(0)
+        seconds = time.monotonic() - began
+        try:
+            anonymous = int(os.read(reading, 100)) << 10
+            poison(gpu, wanted)
+            got = gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
+            wrong = differs(got, wanted)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return {
+            "verdict": f"{WRONG}: {wrong}" if wrong else "exact", "fork_ms": seconds * 1e3,
+            "child_anonymous_bytes": anonymous, "ring_bytes": rings,
+        }  # fmt: skip
+
+    yield tried("fork with a pinned ring", forked)
+
+
+# ---- micro-benchmarks ----------------------------------------------------------------------------
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def touched(memory: mmap.mmap, threads: int) -> float:
+    """Seconds until all pages were touched, by so many threads."""
+    address, share = address_of(memory), len(memory) // threads
+    began = time.monotonic()
+    workers = [
+        threading.Thread(target=ctypes.memset, args=(address + number * share, 1, share))
+        for number in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.monotonic() - began
+
+
+@contextmanager
+def pinned(gpu: Gpu, nbytes: int, kind: str) -> Iterator[Any]:
+    """Host memory as a tensor of bytes: registered with huge or small pages, or the driver's."""
+    import torch
+
+    from gdsload.system import gpu as gpus
+
+    device = gpus.device(gpus.ordinal_of(gpu.device))
+    if kind == "allocated":
+        address = device.allocate_host(nbytes)
+        try:
+            yield torch.frombuffer(
+                (ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8
+            )
+        finally:
+            gpu.synchronize()
+            device.release_host(address)
+        return
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE if kind == "registered-huge" else mmap.MADV_NOHUGEPAGE)
+    touched(memory, 4)
+    if kind != "pageable":
+        device.pin(address_of(memory), nbytes)
+    try:
+        yield torch.frombuffer(memory, dtype=torch.uint8)
+    finally:
+        gpu.synchronize()
+        if kind != "pageable":
+            device.unpin(address_of(memory))
+
+
+def micro(context: Context) -> Iterator[Row]:
+    """Rates of each step between storage and device, on their own."""
+    gpu = context.gpu
+    total = 4 * MIB if context.small else 1 << 30
+    ring = 2 * MIB if context.small else 256 * MIB
+    sizes = (64 << 10, MIB) if context.small else tuple(each * MIB for each in (1, 2, 4, 8, 16))
+    for kind in ("registered-huge", "registered-small", "allocated", "pageable"):
+        yield tried(f"host to device: {kind}", lambda kind=kind: copies(
+            gpu, kind, ring, total, sizes))  # fmt: skip
+    for nbytes in (MIB, 2 * MIB) if context.small else (64 * MIB, 256 * MIB, 512 * MIB):
+        for threads in (1, 4, 8):
+            yield tried(f"touch and register {nbytes // MIB} MiB by {threads} threads",
+                        lambda nbytes=nbytes, threads=threads: registering(
+                            gpu, nbytes, threads))  # fmt: skip
+    yield tried("device to device", lambda: device_copies(gpu, ring, total))
+    source = context.main_checkpoint
+    for threads in (1, 2, 4, 8, 16):
+        yield tried(f"page cache to pinned memory by {threads} threads",
+                    lambda threads=threads: cached_reads(gpu, source, ring, threads))  # fmt: skip
+
+
+def copies(gpu: Gpu, kind: str, ring: int, total: int, sizes: Iterable[int]) -> Row:
+    """GB/s by size of a copy and number of streams, and us that the host needs for one."""
+    row: Row = {}
+    target = gpu.empty(ring)
+    with pinned(gpu, ring, kind) as source:
+        target.copy_(source)
+        for size in sizes:
+            for count in (1, 2) if kind != "pageable" else (1,):
+                contexts = [gpu.stream() for _ in range(count)]
+                gpu.synchronize()
+                began = time.monotonic()
+                for number in range(total // size):
+                    at = number * size % ring
+                    with contexts[number % count] if count > 1 else contextlib.nullcontext():
+                        target[at : at + size].copy_(source[at : at + size], non_blocking=True)
+                queued = time.monotonic() - began
+                gpu.synchronize()
+                seconds = time.monotonic() - began
+                row[f"{size >> 10} KiB, {count} streams, GB/s"] = total / seconds / 1e9
+                row[f"{size >> 10} KiB, {count} streams, us to queue"] = (
+                    queued / (total // size) * 1e6
+                )
+        del source
+    row["best GB/s"] = max(value for name, value in row.items() if name.endswith("GB/s"))
+    return row
+
+
+def registering(gpu: Gpu, nbytes: int, threads: int) -> Row:
+    from gdsload.system import gpu as gpus
+
+    device = gpus.device(gpus.ordinal_of(gpu.device))
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    touch = touched(memory, threads)
+    times = [time.monotonic()]
+    device.pin(address_of(memory), nbytes)
+    times.append(time.monotonic())
+    device.unpin(address_of(memory))
+    times.append(time.monotonic())
+    return {"touch_ms": touch * 1e3, "register_ms": (times[1] - times[0]) * 1e3,
+            "unregister_ms": (times[2] - times[1]) * 1e3}  # fmt: skip
+
+
+def device_copies(gpu: Gpu, ring: int, total: int) -> Row:
+    source, target = gpu.empty(ring), gpu.empty(ring)
+    target.copy_(source)
+    gpu.synchronize()
+    began = time.monotonic()
+    for _ in range(total // ring):
+        target.copy_(source, non_blocking=True)
+    gpu.synchronize()
+    return {"GB/s": total / (time.monotonic() - began) / 1e9}
+
+
+def cached_reads(gpu: Gpu, source: Path, ring: int, threads: int) -> Row:
+    """Reads of warm files into registered memory by threads, 4 MiB each."""
+    files = files_of(source)
+    for file in files:
+        file.read_bytes()
+    step = min(4 * MIB, ring // threads)
+    reads = [(file, at) for file in files for at in range(0, file.stat().st_size, step)]
+    with pinned(gpu, ring, "registered-huge") as memory:
+        view = memoryview(memory.numpy())
+        lock, left = threading.Lock(), list(reads)
+
+        def work(slot: memoryview) -> None:
+            opened = {file: os.open(file, os.O_RDONLY) for file in files}
+            while True:
+                with lock:
+                    if not left:
+                        break
+                    file, at = left.pop()
+                os.preadv(opened[file], [slot], at)
+            for fd in opened.values():
+                os.close(fd)
+
+        began = time.monotonic()
+        workers = [threading.Thread(target=work, args=(view[number * step : (number + 1) * step],))
+                   for number in range(threads)]  # fmt: skip
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        seconds = time.monotonic() - began
+        del workers, view, memory
+    return {"GB/s": sum(file.stat().st_size for file in files) / seconds / 1e9}
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def model(context: Context) -> Iterator[Row]:
+    """from_pretrained of gdsload beside transformers' own, as stored and cast."""
+    if importlib.util.find_spec("transformers") is None:
+        yield {"name": "from_pretrained", "verdict": "refused: transformers is not installed"}
+        return
+    source = context.checkpoint("tiny" if context.small else "qwen3-0.6b")
+    for dtype in ("auto", "float32"):
+        yield tried(f"from_pretrained, dtype={dtype}", lambda dtype=dtype: models(
+            context, source, dtype))  # fmt: skip
+
+
+def models(context: Context, source: Path, dtype: str) -> Row:
+    from transformers import AutoModelForCausalLM
+
+    import gdsload
+
+    gpu, row = context.gpu, {"verdict": "exact"}
+    words = {"dtype": dtype, "device_map": {"": gpu.host_device}}
+
+    def timed(load: Callable[..., Any]) -> tuple[Any, list[float]]:
+        seconds = []
+        for _ in range(3):
+            found = None
+            began = time.monotonic()
+            found = load(str(source), **words)
+            gpu.synchronize()
+            seconds.append(time.monotonic() - began)
+        return found, seconds
+
+    stock, row["transformers_seconds"] = timed(AutoModelForCausalLM.from_pretrained)
+    wanted = dict(stock.state_dict())
+    ours, row["gdsload_seconds"] = timed(gdsload.from_pretrained)
+    row["report"] = {**gdsload.last_report().to_dict(), "source": ""}
+    if wrong := differs(dict(ours.state_dict()), wanted):
+        row["verdict"] = f"{WRONG}: {wrong}"
+    gdsload.quiesce()
+    gdsload.resume()
+    again = gdsload.from_pretrained(str(source), **words)
+    if wrong := differs(dict(again.state_dict()), wanted):
+        row["verdict"] = f"{WRONG}: after quiesce: {wrong}"
+    return row
+
+
+# ---- cuFile --------------------------------------------------------------------------------------
+
+
+def make_udev(path: Path) -> str:
+    """Creates the entry of a disk that cuFile looks for in /run/udev; returns what was done."""
+    if os.path.isdir("/run/udev/data"):
+        return "/run/udev is there"
+    number = os.stat(path).st_dev
+    entry = Path(f"/run/udev/data/b{os.major(number)}:{os.minor(number)}")
+    try:
+        entry.parent.mkdir(parents=True)
+        entry.write_text("E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\nG:systemd\n")
+    except OSError as error:
+        return f"/run/udev is missing: {error}"
+    return f"created {entry}"
+
+
+def cufile(context: Context) -> Iterator[Row]:
+    """cuFile in compatibility mode: time to open and to register, and exact bytes."""
+    import gdsload
+    from gdsload.backends.cufile import library
+
+    gpu, source = context.gpu, context.main_checkpoint
+    yield {"name": "udev", "verdict": make_udev(context.work) if context.bare else "not changed"}
+    yield tried("library", lambda: {
+        "path": library.library().path, "version": library.library().version,
+        "native_path": " ".join(library.native_path()).strip(),
+        "obstacle": library.obstacle()})  # fmt: skip
+    wanted = expected(gpu, source)
+    for backend in ("gds_mt", "gds"):
+        for ring in (32 * MIB,) if context.small else (128 * MIB, 512 * MIB):
+            options = {"allow_compat": True, "ring_bytes": ring}
+            words = {"backend": backend, "cache": "direct", "options": options}
+            yield tried(f"{backend}, compatibility mode, ring of {ring // MIB} MiB",
+                        lambda words=words: twice(gpu, wanted, lambda: gdsload.load_file(
+                            source, gpu.device, **words)))  # fmt: skip
+        odd = odd_file(context)
+        words = {"backend": backend, "options": {"allow_compat": True}}
+        yield tried(f"{backend}, odd sizes", lambda words=words, odd=odd: twice(
+            gpu, expected(gpu, odd), lambda: gdsload.load_file(
+                odd, gpu.device, **words)))  # fmt: skip
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+OURS = "gdsload"
+WARM = (
+    OURS, "pinned", "safetensors-mmap", "safetensors-prefetch", "runai",
+    "fastsafetensors:nogds=1,FASTSAFETENSORS_ODIRECT=0",
+    "instanttensor:INSTANTTENSOR_BACKEND=BUFFERED",
+    "gdsload:engine=threads", "gdsload:request_bytes=1048576", "gdsload:request_bytes=2097152",
+    "gdsload:request_bytes=8388608",
+)  # fmt: skip
+COLD = (
+    OURS, "safetensors-mmap", "safetensors-prefetch", "runai", "fastsafetensors:nogds=1",
+    "instanttensor", "gdsload:cache=direct,fixed_buffers=never", "gdsload:engine=threads",
+)  # fmt: skip
+ARM_SECONDS = 60.0  # until a loader is imported, or has loaded
+
+
+def bench(name: str) -> Any:
+    """A module of gdsload's benchmarks."""
+    from gdsload.cli.measuring import program
+
+    return program(name)
+
+
+class ArmProcess:
+    """One loader in a process of its own that loads as often as it is asked to."""
+
+    def __init__(self, context: Context, label: str) -> None:
+        arm = bench("arms").parse(label)
+        kind = bench("arms").KINDS[arm.kind]
+        site = f"{context.work}/site-{kind.environment}"
+        path = [site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        job = {"kind": arm.kind, "settings": arm.options, "device": context.gpu.host_device}
+        self.label, self.log = label, tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), *context.arguments, "--section",
+             "arm", "--job", json.dumps(job)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **arm.environment},
+        )  # fmt: skip
+
+    def ask(self, source: Path, seconds: float) -> Row:
+        """One load. Raises OSError with the reason why it failed."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        timer = threading.Timer(max(seconds, 1.0), self.process.kill)
+        timer.start()
+        try:
+            with suppress(BrokenPipeError):
+                self.process.stdin.write(f"{source}\n".encode())
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
+        if line:
+            found: Row = json.loads(line)
+            if "failed" not in found:
+                return found
+            raise OSError(found["failed"])
+        self.log.seek(0)
+        words = self.log.read().decode(errors="replace").strip().splitlines()
+        raise OSError(f"exit {self.process.wait()}: {words[-1] if words else 'without a word'}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def arm(job: Row, gpu: Gpu) -> None:
+    """The other end of ArmProcess: answers each line of stdin with the facts of a load."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker, arms, loaded = bench("worker"), bench("arms"), bench("loaded")
+    opened = None
+    for line in sys.stdin:
+        source = Path(line.strip())
+        try:
+            if opened is None:
+                wanted = loaded.Wanted(source, job["settings"], job["device"])
+                opened = arms.KINDS[job["kind"]].open(wanted)
+            facts, found = worker.measured(opened.load, source, job["device"])
+            del found
+            if gpu.is_real:
+                gpu.empty_cache()
+            text = json.dumps(sorted(facts.pop("sums").items()))
+            facts["digest"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            print(json.dumps(facts), file=out, flush=True)
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=out, flush=True)
+            break
+    os._exit(0)
+
+
+def tables(context: Context) -> Iterator[Row]:
+    """Warm and cold loads by all loaders, in turn until the time is up."""
+    if context.small:
+        plans = [(context.checkpoint("tiny"), 0.5, 0.5)]
+    elif context.checkpoints:
+        share = 1 / len(context.checkpoints)
+        plans = [(path, 0.6 * share, 0.4 * share) for path in context.checkpoints]
+    else:
+        large = context.left > 150 and room_for(context, 16 << 30)
+        plans = [(context.checkpoint("qwen3-0.6b"), *((0.3, 0.3) if large else (0.6, 0.4)))]
+        if large:
+            plans.append((context.work / "qwen2.5-7b", 0.4, 0.0))
+    processes: dict[str, ArmProcess] = {}
+    with cudart_on_path(context):
+        began, budget, used = time.monotonic(), context.left - 5, 0.0
+        for source, *shares in plans:
+            if not source.exists():
+                context.checkpoint(source.name)
+            for warm, share in zip((True, False), shares, strict=True):
+                used += share
+                if share:
+                    ends = began + budget * min(used, 1.0)
+                    yield from rounds(
+                        context, source, WARM if warm else COLD, warm, ends, processes
+                    )
+    for process in processes.values():
+        process.close()
+
+
+def room_for(context: Context, nbytes: int) -> bool:
+    """Whether disk, memory and device have room for a checkpoint and its page cache."""
+    from gdsload.memory.available import available_bytes
+    from gdsload.system import gpu as gpus
+
+    free = gpus.device(gpus.ordinal_of(context.device)).memory()[0]
+    disk = shutil.disk_usage(context.work).free
+    return min(free, disk, (available_bytes() or 0) // 2) > nbytes
+
+
+@contextmanager
+def cudart_on_path(context: Context) -> Iterator[None]:
+    """fastsafetensors opens libcudart.so without a version: torch's own gets that name."""
+    with suppress(OSError, StopIteration):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        library = next(line.split()[-1] for line in maps if "libcudart" in line)
+        folder = context.work / "lib"
+        folder.mkdir(exist_ok=True)
+        (folder / "libcudart.so").unlink(missing_ok=True)
+        (folder / "libcudart.so").symlink_to(library)
+        known = os.environ.get("LD_LIBRARY_PATH", "")
+        os.environ["LD_LIBRARY_PATH"] = f"{folder}{os.pathsep}{known}"
+    yield
+
+
+def rounds(
+    context: Context, source: Path, labels: Sequence[str], warm: bool, ends: float,
+    processes: dict[str, ArmProcess],
+) -> Iterator[Row]:  # fmt: skip
+    """Loads in turn until `ends`; a loader that fails is left out of the rest of a table."""
+    labels = (OURS, "safetensors-mmap", "pinned") if context.small else labels
+    conditions = bench("judge").Conditions(source, warm, device=context.gpu.host_device)
+    table, digests = f"{'warm' if warm else 'cold'} {source.name}", set()
+    longest: dict[str, float] = {}
+    for label in labels:
+        if label not in processes:
+            processes[label] = ArmProcess(context, label)
+    known, number = {label: processes[label] for label in labels}, 0
+    while known and time.monotonic() < ends:
+        for label in list(known):
+            # The first round runs in any case, while there is time for the summary.
+            last = ends if number else context.ends - 3
+            if time.monotonic() + longest.get(label, 0) > last:
+                continue
+            row: Row = {"name": f"{table}: {label}", "table": table, "arm": label,
+                        "round": number, "verdict": "ok"}  # fmt: skip
+            began = time.monotonic()
+            try:
+                if context.small and not warm:  # the page cache of others stays
+                    bench("cache").evict(conditions.files)
+                else:
+                    row["cache"] = conditions.make_cache()
+                row["resident_before_bytes"] = conditions.settled_bytes()
+                row |= known[label].ask(source, min(ARM_SECONDS, context.left - 2))
+            except OSError as error:
+                row["verdict"] = f"refused: {error}"
+                del known[label]
+                processes.pop(label).close()
+            if row["verdict"] == "ok" and row["resident_before_bytes"] != (
+                conditions.file_bytes if warm else 0
+            ):
+                row["verdict"] = f"refused: {row['resident_before_bytes']:,} bytes resident"
+            if row.get("touched_bytes"):
+                digests.add(row["digest"])
+                if len(digests) > 1:
+                    row["verdict"] = f"{WRONG}: other bytes than another loader"
+            if number:
+                took = time.monotonic() - began
+                longest[label] = max(longest.get(label, 0), took)
+            row["bytes"] = conditions.file_bytes
+            yield row
+        number += 1
+        if number > 1 and all(time.monotonic() + longest.get(label, 0) > ends for label in known):
+            break
+        if context.small and number == 2:
+            break
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def output_of(*command: str) -> str:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        return ran.stdout + ran.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace").strip()[:2000]
+    except OSError as error:
+        return str(error.strerror)
+
+
+def facts(context: Context) -> Iterator[Row]:
+    """The machine, versions and supported backends."""
+    import torch
+
+    import gdsload
+    from gdsload.backends import registry
+    from gdsload.backends.cufile import library
+    from gdsload.system import gpu as gpus
+
+    found = gpus.device(gpus.ordinal_of(context.device))
+    yield tried("versions", lambda: {
+        "gdsload": gdsload.__version__, "torch": torch.__version__, "python": sys.version,
+        "cuda": gpus.cuda().version, "kernel": platform.release(),
+        "gpu": {"name": found.name, "bus": found.bus, "node": gpus.numa_node(found.bus),
+                "total_bytes": found.total_bytes}})  # fmt: skip
+    yield tried("machine", lambda: {"machine": bench("machine").describe(context.work)})
+    yield tried("backends", lambda: {
+        "support": {name: str(each) for name, each in registry.probe_all(context.device).items()},
+        "native_path": " ".join(library.native_path()).strip()})  # fmt: skip
+    lines = output_of("nvidia-smi", "-q").splitlines()
+    chosen = re.compile(r"BAR1|Link|Gen|Width|Total +:|Driver Version|CUDA Version|Persistence|MIG")
+    yield {"name": "nvidia-smi", "verdict": "ok",
+           "lines": [line.strip() for line in lines if chosen.search(line)][:60]}  # fmt: skip
+    yield {"name": "limits", "verdict": "ok",
+           "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
+           "io_uring_disabled": text_of("/proc/sys/kernel/io_uring_disabled"),
+           "run_udev": os.path.isdir("/run/udev"), "root": os.geteuid() == 0,
+           "modules": [line.split()[0] for line in text_of("/proc/modules").splitlines()
+                       if "nv" in line]}  # fmt: skip
+    doctor = output_of(sys.executable, "-m", "gdsload", "doctor", "--json")
+    yield {"name": "doctor", "verdict": "ok", "doctor": doctor[:8000]}
+
+
+# ---- claims and the summary ----------------------------------------------------------------------
+
+MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
+
+
+class Claim(NamedTuple):
+    """What gdsload promises, and how rows decide it."""
+
+    text: str
+    decide: Callable[[list[Row]], tuple[str, str]]
+
+
+def bad(row: Row) -> bool:
+    return str(row["verdict"]).startswith((WRONG, FAILED, LEFT))
+
+
+def all_good(*sections: str, least: int = 1, names: str = "") -> Callable[..., tuple[str, str]]:
+    """No bad row in these sections, and at least some good ones."""
+
+    def decide(rows: list[Row]) -> tuple[str, str]:
+        mine = [row for row in rows if row["section"].partition(" ")[0] in sections
+                and re.search(names, row["name"])]  # fmt: skip
+        wrong = [f"{row['name']}: {row['verdict'][:200]}" for row in mine if bad(row)]
+        good = [row for row in mine if row["verdict"] in ("exact", "ok") and row["name"] != "end"]
+        if wrong:
+            return MISSED, "; ".join(wrong)
+        if len(good) < least:
+            why = "; ".join(f"{row['name']}: {row['verdict'][:100]}" for row in mine)
+            return NOT_MEASURED, why or "the section did not run"
+        return MET, f"{len(good)} checks"
+
+    return decide
+
+
+def medians(rows: list[Row], kind: str) -> dict[str, dict[str, float]]:
+    """By table and arm, the median seconds of the rounds after the first."""
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.get("table", "").startswith(kind) and row["verdict"] == "ok" and row["round"]:
+            seconds.setdefault(row["table"], {}).setdefault(row["arm"], []).append(row["seconds"])
+    return {table: {arm: statistics.median(found) for arm, found in arms.items()}
+            for table, arms in seconds.items()}  # fmt: skip
+
+
+def share_of_pinned(rows: list[Row]) -> tuple[str, str]:
+    shares = {table: arms["pinned"] / arms[OURS] for table, arms in medians(rows, "warm").items()
+              if "pinned" in arms and OURS in arms}  # fmt: skip
+    if not shares:
+        return NOT_MEASURED, "no warm table with pinned memory"
+    words = ", ".join(f"{table}: {share:.2f}" for table, share in shares.items())
+    return MET if min(shares.values()) >= 0.9 else MISSED, words
+
+
+def fastest(kind: str) -> Callable[[list[Row]], tuple[str, str]]:
+    """No other loader is faster in a table."""
+
+    def decide(rows: list[Row]) -> tuple[str, str]:
+        verdict, words = NOT_MEASURED, []
+        for table, arms in medians(rows, kind).items():
+            others = {arm: value for arm, value in arms.items()
+                      if not arm.startswith((OURS, "pinned"))}  # fmt: skip
+            if OURS not in arms or not others:
+                continue
+            best = min(others, key=others.__getitem__)
+            words.append(f"{table}: {arms[OURS]:.3f} s, {best} {others[best]:.3f} s")
+            slower = arms[OURS] > others[best]
+            verdict = MISSED if slower or verdict == MISSED else MET
+        return verdict, "; ".join(words) or f"no {kind} table with another loader"
+
+    return decide
+
+
+def faster_models(rows: list[Row]) -> tuple[str, str]:
+    found = [(row["name"], min(row["gdsload_seconds"]), min(row["transformers_seconds"]))
+             for row in rows if "gdsload_seconds" in row]  # fmt: skip
+    words = "; ".join(f"{name}: {ours:.2f} s, transformers {stock:.2f} s"
+                      for name, ours, stock in found)  # fmt: skip
+    if not found:
+        return NOT_MEASURED, "the section did not run"
+    return MET if all(ours <= stock for _, ours, stock in found) else MISSED, words
+
+
+def small_fork(rows: list[Row]) -> tuple[str, str]:
+    for row in rows:
+        if "fork_ms" in row:
+            share = f"{row['child_anonymous_bytes'] / 1e6:.0f} MB private in the child"
+            return (MET if row["fork_ms"] < 100 else MISSED), f"{row['fork_ms']:.0f} ms, {share}"
+    return NOT_MEASURED, "the section did not run"
+
+
+def reused_memory(rows: list[Row]) -> tuple[str, str]:
+    """The hazard was real only if the load got blocks that the queued work was reading."""
+    found = [row["reused"] for row in rows if "reused" in row]
+    if not found:
+        return NOT_MEASURED, "the section did not run"
+    if not any(found):
+        return NOT_MEASURED, "the load got other memory than the queued work was reading"
+    return all_good("streams", names="older")(rows)
+
+
+def one_copy_thread(rows: list[Row]) -> tuple[str, str]:
+    for row in rows:
+        if row["name"] == "host to device: registered-huge" and "best GB/s" in row:
+            rate = row.get("4096 KiB, 1 streams, GB/s")
+            if rate is not None:
+                words = f"{rate:.1f} of {row['best GB/s']:.1f} GB/s"
+                return (MET if rate >= 0.95 * row["best GB/s"] else MISSED), words
+    return NOT_MEASURED, "no copies of 4 MiB"
+
+
+CLAIMS = (
+    Claim("posix loads exact bytes with every engine, I/O mode and kind of buffer",
+          all_good("exact", least=7, names="posix|odd|tiny|end")),
+    Claim("`auto`, `stream`, slices and prefetch to the device give exact bytes",
+          all_good("exact", least=4, names="auto|stream|prefetch|slices|end")),
+    Claim("exact bytes in each mode of torch's allocator", all_good("allocator", least=9)),
+    Claim("a load waits for older work that uses its memory", reused_memory),
+    Claim("no copy arrives after a load was interrupted; threads do not disturb each other",
+          all_good("streams", names="interrupted|threads|end")),
+    Claim("loads and captures of CUDA graphs do not disturb each other",
+          all_good("capture", least=3)),
+    Claim("a process ends cleanly in every state, and a full device is an error",
+          all_good("exits", least=6)),
+    Claim("loads are exact while a forked child lives", all_good("fork")),
+    Claim("a fork with a pinned ring takes less than 100 ms", small_fork),
+    Claim("from_pretrained gives the model of transformers", all_good("model", least=2)),
+    Claim("from_pretrained is no slower than transformers, warm", faster_models),
+    Claim("cuFile is refused with a reason or exact, and its process ends cleanly",
+          all_good("cufile", least=1)),
+    Claim("copies of 4 MiB on one stream reach 0.95 of the best rate of the bus", one_copy_thread),
+    Claim("warm: 0.9 of the rate of pinned memory", share_of_pinned),
+    Claim("warm: no other loader is faster", fastest("warm")),
+    Claim("cold: no other loader is faster", fastest("cold")),
+    Claim("all loaders of a table give the same bytes", all_good("tables", least=2)),
+)  # fmt: skip
+
+
+def read_rows(out: Path) -> list[Row]:
+    """The rows of results.jsonl; a line that a kill cut short is left out."""
+    rows = []
+    with suppress(OSError):
+        for line in (out / "results.jsonl").read_text().splitlines():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def summary(out: Path) -> tuple[str, bool]:
+    """The text of summary.md, and whether every measured claim is met."""
+    rows = read_rows(out)
+    decided = [(claim.text, *claim.decide(rows)) for claim in CLAIMS]
+    counts = {verdict: sum(each[1] == verdict for each in decided)
+              for verdict in (MET, MISSED, NOT_MEASURED)}  # fmt: skip
+    versions = next((row for row in rows if row["name"] == "versions"), {})
+    names = ("gdsload", "torch", "cuda", "kernel")
+    machine = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+    lines = ["# gdsload on a GPU", ""]
+    lines += [f"{versions.get('gpu', {}).get('name', '?')}; {machine}.", ""]
+    lines += [", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
+    lines += ["| claim | verdict | evidence |", "|---|---|---|"]
+    for text, verdict, words in decided:
+        words = words.replace("|", "/").replace("\n", " ")[:600]
+        lines.append(f"| {text} | {verdict} | {words} |")
+    for kind in ("warm", "cold"):
+        for table, arms in medians(rows, kind).items():
+            mine = [row for row in rows if row.get("table") == table and row["verdict"] == "ok"]
+            lines += ["", f"## {table}, seconds", "", "| loader | first | median | rounds | GB/s |",
+                      "|---|---|---|---|---|"]  # fmt: skip
+            for label, median in sorted(arms.items(), key=lambda each: each[1]):
+                of = [row for row in mine if row["arm"] == label]
+                first = next((f"{row['seconds']:.3f}" for row in of if not row["round"]), "")
+                rate = of[0]["bytes"] / median / 1e9
+                lines.append(f"| {label} | {first} | {median:.3f} | {len(of)} | {rate:.2f} |")
+            phases = [row["notes"]["report"]["phases"] for row in mine
+                      if row["arm"] == OURS and row["round"]]  # fmt: skip
+            if phases:
+                median_ms = {name: 1e3 * statistics.median(each.get(name, 0) for each in phases)
+                             for name in phases[-1]}  # fmt: skip
+                words = ", ".join(f"{name} {value:.1f}" for name, value in median_ms.items())
+                lines += ["", f"Phases of gdsload, ms: {words}."]
+    refused = [row for row in rows if str(row["verdict"]).startswith("refused")]
+    if refused:
+        lines += ["", "## Refused", ""]
+        lines += sorted({f"- {row['name']}: {row['verdict'][9:309]}".replace("\n", " ")
+                         for row in refused})  # fmt: skip
+    lines += ["", "## Sections", ""]
+    lines += [f"- {row['section']}: {row['verdict']}, {row.get('seconds', 0):.0f} s"
+              for row in rows if row["name"] == "end"]  # fmt: skip
+    return "\n".join(lines) + "\n", counts[MISSED] == 0 and decided[0][1] == MET
+
+
+# ---- sections, and the process that runs them ----------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A part of the check: a child process with a time limit."""
+
+    name: str
+    run: Callable[[Context], Iterator[Row]]
+    seconds: float
+    environment: dict[str, str]
+
+
+def allocator_section(mode: str) -> Section:
+    return Section(f"allocator {mode}", allocator, 40.0,
+                   {"PYTORCH_CUDA_ALLOC_CONF": mode, "PYTORCH_ALLOC_CONF": mode})  # fmt: skip
+
+
+# In order of worth. The last one takes all time that is left.
+SECTIONS = (
+    Section("facts", facts, 40.0, {}),
+    Section("exact", exact, 100.0, {}),
+    allocator_section("expandable_segments:True"),
+    allocator_section("backend:cudaMallocAsync"),
+    allocator_section("max_split_size_mb:64"),
+    Section("streams", streams, 45.0, {}),
+    Section("capture", capture, 30.0, {}),
+    Section("exits", exits, 90.0, {}),
+    Section("fork", fork, 25.0, {}),
+    Section("model", model, 60.0, {}),
+    Section("cufile", cufile, 40.0, {}),
+    Section("micro", micro, 45.0, {}),
+    Section("tables", tables, 1e9, {}),
+)
+LEAST_SECONDS = 4.0  # a section with less time is skipped
+SUMMARY_SECONDS = 2.0
+
+
+def append(out: Path, section: str, row: Row) -> None:
+    """Adds a row to results.jsonl in one write."""
+    line = json.dumps({"section": section, **row}, default=str) + "\n"
+    fd = os.open(out / "results.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line.encode())
+    finally:
+        os.close(fd)
+
+
+def run_section(name: str, context: Context) -> None:
+    """What a child does."""
+    if name in ENDS:
+        ENDS[name][0](context)
+        return
+    (section,) = [each for each in SECTIONS if each.name == name]
+    for row in section.run(context):
+        append(context.out, name, row)
+        print(f"{name}: {row['name']}: {row['verdict'][:150]}", flush=True)
+
+
+def start_section(section: Section, seconds: float, wanted: argparse.Namespace, log: Any) -> str:
+    """Runs a section in a child process group; returns how it ended."""
+    command = [sys.executable, str(Path(__file__).resolve()), *again(wanted)]
+    child = subprocess.Popen(
+        [*command, "--section", section.name, "--seconds", str(seconds)],
+        env={**os.environ, **section.environment},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+    )  # fmt: skip
+    killer = threading.Timer(seconds + 1.0, os.killpg, (child.pid, signal.SIGKILL))
+    killer.start()
+    began = time.monotonic()
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line.decode(errors="replace"), end="", flush=True)
+        status = child.wait()
+    finally:
+        killer.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # what it started and left
+        child.wait()
+    if time.monotonic() - began >= seconds - 1.5 and status:
+        return f"{FAILED}: it did not end in {seconds:.0f} s; the log has its stacks"
+    return "ok" if status == 0 else f"{FAILED}: exit status {status}"
+
+
+def again(wanted: argparse.Namespace) -> list[str]:
+    """The arguments of a child."""
+    words = ["--out", str(wanted.out), "--device", wanted.device, "--work", str(wanted.work)]
+    words += ["--small"] * wanted.small + ["--bare"] * wanted.bare
+    words += ["--gpu", str(wanted.gpu)] if wanted.gpu else []
+    return [*words, *map(str, wanted.checkpoints)]
+
+
+def unpack_wheels(out: Path) -> None:
+    """Unpacks the wheels of a bundle that fit this Python, without pip: each is a zip file.
+
+    Into `site-ours` what gdsload needs and is missing here, `site-peers` the other loaders, and
+    `site-prefetch` the release of safetensors that only one loader needs.
+    """
+    number = sys.version_info.minor
+    tags = {f"cp3{number}", "py3", "py2.py3"}
+    for wheel in sorted((HERE / "wheels").glob("*/*.whl")):
+        python, abi = wheel.stem.split("-")[-3:-1]
+        stable = abi == "abi3" and int(python.split(".")[0][3:]) <= number
+        module = wheel.name.split("-")[0]
+        if not (python in tags or stable) or (
+            wheel.parent.name == "ours" and module != "gdsload" and importlib.util.find_spec(module)
+        ):
+            continue
+        site = out / f"site-{wheel.parent.name}"
+        with zipfile.ZipFile(wheel) as opened:
+            opened.extractall(site)
+        for library in (*site.glob("*.data/purelib"), *site.glob("*.data/platlib")):
+            shutil.copytree(library, site, dirs_exist_ok=True)
+
+
+def child_environment(out: Path) -> None:
+    """Sets up what children find: gdsload of the bundle before any other."""
+    if (HERE / "wheels").is_dir():
+        unpack_wheels(out)
+        path = [str(out / "site-ours"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkpoints", nargs="*", type=Path)
+    parser.add_argument("checkpoints", nargs="*", type=Path, help="of the tables")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for all: 300")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory of results")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
-    parser.add_argument("--compat", action="store_true", help="cuFile's compatibility mode too")
-    parser.add_argument(
-        "--row-seconds", type=float, default=ROW_SECONDS, help="a row that takes longer hangs"
-    )
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="names, or their first words")
+    parser.add_argument("--data", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to check the check")
+    parser.add_argument("--bare", action="store_true",
+                        help="the machine is disposable: /run/udev is made for cuFile")  # fmt: skip
+    for name in ("--section", "--seconds", "--job", "--work", "--gpu"):  # for children and tests
+        parser.add_argument(name, help=argparse.SUPPRESS)
     wanted = parser.parse_args(arguments)
+    wanted.out = wanted.out.absolute()
+    wanted.gpu = wanted.gpu and os.path.abspath(wanted.gpu)
+    wanted.checkpoints = [path.absolute() for path in wanted.checkpoints]
+    return child(wanted) if wanted.section else check(wanted)
+
+
+def child(wanted: argparse.Namespace) -> int:
+    """A section, an end of a process, or a loader of a table."""
     faulthandler.enable(sys.__stderr__)
-    if why := gpu.why_not(wanted.device):
-        print(f"gpu-check: nothing to check: {why}", file=sys.stderr)
-        return 1
-    facts: dict[str, Any] = {"machine": machine(wanted.device), "rows": []}
-    rows: list[dict[str, Any]] = facts["rows"]
+    ends = time.monotonic() + float(wanted.seconds or 1e9)
+    if wanted.seconds:
+        limit = max(float(wanted.seconds) - 1.0, 0.5)
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    make = runpy.run_path(wanted.gpu)["gpu"] if wanted.gpu else lambda kind, device: kind(device)
+    gpu: Gpu = make(Gpu, wanted.device)
+    if wanted.section == "arm":
+        arm(json.loads(wanted.job), gpu)
+    context = Context(gpu, Path(wanted.work), wanted.out, wanted.small, wanted.bare, ends,
+                      wanted.checkpoints, again(wanted))  # fmt: skip
+    run_section(wanted.section, context)
+    faulthandler.cancel_dump_traceback_later()
+    return 0
 
-    def add(label: str, source: Path, make_row: Callable[[], dict[str, Any]]) -> None:
-        rows.append(tried(label, source, make_row, wanted.row_seconds))
-        print(f"{label}, {source.name}: {rows[-1]['verdict']}", file=sys.stderr, flush=True)
-        wanted.json.write_text(json.dumps(facts, indent=2) + "\n")
 
-    with tempfile.TemporaryDirectory(prefix="gdsload-gpu-check-") as folder:
-        sources = wanted.checkpoints or [
-            checkpoints.write(name, Path(folder, name)) for name in CHECKPOINTS
-        ]
-        for label, backend, options in backends(compat=wanted.compat):
-            for source in sources:
-                add(label, source, partial(check, label, backend, options, source, wanted.device))
-        for source in sources:
-            add("prefetch", source, partial(check_prefetch, source, wanted.device))
-    print(table(rows))
-    print(f"\n{wanted.json}: all details, as JSON")
-    bad = [row for row in rows if row["verdict"].startswith(("WRONG", "LEFT", "FAILED"))]
-    good = [row for row in rows if row["verdict"] == "exact"]
-    return 1 if bad or not good else 0
+def check(wanted: argparse.Namespace) -> int:
+    """Runs the sections until the budget ends, and writes the summary after each."""
+    ends = time.monotonic() + wanted.budget - SUMMARY_SECONDS
+    shutil.rmtree(wanted.out, ignore_errors=True) if (
+        wanted.out / "results.jsonl"
+    ).exists() else None
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    good = False
+    site = Path(tempfile.mkdtemp(prefix="gdsload-gpu-check-", dir=wanted.data))
+    wanted.work = site
+    try:
+        child_environment(site)
+        with (wanted.out / "log.txt").open("wb") as log:
+            for section in SECTIONS:
+                if wanted.only and not section.name.startswith(tuple(wanted.only)):
+                    continue
+                left = ends - time.monotonic()
+                if left < LEAST_SECONDS:
+                    row = {"name": "end", "verdict": "skipped: the budget is spent"}
+                else:
+                    log.write(f"\n==== {section.name}\n".encode())
+                    log.flush()
+                    began = time.monotonic()
+                    verdict = start_section(section, min(section.seconds, left), wanted, log)
+                    row = {"name": "end", "verdict": verdict, "seconds": time.monotonic() - began}
+                print(f"---- {section.name}: {row['verdict']}", flush=True)
+                append(wanted.out, section.name, row)
+                text, good = summary(wanted.out)
+                (wanted.out / "summary.md").write_text(text)
+    finally:
+        shutil.rmtree(site, ignore_errors=True)
+    print("\n" + text)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
