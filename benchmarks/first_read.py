@@ -173,7 +173,9 @@ def measured(repeats: int) -> list[dict[str, Any]]:
             with sparse(Path(name), tensors, nbytes, shards) as source:
                 for kind in KINDS:
                     runs = [run(source, kind, nbytes, shards) for _ in range(repeats + 1)][1:]
-                    medians = {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+                    medians = {
+                        key: round(statistics.median(r[key] for r in runs), 2) for key in runs[0]
+                    }
                     found.append({"tensors": tensors, "bytes": nbytes, "shards": shards,
                                   "memory": kind, "loads": repeats, **medians})  # fmt: skip
     return found

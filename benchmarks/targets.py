@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import arms, parse, pipeline, pool, start, tables
+from . import arms, first_read, parse, pipeline, pool, start, tables
 from .places import RESULTS
 
 Result = dict[str, Any]
@@ -231,6 +231,10 @@ def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
     if path.exists():
         for what, *rest in pipeline.aims(json.loads(path.read_text())):
             yield [f"staging pipeline, {what}", "pipeline", *rest]
+    path = directory / "first-read.json"
+    if path.exists():
+        for line in first_read.aims(json.loads(path.read_text())):
+            yield [line[0], "first-read", *line[1:]]
 
 
 def table(directory: Path = RESULTS) -> str:
