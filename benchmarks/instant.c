@@ -10,8 +10,9 @@
 #include <time.h>
 
 struct read {
-    int fd, slot, buffer;
+    int fd, slot, buffer, io_mode;
     char *address;
+    void *memory;
     uint64_t length, offset, cookie;
 };
 struct completion { uint64_t cookie; int64_t result; };

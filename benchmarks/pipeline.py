@@ -121,8 +121,8 @@ def run(
         while not request.wait(1.0):
             pass
     else:
-        request.start()
-        while not request.progress().finished:
+        request.post()
+        while not request.check().finished:
             request.wait(1.0, 0, -1)
     seconds, cpu = time.monotonic() - clock, time.process_time() - posted
     if not alone:

@@ -22,6 +22,7 @@ from . import (
     costs,
     engines,
     first_call,
+    first_read,
     parse,
     pictures,
     pipeline,
@@ -65,6 +66,7 @@ KINDS = {
     "start": Shown(start.title, start.table, start.notes),
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
     "first-call": Shown(first_call.title, first_call.table, first_call.notes),
+    "first-read": Shown(first_read.title, first_read.table, first_read.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
 }

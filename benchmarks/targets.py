@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import arms, parse, pipeline, pool, start, states, tables
+from . import arms, first_read, parse, pipeline, pool, start, states, tables
 from .places import RESULTS
 
 Result = dict[str, Any]
@@ -238,6 +238,10 @@ def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
     if path.exists():
         for what, *rest in pipeline.aims(json.loads(path.read_text())):
             yield [f"staging pipeline, {what}", "pipeline", *rest]
+    path = directory / "first-read.json"
+    if path.exists():
+        for line in first_read.aims(json.loads(path.read_text())):
+            yield [line[0], "first-read", *line[1:]]
 
 
 def table(directory: Path = RESULTS) -> str:

@@ -119,15 +119,27 @@ def load(
     advance: Callable[[int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors by name, on the session's device, which is `device` or the CPU on the way to it."""
-    batch = post(session, infos)
+    groups: Iterable[Sequence[TensorInfo]] = (infos,)
+    if session.device != "cpu":
+        from gdsload.loading.device_batch import starting_windows
+
+        groups = starting_windows(session, infos)
+    posted: list[tuple[Sequence[TensorInfo], Batch]] = []
     try:
+        for group in groups:
+            posted.append((group, post(session, group)))
         _import_torch(session, device)
-        batch.wait(advance)
+        for _, batch in posted:
+            batch.wait(advance)
         with session.report.phase("hand over"):
             session.checkpoint.verify_unchanged()
-            return batch.tensors_of(infos)
+            tensors: dict[str, torch.Tensor] = {}
+            for group, batch in posted:
+                tensors |= batch.tensors_of(group)
+            return {info.name: tensors[info.name] for info in infos}
     finally:
-        batch.release()
+        for _, batch in posted:
+            batch.release()
 
 
 def _import_torch(session: Session, device: str) -> None:

@@ -368,7 +368,7 @@ static int allocated(uint64_t *address, size_t bytes)
     if (bytes == 0) return INVALID;
     if (ranges == ROOM || used + bytes > capacity || posix_memalign((void **)&raw, 4096, bytes + 8192))
         return OUT_OF_MEMORY;
-    memset(raw, 0xA5, bytes + 8192);
+    if (!weightless) memset(raw, 0xA5, bytes + 8192);
     device[ranges++] = (range_t){ raw + 256, bytes, raw, stack[depth - 1] };
     used += bytes;
     allocations++;
@@ -389,7 +389,7 @@ EXPORT int cuMemFree_v2(uint64_t address)
         range_t found = device[i];
         if (found.base != (char *)address) continue;
         run_all();                /* as cuMemFree does */
-        for (char *at = found.base + found.length; at < found.raw + found.length + 8192; at++)
+        for (char *at = found.base + found.length; !weightless && at < found.raw + found.length + 8192; at++)
             if (*at != (char)0xA5) { broken("bytes were written past an allocation"); break; }
         used -= found.length;
         frees++;

@@ -18,6 +18,7 @@ from gdsload import api
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
+from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
@@ -188,6 +189,47 @@ def test_load_of_many_tensors_asks_torch_for_one_block(
     got = gdsload.load_file(path, "cuda:0", backend="posix", options=options)
     assert wanted == [(5 << 20) + 512] * asked + [saved[name].numel() for name in got]
     assert all(torch.equal(got[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_first_tensors_are_posted_before_the_others_are_planned(
+    imported: bool, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
+        expected |= safetensors.torch.load_file(shard)
+    names = sorted(expected, reverse=True)
+    events: list[str] = []
+    plan, post = Session.plan, Batch._post
+
+    def planned(self: Session, *words: Any, **named: Any) -> Any:
+        events.append("plan")
+        return plan(self, *words, **named)
+
+    def posted(self: Batch, memory: Any) -> None:
+        post(self, memory)
+        events.append("post")
+
+    monkeypatch.setattr(device_batch, "FIRST_BYTES", 32 << 10)
+    monkeypatch.setattr(device_batch, "torch_imported", lambda: imported)
+    monkeypatch.setattr(Session, "plan", planned)
+    monkeypatch.setattr(Batch, "_post", posted)
+    options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
+    got = gdsload.load_file(tiny_checkpoint, "cuda:0", names=names, options=options)
+    assert len(events) > 4
+    assert events == ["plan", "post"] * (len(events) // 2)
+    assert list(got) == names
+    assert all(torch.equal(raw(got[name]), raw(expected[name])) for name in names)
+
+
+def test_device_too_full_for_all_tensors_reads_none(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_batch, "FIRST_BYTES", 32 << 10)
+    doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + (64 << 10))
+    with pytest.raises(gdsload.PlacementError, match="are missing"):
+        gdsload.load_file(tiny_checkpoint, "cuda:0")
+    assert gdsload.last_report().requests == 0
 
 
 def test_small_model_does_not_open_cufile(doubles: Doubles, tiny_checkpoint: Path) -> None:

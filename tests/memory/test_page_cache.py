@@ -136,7 +136,7 @@ def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
     with pytest.raises(PermissionError, match="only to its owner"):
         page_cache.resident_bytes(foreign)
     assert not page_cache.wholly_resident(foreign, 0, PAGE)
-    assert not page_cache.partly_resident(foreign)
+    assert page_cache.residency(foreign, PAGES * PAGE) == "none"
     assert not page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
     assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 
@@ -173,3 +173,24 @@ def test_another_user_is_not_told_that_a_cold_file_is_warm(tmp_path: Path) -> No
         [sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == "not told"
+
+
+def test_residency_of_a_large_file_asks_about_samples_only(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "SAMPLES", 4)
+    monkeypatch.setattr(page_cache, "SAMPLE_BYTES", PAGE)
+    asked: list[int] = []
+    real = page_cache.resident_bytes
+
+    def counted(file: int, offset: int = 0, length: int = 0) -> int:
+        asked.append(length)
+        return real(file, offset, length)
+
+    monkeypatch.setattr(page_cache, "resident_bytes", counted)
+    assert page_cache.residency(fd, PAGES * PAGE) == "none"
+    os.pread(fd, PAGE, 0)
+    assert page_cache.residency(fd, PAGES * PAGE) == "some"
+    os.pread(fd, PAGES * PAGE, 0)
+    assert page_cache.residency(fd, PAGES * PAGE) == "all"
+    assert asked == [PAGE] * 12

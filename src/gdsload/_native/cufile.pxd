@@ -112,6 +112,7 @@ cdef struct CuFileApi:
     CUfileError (*batch_cancel)(void *batch) noexcept nogil
     void (*batch_destroy)(void *batch) noexcept nogil
     CUfileError (*get_size)(int parameter, size_t *value) noexcept nogil
+    CUfileError (*set_size)(int parameter, size_t value) noexcept nogil
     CUfileError (*set_bool)(int parameter, unsigned char value) noexcept nogil
     CUfileError (*get_p2p)(int target, int *flags) noexcept nogil
     CUfileError (*stats_level)(int level) noexcept nogil

@@ -37,7 +37,8 @@ _OPTIONAL = (
     "cuFileDriverClose_v2|cuFileDriverClose", "cuFileGetVersion",
     "cuFileBatchIOSetUp", "cuFileBatchIOSubmit", "cuFileBatchIOGetStatus",
     "cuFileBatchIOCancel", "cuFileBatchIODestroy",
-    "cuFileGetParameterSizeT", "cuFileSetParameterBool", "cuFileDriverGetP2PFlags",
+    "cuFileGetParameterSizeT", "cuFileSetParameterSizeT", "cuFileSetParameterBool",
+    "cuFileDriverGetP2PFlags",
     "cuFileSetStatsLevel", "cuFileStatsStart", "cuFileGetStatsL3", "cuFileStatsStop",
 )
 
@@ -255,6 +256,13 @@ cdef class CuFile:
         if self.api.get_size == NULL or self.api.get_size(parameter, &value).err != 0:
             return None
         return value
+
+    def set_size(self, int parameter, size_t value):
+        """Before the driver is opened. Raises CuFileFailure."""
+        self.own()
+        if self.api.set_size == NULL:
+            raise NotSupported(f"{self.path} has no cuFileSetParameterSizeT")
+        self.require("cuFileSetParameterSizeT", self.api.set_size(parameter, value))
 
     def set_bool(self, int parameter, bint value):
         """Before the driver is opened. Raises CuFileFailure."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.errors import PlacementError
 from gdsload.loading.batch import Batch
+from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
 from gdsload.memory import device_buffers
 from gdsload.memory.host_buffers import (
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 # more than 10 MiB would be a cudaMalloc of its own; transformers' caching_allocator_warmup exists
 # for the same reason. Not measured by us.
 WHOLE_BYTES = 256 << 20
+# The first reads of a load are posted when so many bytes are planned: eight requests.
+FIRST_BYTES = 32 << 20
 # torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
 # other blocks.
 _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
@@ -68,6 +71,35 @@ def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
         return BlockBatch(session, *session.arrange(ranges_of(infos)))
     slices = [whole(info) for info in infos]
     return DeviceBatch(session, *session.arrange(runs_of(slices)), slices)
+
+
+def starting_windows(
+    session: Session, infos: Sequence[TensorInfo]
+) -> Iterator[Sequence[TensorInfo]]:
+    """Groups of tensors to post one after the other, so that the first is read while the others are
+    planned. Each is twice as large as all before it: planning is faster than reading.
+
+    Raises PlacementError, before the first group, if the device is too full for all.
+    """
+    total = sum(info.nbytes for info in infos)
+    if total <= FIRST_BYTES or offered():  # prefetched tensors may need no memory
+        yield infos
+        return
+    ordinal = gpu.ordinal_of(session.device)
+    reusable = reusable_bytes(ordinal) if torch_imported() else 0
+    gpu.require_room(ordinal, total, reusable)
+    ordered = sorted(infos, key=FILE_ORDER)
+    first, limit, nbytes = 0, FIRST_BYTES, 0
+    for number, info in enumerate(ordered):
+        if nbytes >= limit:
+            yield ordered[first:number]
+            if not first and torch_imported():
+                # The reads of the first group do not wait for this allocation.
+                sizes = [info.nbytes for info in ordered[number:]]
+                have_whole(session.device, sizes)
+            first, limit = number, 3 * limit
+        nbytes += info.nbytes
+    yield ordered[first:]
 
 
 def torch_imported() -> bool:
@@ -204,10 +236,7 @@ class DeviceTensors:
         )
         sizes = [each.nbytes for each in self._slices]
         if sum(sizes):
-            ordinal = gpu.ordinal_of(self.device)
-            reusable = reusable_bytes(ordinal)
-            free = gpu.require_room(ordinal, sum(sizes), reusable)
-            have_whole(self.device, sizes, free, reusable)
+            have_whole(self.device, sizes)
         self.tensors: dict[str, torch.Tensor] = {
             each.key: self._empty(each) for each in self._slices
         }
@@ -312,12 +341,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def have_whole(device: str, sizes: Sequence[int], free_bytes: int, reusable_bytes: int) -> None:
+def have_whole(device: str, sizes: Sequence[int]) -> None:
     """Makes torch's allocator take one block for many tensors, if there is room. It caches the
-    block and carves the tensors out of it. Without room each tensor is allocated on its own."""
+    block and carves the tensors out of it. Without room each tensor is allocated on its own.
+
+    Raises PlacementError if the device is too full for all of them.
+    """
+    ordinal = gpu.ordinal_of(device)
+    reusable = reusable_bytes(ordinal)
+    free_bytes = gpu.require_room(ordinal, sum(sizes), reusable)
     large = [size for size in sizes if size > _SMALL_BYTES]
     total = sum(-(-size // _ROUND_BYTES) * _ROUND_BYTES for size in large)
-    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable_bytes
+    fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
     if len(large) > 1 and fits and _carves(os.environ):
         with suppress(RuntimeError):
             empty((total,), torch_dtype("U8"), device)

@@ -41,7 +41,7 @@ class ShardAccess:
         self._report = report
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
         self._direct_fds: list[int] = []
-        self._partly_warm: dict[int, bool] = {}
+        self._residency: dict[int, str] = {}  # by shard
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop"
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
@@ -74,10 +74,12 @@ class ShardAccess:
         if self.cache != "auto":
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self._checkpoint.shards[shard]
-        if shard not in self._partly_warm:
-            self._partly_warm[shard] = page_cache.partly_resident(opened.fd)
+        if shard not in self._residency:
+            self._residency[shard] = page_cache.residency(opened.fd, opened.size)
+        if self._residency[shard] != "some":
+            return "buffered" if self._residency[shard] == "all" else "direct"
         length = min(length, opened.size - offset)
-        warm = self._partly_warm[shard] and page_cache.wholly_resident(opened.fd, offset, length)
+        warm = page_cache.wholly_resident(opened.fd, offset, length)
         return "buffered" if warm else "direct"
 
     def register(self, backend: Backend, shard: int) -> None:

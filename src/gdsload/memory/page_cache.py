@@ -118,12 +118,19 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
     return found >= WARM_SHARE * size * len(views)
 
 
-def partly_resident(fd: int) -> bool:
-    """Whether any page of a file is in the page cache, as far as it can be asked."""
+def residency(fd: int, length: int) -> str:
+    """Whether "all", "none" or "some" of the first `length` bytes of a file are in the page cache.
+
+    A large file is sampled: "all" and "none" may then be wrong for a few pages.
+    """
+    if length > SAMPLES * SAMPLE_BYTES:
+        warm = {wholly_resident(fd, view, 1) for view in _spots(0, length)}
+        return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
     try:
-        return resident_bytes(fd) > 0
-    except OSError:
-        return False
+        found = resident_bytes(fd, 0, length) if length else 0
+    except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
+        found = 0
+    return "some" if 0 < found < length else "all" if found else "none"
 
 
 def absent_ranges(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]]:

@@ -60,17 +60,19 @@ def test_open_that_closes_standard_input_gives_it_back(doubles: Doubles) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "parallel_io", "p2pdma"),
+    ("text", "parallel_io", "p2pdma", "direct_io_kb"),
     [
-        ("{}", 0, 1),
-        ('{"execution": {"parallel_io": true}}', -1, 1),
-        ('{"properties": {"use_pci_p2pdma": false}}', 0, -1),
+        ("{}", 0, 1, 16384),
+        ('{"execution": {"parallel_io": true}}', -1, 1, 16384),
+        ('{"properties": {"use_pci_p2pdma": false}}', 0, -1, 16384),
+        ('{"properties": {"max_direct_io_size_kb": 1024}}', 0, 1, 512),
     ],
 )
 def test_switches_without_a_setting_of_the_user_are_set(
     text: str,
     parallel_io: int,
     p2pdma: int,
+    direct_io_kb: int,
     doubles: Doubles,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -80,12 +82,14 @@ def test_switches_without_a_setting_of_the_user_are_set(
     (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
     (tmp_path / "root/proc/driver/nvidia").mkdir()
     (tmp_path / "root/proc/driver/nvidia/params").write_text("RMForceStaticBar1=1")
+    doubles.size(5, 512)  # the double does not read the file
     (tmp_path / "own.json").write_text(text)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "own.json"))
     monkeypatch.delenv("CUFILE_USE_PCIP2PDMA", raising=False)
     library.opened("cuda:0", False)
     switch = doubles.cufile.cufile_double_switch
     assert (switch(4), switch(7)) == (parallel_io, p2pdma)
+    assert library.library().get_size(5) == direct_io_kb
 
 
 def test_compatibility_mode_is_refused(doubles: Doubles) -> None:

@@ -33,8 +33,12 @@ CLOSE_SECONDS = 10.0
 REGISTER_SECONDS = 10.0
 EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
+# The largest part of one read, as in NVIDIA's file. cuFile before 1.20 splits a read into parts of
+# 1 MiB, one after the other.
+DIRECT_IO_KB = 16384
+
 # CUFileSizeTConfigParameter_t and CUFileBoolConfigParameter_t.
-_DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 6, 7, 9
+_DIRECT_IO_KB, _DEVICE_CACHE_KB, _BUFFER_CACHE_KB, _BATCHSIZE = 5, 6, 7, 9
 _ALLOW_COMPAT, _PARALLEL_IO, _USE_P2PDMA = 1, 4, 7
 # CUfileDriverStatusFlags_t and CUfileFeatureFlags_t, as bits.
 _NVME, _NVME_P2P, _P2P_SUPPORTED = 4, 11, 4
@@ -352,6 +356,9 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
     for parameter, value in switches.items():
         with suppress(CuFileFailure, NotSupported):  # before 1.14: checked when it is open
             found.set_bool(parameter, value)
+    if not settings.has("properties", "max_direct_io_size_kb"):
+        with suppress(CuFileFailure, NotSupported):
+            found.set_size(_DIRECT_IO_KB, DIRECT_IO_KB)
     try:
         with config.log_elsewhere(settings):
             owner = gpu.device(gpu.ordinal_of(device))
