@@ -123,6 +123,12 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests run first, so that none of them is left for one process at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish() -> None:
     """Freezes imported objects: with torch and transformers, each collection that a test asks for
     would take a third of a second."""
