@@ -175,8 +175,10 @@ def _require_all_numbers(shards: tuple[ShardPath, ...], directory: str) -> None:
 
 def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
     weight_map = read_weight_map(_read_small(index, limit), path=index)
-    for tensor, name in weight_map.items():
+    names = sorted(set(weight_map.values()))
+    for name in names:  # few, however many tensors the index has
         if fault := shard_name_fault(name):
+            tensor = next(tensor for tensor, shard in weight_map.items() if shard == name)
             raise CheckpointError(
                 f"{index}: its weight_map maps tensor {shown(tensor)} to {shown(name)}, which"
                 f" {fault}",
@@ -184,7 +186,6 @@ def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
                 tensor=tensor,
             )
     directory = os.path.dirname(index)
-    names = sorted(set(weight_map.values()))
     shards = tuple(ShardPath(name, os.path.join(directory, name)) for name in names)
     return CheckpointFiles(title, shards, weight_map, index)
 
