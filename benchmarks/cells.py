@@ -185,15 +185,21 @@ def requests(cell: Cell, truth: Truth, first: int, share: int) -> list[Steps]:
     return steps[1:]  # the first opened the engine
 
 
-def one(
-    cell: Cell, backend: Backend, offset: int, files: list[Any], memory: list[Any]
-) -> Steps:  # fmt: skip
+def one(cell: Cell, backend: Backend, offset: int, files: list[Any], memory: list[Any]) -> Steps:
     """One request: made, started, waited for, given back."""
     transfers = [
-        Transfer(0, offset + number * cell.block, cell.block, cell.block, 0, number * cell.block,
-                 "direct", number)
+        Transfer(
+            0,
+            offset + number * cell.block,
+            cell.block,
+            cell.block,
+            0,
+            number * cell.block,
+            "direct",
+            number,
+        )
         for number in range(cell.batch)
-    ]  # fmt: skip
+    ]
     began = time.perf_counter()
     request = backend.prepare(transfers, files, memory)
     prepared = time.perf_counter()

@@ -152,8 +152,12 @@ def measure(
                         print(f"  left out: {arm.label}: {error}", file=sys.stderr)
                         continue
                     runs.append({"arm": arm.label, "state": memory.state, **facts})
-                    print(f"  {repeat + 1}/{options.repeats} {memory.state} {arm.label}:"
-                          f" {facts['seconds']:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"  {repeat + 1}/{options.repeats} {memory.state} {arm.label}:"
+                        f" {facts['seconds']:.3f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     judged = {id(judge): judge for judge in judges.values()}
     discarded = [run for judge in judged.values() for run in judge.discarded]
     return Measured(arms, runs, discarded, left_out, costs)

@@ -36,8 +36,9 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=values.whole, default=5, metavar="N", help="runs of each: 5"
     )
-    parser.add_argument("--state", choices=STATES, default="small",
-                        help="of memory, as in bench cold")  # fmt: skip
+    parser.add_argument(
+        "--state", choices=STATES, default="small", help="of memory, as in bench cold"
+    )
     parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
     parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
     return parser.parse_args(words)
@@ -70,12 +71,16 @@ def loads(result: dict[str, Any]) -> str:
         took, fact = tables.seconds_of(found[label]), found[label]["medians"].get
         held, peak, vram = fact("touched_bytes"), fact("peak_rss_bytes"), fact("peak_vram_bytes")
         beside = None if peak is None else peak - (held if vram is None else 0)
-        rows.append([
-            f"{label}, here", f"{took.median:.3f}", f"{took.low:.3f} to {took.high:.3f}",
-            f"{stock.median / took.median:.2f}",
-            tables.shown(beside, lambda value: f"{max(value, 0) / 1e6:.0f}"),
-            tables.shown(vram, lambda value: f"{value / 1e6:.0f}"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{label}, here",
+                f"{took.median:.3f}",
+                f"{took.low:.3f} to {took.high:.3f}",
+                f"{stock.median / took.median:.2f}",
+                tables.shown(beside, lambda value: f"{max(value, 0) / 1e6:.0f}"),
+                tables.shown(vram, lambda value: f"{value / 1e6:.0f}"),
+            ]
+        )
     known = MINI_GDS.get(result["checkpoint"]["name"], ())
     for load in known:
         rows.append([

@@ -14,8 +14,11 @@ def steps(section: str, entries: list[dict[str, Any]]) -> str:
     rows = []
     for entry in entries:
         took, rest = tables.seconds_of(entry), entry["beside_s"]
-        shape = {"tensors": f"{entry['tensors']:,}", "bytes": f"{entry['bytes'] / 1e6:,.0f} MB",
-                 "shards": f"{entry['shards']:,}"}  # fmt: skip
+        shape = {
+            "tensors": f"{entry['tensors']:,}",
+            "bytes": f"{entry['bytes'] / 1e6:,.0f} MB",
+            "shards": f"{entry['shards']:,}",
+        }
         rows.append([
             shape.pop(section), *shape.values(), f"{took.median:.4f}",
             f"{took.low:.4f} to {took.high:.4f}", f"{rest:.4f}", f"{entry['cpu_s']:.3f}",

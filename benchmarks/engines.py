@@ -32,18 +32,42 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     names = (*ENGINES, *CUFILE)
     parser = records.parser_of("gdsload bench engines", __doc__)
     records.add_source(parser)
-    parser.add_argument("--engine", nargs="+", default=names, choices=names,
-                        help="engines of posix, and backends: all")  # fmt: skip
-    parser.add_argument("--request", nargs="+", type=values.size, default=SIZES, metavar="BYTES",
-                        help="of one read, at most: 1M 4M 16M")  # fmt: skip
-    parser.add_argument("--in-flight", nargs="+", type=values.whole, default=IN_FLIGHT,
-                        metavar="N", help="reads at one time: 4 16 64")  # fmt: skip
-    parser.add_argument("--pages", nargs="+", default=["auto"], choices=tuple(MODES),
-                        help="how the threads of posix touch fresh memory: auto")  # fmt: skip
-    parser.add_argument("--repeats", type=values.whole, default=3, metavar="N",
-                        help="runs of each combination: 3")  # fmt: skip
-    parser.add_argument("--state", choices=STATES, default="small",
-                        help="of memory, as in bench cold")  # fmt: skip
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=names,
+        choices=names,
+        help="engines of posix, and backends: all",
+    )
+    parser.add_argument(
+        "--request",
+        nargs="+",
+        type=values.size,
+        default=SIZES,
+        metavar="BYTES",
+        help="of one read, at most: 1M 4M 16M",
+    )
+    parser.add_argument(
+        "--in-flight",
+        nargs="+",
+        type=values.whole,
+        default=IN_FLIGHT,
+        metavar="N",
+        help="reads at one time: 4 16 64",
+    )
+    parser.add_argument(
+        "--pages",
+        nargs="+",
+        default=["auto"],
+        choices=tuple(MODES),
+        help="how the threads of posix touch fresh memory: auto",
+    )
+    parser.add_argument(
+        "--repeats", type=values.whole, default=3, metavar="N", help="runs of each combination: 3"
+    )
+    parser.add_argument(
+        "--state", choices=STATES, default="small", help="of memory, as in bench cold"
+    )
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
     )
@@ -109,13 +133,17 @@ def pivot(result: dict[str, Any]) -> str:
     for name, found in groups(result).items():
         numbers = sorted({number for _, number in found})
         rows = [
-            [f"{size >> 10} KiB", *(
-                f"{nbytes / found[size, number].median / 1e9:.2f}"
-                if (size, number) in found else ""
-                for number in numbers
-            )]
+            [
+                f"{size >> 10} KiB",
+                *(
+                    f"{nbytes / found[size, number].median / 1e9:.2f}"
+                    if (size, number) in found
+                    else ""
+                    for number in numbers
+                ),
+            ]
             for size in sorted({size for size, _ in found})
-        ]  # fmt: skip
+        ]
         head = ["request, GB/s", *(f"{number} in flight" for number in numbers)]
         parts.append(f"{name}\n\n{tables.markdown(head, rows)}")
     return "\n\n".join(parts)

@@ -503,9 +503,10 @@ def swept(
     for number, case in enumerate(cases):
         together.setdefault((case.load, case.call), []).append(number)
     groups = [
-        group[first : first + GROUP] for group in together.values()
+        group[first : first + GROUP]
+        for group in together.values()
         for first in range(0, len(group), GROUP)
-    ]  # fmt: skip
+    ]
     pipes, pids = [], []
     for job in range(jobs):
         reader, writer = os.pipe()
@@ -604,17 +605,34 @@ def publish(result: Mapping[str, Any]) -> None:
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = records.parser_of("benchmarks.faults", __doc__)
     parser.add_argument("--loads", nargs="+", default=["*"], metavar="PATTERN", help="kinds: all")
-    parser.add_argument("--calls", nargs="+", default=list(ERRORS), choices=ERRORS, metavar="CALL",
-                        help="system calls: all")  # fmt: skip
+    parser.add_argument(
+        "--calls",
+        nargs="+",
+        default=list(ERRORS),
+        choices=ERRORS,
+        metavar="CALL",
+        help="system calls: all",
+    )
     names = sorted({error for row in ERRORS.values() for error in row.split()})
-    parser.add_argument("--errors", nargs="+", default=names, choices=names, metavar="ERROR",
-                        help="errno names: all")  # fmt: skip
+    parser.add_argument(
+        "--errors",
+        nargs="+",
+        default=names,
+        choices=names,
+        metavar="ERROR",
+        help="errno names: all",
+    )
     parser.add_argument("--sample", action="store_true", help="one case of each load and call")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th case only")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)),
-                        help="cases at one time: one for each CPU")  # fmt: skip
-    parser.add_argument("--dir", type=Path, help="where the checkpoints are written: a temporary"
-                        " directory")  # fmt: skip
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="cases at one time: one for each CPU",
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where the checkpoints are written: a temporary directory"
+    )
     parser.add_argument("--publish", action="store_true", help="write the table into docs/")
     records.add_output(parser)
     return parser.parse_args(words)
@@ -648,9 +666,16 @@ def main(words: Sequence[str] | None = None) -> int:
         seconds = time.monotonic() - began
         bad = [f"{case}: {outcome.text}" for case, outcome in found if outcome.kind == "violation"]
         result = records.record(
-            "faults", Path(folder), loads=len(chosen), cases=len(found), seconds=round(seconds),
-            sample=options.sample, every=options.every, rows=summed(found), violations=bad,
-        )  # fmt: skip
+            "faults",
+            Path(folder),
+            loads=len(chosen),
+            cases=len(found),
+            seconds=round(seconds),
+            sample=options.sample,
+            every=options.every,
+            rows=summed(found),
+            violations=bad,
+        )
     say("\n" + table(result))
     say(f"{len(found)} cases in {seconds:.0f} s, {len(bad)} violations")
     if options.publish:

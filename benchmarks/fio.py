@@ -34,14 +34,21 @@ def run(files: list[Path], disk: str | None, settings: dict[str, Any]) -> dict[s
     reads, own = machine.disk_reads(), _children_read_bytes()
     ran = subprocess.run(
         [
-            "fio", "--name=read", "--rw=read", "--readonly", "--invalidate=0",
-            "--output-format=json", "--thread",
+            "fio",
+            "--name=read",
+            "--rw=read",
+            "--readonly",
+            "--invalidate=0",
+            "--output-format=json",
+            "--thread",
             "--filename=" + ":".join(str(file).replace(":", r"\:") for file in files),
             "--file_service_type=sequential",
             *(f"--{name}={value}" for name, value in {**SETTINGS, **settings}.items()),
         ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if ran.returncode:
         raise ArmFailed((ran.stderr or ran.stdout).strip().splitlines()[-1])
     job = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0]

@@ -56,8 +56,11 @@ def child(arm: str, file: Path) -> dict[str, Any]:
     """The times of one fresh process. Raises Refused if it fails."""
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, arm, str(file)],
-        capture_output=True, text=True, check=False, env=start.environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=start.environment(),
+    )
     if ran.returncode:
         raise Refused(f"{arm}: {ran.stderr.strip().splitlines()[-1:]}")
     facts: dict[str, Any] = json.loads(ran.stdout)
@@ -109,13 +112,15 @@ def notes(result: dict[str, Any]) -> str:
     more = first_costs_ms(result["loads"], "gdsload")
     said = "met" if more <= MOST_MORE_MS else "missed"
     repeats = several(len(result["loads"][0]["seconds"]), "repeat")
-    return "\n".join([
-        f"- {records.described(result)}",
-        f"- {repeats} of each loader in fresh processes; torch is imported before the clock"
-        " starts",
-        f"- gdsload: the first load takes {more:.1f} ms longer than the second; at most"
-        f" {MOST_MORE_MS:.0f} ms are wanted: {said}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {records.described(result)}",
+            f"- {repeats} of each loader in fresh processes; torch is imported before the clock"
+            " starts",
+            f"- gdsload: the first load takes {more:.1f} ms longer than the second; at most"
+            f" {MOST_MORE_MS:.0f} ms are wanted: {said}",
+        ]
+    )
 
 
 def main(words: list[str] | None = None) -> int:

@@ -46,8 +46,12 @@ from .scale import sparse
 
 BUS_RATE = 50_000_000_000  # bytes per second: a PCIe 5.0 GPU
 # (tensors, bytes, shards) of qwen3-0.6b, qwen2.5-7b and llama-70b, and of very many tensors.
-CHECKPOINTS = ((311, 1_500_000_000, 1), (339, 15_200_000_000, 4), (723, 141_000_000_000, 30),
-               (100_000, 15_200_000_000, 4))  # fmt: skip
+CHECKPOINTS = (
+    (311, 1_500_000_000, 1),
+    (339, 15_200_000_000, 4),
+    (723, 141_000_000_000, 30),
+    (100_000, 15_200_000_000, 4),
+)
 KINDS = ("blocks", "torch")
 WARM_BYTES = 256 << 20
 MOST_FIRST_MS, MOST_SHARE = 5.0, 0.02  # the targets
@@ -176,8 +180,16 @@ def measured(repeats: int) -> list[dict[str, Any]]:
                     medians = {
                         key: round(statistics.median(r[key] for r in runs), 2) for key in runs[0]
                     }
-                    found.append({"tensors": tensors, "bytes": nbytes, "shards": shards,
-                                  "memory": kind, "loads": repeats, **medians})  # fmt: skip
+                    found.append(
+                        {
+                            "tensors": tensors,
+                            "bytes": nbytes,
+                            "shards": shards,
+                            "memory": kind,
+                            "loads": repeats,
+                            **medians,
+                        }
+                    )
     return found
 
 
@@ -216,13 +228,16 @@ def aims(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> str:
-    return "\n".join([
-        f"- {described(result)}",
-        f"- medians of {result['loads'][0]['loads']} loads each, after one; the staging ring is"
-        " there already, all pages are in the page cache, no byte is read or copied",
-        "- blocks: memory of the driver, before torch is imported; torch: a tensor each",
-        "- bus idle: after the first read, while all posted bytes would have arrived at 50 GB/s",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {described(result)}",
+            f"- medians of {result['loads'][0]['loads']} loads each, after one; the staging ring is"
+            " there already, all pages are in the page cache, no byte is read or copied",
+            "- blocks: memory of the driver, before torch is imported; torch: a tensor each",
+            "- bus idle: after the first read, while all posted bytes would have arrived at 50"
+            " GB/s",
+        ]
+    )
 
 
 def main(words: list[str] | None = None) -> int:

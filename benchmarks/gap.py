@@ -109,23 +109,25 @@ def main(words: list[str] | None = None) -> int:
         halves = subset(checkpoint, options.repeats)
         facts = machine.describe(Path(checkpoint.shards[0].path))
     options.output.write_text(
-        json.dumps({"machine": facts, "commit": machine.commit(), "gaps": joined,
-                    "subset": halves}) + "\n"
-    )  # fmt: skip
+        json.dumps({"machine": facts, "commit": machine.commit(), "gaps": joined, "subset": halves})
+        + "\n"
+    )
     rows = []
     for entry in joined:
-        per = [entry["seconds"][name] / entry["pieces"] * 1e6
-               for name in ("joined", "split")]  # fmt: skip
+        per = [entry["seconds"][name] / entry["pieces"] * 1e6 for name in ("joined", "split")]
         rows.append([f"{entry['piece'] >> 10} KiB", f"{entry['gap'] >> 10} KiB",
                      f"{per[0]:.1f}", f"{per[1]:.1f}", f"{per[0] / per[1]:.2f}"])  # fmt: skip
     head = ["pieces of", "gap", "joined, us a piece", "split, us a piece", "ratio"]
     print(tables.markdown(head, rows))
     rows = [
-        [f"{entry['gap'] >> 10} KiB", str(entry["requests"]),
-         f"{entry['read_bytes'] / max(entry['wanted_bytes'], 1) - 1:.2%}",
-         f"{entry['seconds']:.3f}"]
+        [
+            f"{entry['gap'] >> 10} KiB",
+            str(entry["requests"]),
+            f"{entry['read_bytes'] / max(entry['wanted_bytes'], 1) - 1:.2%}",
+            f"{entry['seconds']:.3f}",
+        ]
         for entry in halves
-    ]  # fmt: skip
+    ]
     print(f"\na random half of the tensors, {halves[0]['wanted_bytes'] / 1e9:.2f} GB\n")
     print(tables.markdown(["rule", "requests", "read over", "median s"], rows))
     print(f"\nthe rule in force: {GAP_BYTES >> 10} KiB")

@@ -124,8 +124,13 @@ def valgrind() -> str:
 
 def conditions() -> dict[str, Any]:
     """The conditions of a count: others give other counts."""
-    return {"python": platform.python_version(), "processor": platform.machine(),
-            "valgrind": valgrind(), "tensors": TENSORS, "shards": SHARDS}  # fmt: skip
+    return {
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "valgrind": valgrind(),
+        "tensors": TENSORS,
+        "shards": SHARDS,
+    }
 
 
 def measure(steps: list[str]) -> dict[str, int]:
@@ -157,10 +162,14 @@ def verdict(found: dict[str, int], known: dict[str, int]) -> list[str]:
 
 def table(found: dict[str, int], known: dict[str, int]) -> str:
     rows = [
-        [step, f"{now:,}", f"{now / TENSORS:,.0f}",
-         f"{now / known[step] - 1:+.1%}" if step in known else "new"]
+        [
+            step,
+            f"{now:,}",
+            f"{now / TENSORS:,.0f}",
+            f"{now / known[step] - 1:+.1%}" if step in known else "new",
+        ]
         for step, now in found.items()
-    ]  # fmt: skip
+    ]
     return tables.markdown(["step", "instructions", "a tensor", "against the baseline"], rows)
 
 
@@ -178,8 +187,11 @@ def compared(words: argparse.Namespace) -> int:
     except ValueError as error:
         raise Refused(f"{words.baseline} is no baseline: {error}") from error
     print(table(found, known["steps"]))
-    other = [f"{name} {known.get(name)}, here {value}" for name, value in here.items()
-             if known.get(name) != value]  # fmt: skip
+    other = [
+        f"{name} {known.get(name)}, here {value}"
+        for name, value in here.items()
+        if known.get(name) != value
+    ]
     if other:
         raise Refused(f"the baseline is of {'; '.join(other)}: make one here with --keep")
     worse = verdict(found, known["steps"])
@@ -196,8 +208,9 @@ def compared(words: argparse.Namespace) -> int:
 
 def main(words: list[str] | None = None) -> int:
     parser = records.parser_of("python -m benchmarks.instructions", __doc__)
-    parser.add_argument("--take", nargs=3, metavar=("STEP", "TIMES", "SOURCE"),
-                        help=argparse.SUPPRESS)  # fmt: skip
+    parser.add_argument(
+        "--take", nargs=3, metavar=("STEP", "TIMES", "SOURCE"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--steps", nargs="+", choices=list(STEPS))
     parser.add_argument("--keep", action="store_true", help="make this the baseline")
     parser.add_argument("--baseline", type=Path, default=BASELINE)

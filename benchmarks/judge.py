@@ -248,9 +248,14 @@ class Worker:
         )
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            places.command(python, "worker"), cwd="/", env=environment, bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words,
-        )  # fmt: skip
+            places.command(python, "worker"),
+            cwd="/",
+            env=environment,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+        )
         self._received = b""
         self.send(json.dumps(job))
 

@@ -129,8 +129,11 @@ def write(directory: Path, groups: list[list[Shape]]) -> Path:
         end = 0
         for shape in group:
             begin, end = end, end + shape.nbytes
-            header[shape.name] = {"dtype": shape.dtype, "shape": list(shape.shape),
-                                  "data_offsets": [begin, end]}  # fmt: skip
+            header[shape.name] = {
+                "dtype": shape.dtype,
+                "shape": list(shape.shape),
+                "data_offsets": [begin, end],
+            }
             where[shape.name] = file
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -27,8 +27,15 @@ def fitted(text: str, width: int) -> str:
             continue
         found += _parts(table, width)
         table = []
-        found.append(textwrap.fill(line, width, subsequent_indent="  " * line.startswith("- "),
-                                   break_long_words=False, break_on_hyphens=False))  # fmt: skip
+        found.append(
+            textwrap.fill(
+                line,
+                width,
+                subsequent_indent="  " * line.startswith("- "),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
     return "\n".join(found[:-1])
 
 

@@ -150,15 +150,19 @@ def open_bare(wanted: Wanted) -> Opened:
     def load(source: Path) -> Loaded:
         files = files_of(source)
         sizes = [file.stat().st_size for file in files]
-        bases = [early.get(file) or library.bare_memory(size, huge, 0)
-                 for file, size in zip(files, sizes, strict=True)]  # fmt: skip
+        bases = [
+            early.get(file) or library.bare_memory(size, huge, 0)
+            for file, size in zip(files, sizes, strict=True)
+        ]
         error = library.bare_read(
             (ctypes.c_char_p * len(files))(*(os.fsencode(file) for file in files)),
             (ctypes.c_size_t * len(files))(*sizes),
             (ctypes.c_void_p * len(files))(*bases),
-            len(files), int(settings["request_kib"]) << 10, int(settings["depth"]),
+            len(files),
+            int(settings["request_kib"]) << 10,
+            int(settings["depth"]),
             int(settings["threads"]),
-        )  # fmt: skip
+        )
         if error:
             raise OSError(-error, os.strerror(-error))
         return Loaded(

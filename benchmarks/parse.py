@@ -35,13 +35,20 @@ MOST_US = 5.0
 
 def write(directory: Path, tensors: int, shards: int) -> Path:
     """A sparse checkpoint of `tensors` tensors in `shards` shards. Replaces an existing one."""
-    names = [f"model.layers.{n // 768}.mlp.experts.{n // 3 % 256}.{n % 3}_proj.weight"
-             for n in range(tensors)]  # fmt: skip
-    return large.write(directory, [
-        [large.Shape(name, "BF16", SHAPE)
-         for name in names[shard * tensors // shards : (shard + 1) * tensors // shards]]
-        for shard in range(shards)
-    ])  # fmt: skip
+    names = [
+        f"model.layers.{n // 768}.mlp.experts.{n // 3 % 256}.{n % 3}_proj.weight"
+        for n in range(tensors)
+    ]
+    return large.write(
+        directory,
+        [
+            [
+                large.Shape(name, "BF16", SHAPE)
+                for name in names[shard * tensors // shards : (shard + 1) * tensors // shards]
+            ]
+            for shard in range(shards)
+        ],
+    )
 
 
 Cost = tuple[float, float]
@@ -87,8 +94,10 @@ def summary(runs: Sequence[dict[str, Cost]]) -> dict[str, Any]:
     """What is kept: the seconds of each step, and medians of CPU; and of what has a target."""
 
     def kept(costs: Sequence[Cost]) -> dict[str, Any]:
-        return {"seconds": [clock for clock, _ in costs],
-                "cpu_s": statistics.median(cpu for _, cpu in costs)}  # fmt: skip
+        return {
+            "seconds": [clock for clock, _ in costs],
+            "cpu_s": statistics.median(cpu for _, cpu in costs),
+        }
 
     wanted = [[run[step] for step in TARGET] for run in runs]
     return {
@@ -128,13 +137,15 @@ def notes(result: dict[str, Any]) -> str:
     said = "met" if together(result) < MOST_US else "missed"
     cpu = result["together"]["cpu_s"] / result["tensors"] * 1e6
     repeats = several(len(result["together"]["seconds"]), "repeat")
-    return "\n".join([
-        f"- {records.described(result)}",
-        f"- {repeats} in one process, after one that is not counted; data are holes of sparse"
-        " files, and none of them is read",
-        f"- {', '.join(TARGET)}: {together(result):.2f} us a tensor, {cpu:.2f} of"
-        f" CPU; under {MOST_US:.0f} was wanted: {said}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {records.described(result)}",
+            f"- {repeats} in one process, after one that is not counted; data are holes of sparse"
+            " files, and none of them is read",
+            f"- {', '.join(TARGET)}: {together(result):.2f} us a tensor, {cpu:.2f} of"
+            f" CPU; under {MOST_US:.0f} was wanted: {said}",
+        ]
+    )
 
 
 def main(words: list[str] | None = None) -> int:

@@ -42,8 +42,11 @@ def rows(
     drawing.words(10, 16, title)
     for row, label in enumerate(labels):
         drawing.words(left - 6, 30 + row_px * row + row_px // 2 + 2, label, "end")
-    drawing.lines(GREY, [(left, 28), (left, bottom), (right, bottom)],
-                  *([(x(tick), bottom), (x(tick), bottom + 4)] for tick in x.ticks()))  # fmt: skip
+    drawing.lines(
+        GREY,
+        [(left, 28), (left, bottom), (right, bottom)],
+        *([(x(tick), bottom), (x(tick), bottom + 4)] for tick in x.ticks()),
+    )
     for tick in x.ticks():
         drawing.words(x(tick), bottom + 16, f"{tick:g}", "middle")
     for number, line in enumerate(under):
@@ -56,10 +59,14 @@ def bars(result: dict[str, Any]) -> Drawing:
     arms = tables.fastest_first(result)
     found = [tables.seconds_of(arm) for arm in arms]
     drawing, x = rows(
-        tables.title(result), [arm["label"] for arm in arms], max(one.high for one in found),
-        ["seconds until every byte was touched: median, fastest and slowest run",
-         "blue: gdsload, grey: others, green: limits of disk and memory"],
-    )  # fmt: skip
+        tables.title(result),
+        [arm["label"] for arm in arms],
+        max(one.high for one in found),
+        [
+            "seconds until every byte was touched: median, fastest and slowest run",
+            "blue: gdsload, grey: others, green: limits of disk and memory",
+        ],
+    )
     for row, (arm, one) in enumerate(zip(arms, found, strict=True)):
         y = 30 + ROW_PX * row
         drawing.rectangle(x(0), y, x(one.median) - x(0), BAR_PX, colour(arm["label"]))
@@ -76,12 +83,16 @@ def grouped(result: dict[str, Any]) -> Drawing:
     found = [[tables.seconds_of(arm["states"][name]) for name in names] for arm in arms]
     row_px = 6 + THIN_PX * len(names)
     drawing, x = rows(
-        tables.title(result), [arm["label"] for arm in arms],
+        tables.title(result),
+        [arm["label"] for arm in arms],
         max(one.high for several in found for one in several),
-        ["seconds until every byte was touched: median, fastest and slowest run; memory:",
-         ", ".join(f"{name} ({states.TITLES[name]})" for name in names),
-         "blue: gdsload, grey: others, green: limits of disk and memory"], row_px,
-    )  # fmt: skip
+        [
+            "seconds until every byte was touched: median, fastest and slowest run; memory:",
+            ", ".join(f"{name} ({states.TITLES[name]})" for name in names),
+            "blue: gdsload, grey: others, green: limits of disk and memory",
+        ],
+        row_px,
+    )
     for row, (arm, several) in enumerate(zip(arms, found, strict=True)):
         for place, one in enumerate(several):
             y = 30 + row_px * row + THIN_PX * place
@@ -89,9 +100,10 @@ def grouped(result: dict[str, Any]) -> Drawing:
             middle = y + THIN_PX // 2 - 1
             drawing.lines(BLACK, [(x(one.low), middle), (x(one.high), middle)])
         drawing.words(
-            x(max(one.high for one in several)) + 8, 30 + row_px * row + row_px // 2 + 2,
+            x(max(one.high for one in several)) + 8,
+            30 + row_px * row + row_px // 2 + 2,
             ", ".join(f"{one.median:.2f}" for one in several),
-        )  # fmt: skip
+        )
     return drawing
 
 
@@ -113,19 +125,33 @@ def rates(result: dict[str, Any]) -> Drawing:
     groups, shades = sweep.grouped(result), coloured(sweep.grouped(result))
     batches = sorted({line["batch"] for line in result["lines"]})
     limit = max(result["limits"]) / 1e9
-    names = {f"{name}, {threads} threads" if threads > 1 else name: shades[name, threads]
-             for name, threads in groups}  # fmt: skip
+    names = {
+        f"{name}, {threads} threads" if threads > 1 else name: shades[name, threads]
+        for name, threads in groups
+    }
     legend = [*names.items(), ("plain reader", GREY)]
     most = max(limit, *(line["bytes_per_second"] / 1e9 for line in result["lines"]))
     drawing = plots(len(batches), legend, "GB/s")
     for number, batch in enumerate(batches):
         blocks = sorted({line["block"] for line in result["lines"] if line["batch"] == batch})
         named = {block: block_name(block) for block in blocks[::4]}
-        plot = Plot(drawing, number * Plot.WIDTH, f"batch size {batch}", "block size, bytes",
-                    {block: named.get(block, "") for block in blocks}, (0, most))  # fmt: skip
+        plot = Plot(
+            drawing,
+            number * Plot.WIDTH,
+            f"batch size {batch}",
+            "block size, bytes",
+            {block: named.get(block, "") for block in blocks},
+            (0, most),
+        )
         for group, lines in groups.items():
-            plot.line([(line["block"], line["bytes_per_second"] / 1e9)
-                       for line in lines if line["batch"] == batch], shades[group])  # fmt: skip
+            plot.line(
+                [
+                    (line["block"], line["bytes_per_second"] / 1e9)
+                    for line in lines
+                    if line["batch"] == batch
+                ],
+                shades[group],
+            )
         plot.level(limit, GREY)
     return drawing
 
@@ -140,12 +166,23 @@ def depths(result: dict[str, Any]) -> Drawing:
     drawing = plots(len(found), legend, "GB/s: median, fastest and slowest")
     for place, (engine, shapes) in enumerate(found.items()):
         numbers = sorted({number for _, number in shapes})
-        plot = Plot(drawing, place * Plot.WIDTH, engine.partition(",")[0], "reads in flight",
-                    {number: f"{number}" for number in numbers}, (0, most))  # fmt: skip
+        plot = Plot(
+            drawing,
+            place * Plot.WIDTH,
+            engine.partition(",")[0],
+            "reads in flight",
+            {number: f"{number}" for number in numbers},
+            (0, most),
+        )
         for size, shade in sizes.items():
             took = {number: shapes[size, number] for number in numbers if (size, number) in shapes}
-            plot.ranges({number: (rate / one.median, rate / one.high, rate / one.low)
-                         for number, one in took.items()}, shade)  # fmt: skip
+            plot.ranges(
+                {
+                    number: (rate / one.median, rate / one.high, rate / one.low)
+                    for number, one in took.items()
+                },
+                shade,
+            )
     return drawing
 
 
@@ -160,12 +197,20 @@ def curves(result: dict[str, Any]) -> Drawing | None:
     for place, (name, entries) in enumerate(sections.items()):
         found = {entry[name]: tables.seconds_of(entry) for entry in entries}
         # A logarithm has no place for what is lost among the reads of a few bytes.
-        beside = [(entry[name], entry["beside_s"]) for entry in entries
-                  if entry.get("beside_s", 0) > 0]  # fmt: skip
+        beside = [
+            (entry[name], entry["beside_s"]) for entry in entries if entry.get("beside_s", 0) > 0
+        ]
         least = min([one.low for one in found.values()] + [rest for _, rest in beside])
         most = max(one.high for one in found.values())
-        plot = Plot(drawing, place * Plot.WIDTH, name, "", {x: short(x) for x in found},
-                    (least, most), log=True)  # fmt: skip
+        plot = Plot(
+            drawing,
+            place * Plot.WIDTH,
+            name,
+            "",
+            {x: short(x) for x in found},
+            (least, most),
+            log=True,
+        )
         plot.ranges({x: (one.median, one.low, one.high) for x, one in found.items()}, OURS)
         if beside:
             plot.line(beside, READS, dashed=True)
@@ -180,11 +225,14 @@ def timeline(result: dict[str, Any]) -> Drawing:
     found = tables.by_label(result)
     limit = start.floor(result)
     drawing, x = rows(
-        start.title(result), list(start.MODELS),
+        start.title(result),
+        list(start.MODELS),
         max(limit, *(found[arm]["marks"]["ready"] for arm in start.MODELS)),
-        ["seconds since the process started; grey: imports, blue: load, green: touch,",
-         "orange: reads ahead; dashed: max(imports alone, reading alone)"],
-    )  # fmt: skip
+        [
+            "seconds since the process started; grey: imports, blue: load, green: touch,",
+            "orange: reads ahead; dashed: max(imports alone, reading alone)",
+        ],
+    )
     for row, arm in enumerate(start.MODELS):
         y, last = 30 + ROW_PX * row, 0.0
         marks, reads = found[arm]["marks"], found[arm]["reads"]

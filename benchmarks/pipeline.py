@@ -102,8 +102,10 @@ def run(
     """
     alone = kind == "pump alone"
     if alone:
-        ops: list[Any] = [(0, t.offset, t.length, t.wanted, (1 << 40) + t.target_offset, None, -1)
-                          for t in plan.transfers]  # fmt: skip
+        ops: list[Any] = [
+            (0, t.offset, t.length, t.wanted, (1 << 40) + t.target_offset, None, -1)
+            for t in plan.transfers
+        ]
     else:
         memory = [Registration(entry, -1) for entry in memory_of(plan, kind)]
         files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
@@ -162,8 +164,15 @@ def measured(repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             for tensors, plan in plans.items():
                 if rate and tensors not in PACED:
                     continue
-                found.append({"rate": rate, "memory": kind, "tensors": tensors,
-                              "requests": len(plan.transfers), "runs": []})  # fmt: skip
+                found.append(
+                    {
+                        "rate": rate,
+                        "memory": kind,
+                        "tensors": tensors,
+                        "requests": len(plan.transfers),
+                        "runs": [],
+                    }
+                )
         for number in range(repeats):
             for entry in found:
                 if entry["rate"] and number >= PACED_REPEATS:
@@ -250,16 +259,18 @@ def met(well: bool) -> str:
 def notes(result: dict[str, Any]) -> str:
     paced = next(entry for entry in result["pipeline"] if entry["rate"])
     free = next(entry for entry in result["pipeline"] if not entry["rate"])
-    return "\n".join([
-        f"- {described(result)}",
-        f"- a request is one read of the plan as it is posted to the kernel, of"
-        f" {result['request_bytes'] >> 20} MiB at most; CPU is that of all threads of the process,"
-        " from the posting to the end of the last read",
-        f"- medians of {paced['loads']} paced loads and of {free['loads']} at once; no byte"
-        " is read or copied, and nothing here is measured on a GPU",
-        "- paced reads wake the pump, which is in the figures; the bare loop is woken once for each"
-        " request and does nothing else",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {described(result)}",
+            "- a request is one read of the plan as it is posted to the kernel, of"
+            f" {result['request_bytes'] >> 20} MiB at most; CPU is that of all threads of the"
+            " process, from the posting to the end of the last read",
+            f"- medians of {paced['loads']} paced loads and of {free['loads']} at once; no byte"
+            " is read or copied, and nothing here is measured on a GPU",
+            "- paced reads wake the pump, which is in the figures; the bare loop is woken once for"
+            " each request and does nothing else",
+        ]
+    )
 
 
 def main(words: list[str] | None = None) -> int:
@@ -271,9 +282,13 @@ def main(words: list[str] | None = None) -> int:
     def result() -> tuple[dict[str, Any], str]:
         pipeline, loop = measured(options.repeats)
         return records.record(
-            "pipeline", ROOT, bytes=LOAD_BYTES, request_bytes=REQUEST_BYTES, pipeline=pipeline,
+            "pipeline",
+            ROOT,
+            bytes=LOAD_BYTES,
+            request_bytes=REQUEST_BYTES,
+            pipeline=pipeline,
             bare=loop,
-        ), "pipeline"  # fmt: skip
+        ), "pipeline"
 
     return records.publish("pipeline", options, result)
 

@@ -75,8 +75,9 @@ def load(source: Path, pool: warmup.HostPool) -> dict[str, Any]:
     start = time.monotonic()
     with gdsload.prefetch(source) as ahead:
         tensors = gdsload.load_file(source)
-    total = sum(int(t.view(-1)[:: 4096 // t.element_size()].sum().isfinite()) for t in
-                tensors.values())  # fmt: skip
+    total = sum(
+        int(t.view(-1)[:: 4096 // t.element_size()].sum().isfinite()) for t in tensors.values()
+    )
     took = time.monotonic() - start
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     reports = (ahead.report, gdsload.last_report())
@@ -140,15 +141,17 @@ def table(result: dict[str, Any]) -> str:
 
 
 def notes(result: dict[str, Any]) -> str:
-    return "\n".join([
-        f"- {records.described(result)}",
-        f"- {several(result['turns'], 'turn')}, each model twice at once: first from cold storage"
-        f" ({result['from_storage_s']:.2f} s), then from the pool ({result['from_pool_s']:.2f} s),"
-        " every page touched",
-        f"- the pool held {size(result['most_held_bytes'])} at most, of"
-        f" {size(result['limit_bytes'])} that it may; {size(result['most_pinned_bytes'])} of it"
-        " pinned",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {records.described(result)}",
+            f"- {several(result['turns'], 'turn')}, each model twice at once: first from cold"
+            f" storage ({result['from_storage_s']:.2f} s), then from the pool"
+            f" ({result['from_pool_s']:.2f} s), every page touched",
+            f"- the pool held {size(result['most_held_bytes'])} at most, of"
+            f" {size(result['limit_bytes'])} that it may; {size(result['most_pinned_bytes'])} of it"
+            " pinned",
+        ]
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -176,9 +179,13 @@ def main(words: Sequence[str] | None = None) -> int:
                     loads.append(load(source, pool))
                     loads.append(load(source, pool))  # at once again: from the pool
         return records.record(
-            "pool", options.directory, limit_bytes=limit, **require_bounded(loads, limit),
-            **summary(loads, options.models), closed=look(pool),
-        ), "pool"  # fmt: skip
+            "pool",
+            options.directory,
+            limit_bytes=limit,
+            **require_bounded(loads, limit),
+            **summary(loads, options.models),
+            closed=look(pool),
+        ), "pool"
 
     return records.publish("pool", options, measured)
 

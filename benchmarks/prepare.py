@@ -33,8 +33,10 @@ def build_bare() -> None:
     try:
         ran = subprocess.run(
             [*command, "-o", str(places.BARE), str(source), "-luring"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError as error:
         raise ArmFailed(f"bare.c was not compiled: {command[0]}: {error.strerror}") from error
     if ran.returncode:
@@ -54,9 +56,15 @@ def rehearsal(beside: Path, *, model: bool) -> Iterator[Path]:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             config = AutoConfig.for_model(
-                "qwen3", hidden_size=64, intermediate_size=128, num_hidden_layers=1, head_dim=32,
-                num_attention_heads=2, num_key_value_heads=1, vocab_size=256,
-            )  # fmt: skip
+                "qwen3",
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=1,
+                head_dim=32,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                vocab_size=256,
+            )
             AutoModelForCausalLM.from_config(config).save_pretrained(directory)
         else:
             sizes = {f"rehearsal.{number}": 1 << 16 for number in range(4)}
@@ -97,8 +105,12 @@ def converted(arm: Arm, conditions: Conditions) -> Iterator[Conditions]:
             targets[source].mkdir()
             ran = subprocess.run(
                 [*places.command(python_of(arm), "convert"), arm.kind, source, targets[source]],
-                env=places.environment(), cwd="/", capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                env=places.environment(),
+                cwd="/",
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if ran.returncode:
                 words = ran.stderr.strip().splitlines() or ["without a word"]
                 raise ArmFailed(f"the checkpoint was not converted: {words[-1]}")

@@ -188,9 +188,10 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE", help="where the JSON goes; an old one is replaced"
     )
     parser.add_argument(
-        "--replace", action="store_true",
+        "--replace",
+        action="store_true",
         help="without --output: take the place of the result of this name, not a number beside it",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
 
 

@@ -147,9 +147,12 @@ def show(files: list[Path]) -> None:
 def main(words: list[str] | None = None) -> int:
     parser = records.parser_of("gdsload bench report", __doc__)
     parser.add_argument(
-        "results", nargs="*", type=Path, metavar="RESULT.json",
+        "results",
+        nargs="*",
+        type=Path,
+        metavar="RESULT.json",
         help="show these, and draw them beside their files; without any, renew the page",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--check", action="store_true", help="change nothing, fail where the page is behind"
     )

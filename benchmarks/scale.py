@@ -125,9 +125,7 @@ def require_whole(source: Path, state: dict[str, Any], tensors: int, total: int)
         )
 
 
-def against(
-    section: str, room: Path, repeats: int, most: int | None
-) -> list[dict[str, Any]]:  # fmt: skip
+def against(section: str, room: Path, repeats: int, most: int | None) -> list[dict[str, Any]]:
     """The steps of one section, taken in turn."""
     found: list[dict[str, Any]] = []
     for tensors, total, shards in SECTIONS[section]:
@@ -141,8 +139,12 @@ def against(
             runs = [loaded(source, tensors, total) for _ in range(repeats)]
         entry = {"tensors": tensors, "bytes": total, "shards": files, **summary(runs)}
         found.append(entry)
-        print(f"  {section}: {tensors:,} tensors, {total / 1e6:.0f} MB, {files} shards:"
-              f" {tables.seconds_of(entry).median:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"  {section}: {tensors:,} tensors, {total / 1e6:.0f} MB, {files} shards:"
+            f" {tables.seconds_of(entry).median:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return found
 
 
@@ -160,8 +162,11 @@ def at_once(
     for count in LOADS:
         runs = [together(sources[:count], tensors, total) for _ in range(repeats)]
         found.append({"loads": count, "tensors": tensors, "bytes": total, **summary(runs)})
-        print(f"  loads: {count} at once: {tables.seconds_of(found[-1]).median:.3f} s",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"  loads: {count} at once: {tables.seconds_of(found[-1]).median:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     return found
 
 

@@ -108,8 +108,11 @@ def child(arm: str, source: Path) -> dict[str, Any]:
     begin = time.monotonic()
     ran = subprocess.run(
         [sys.executable, "-c", CHILD, arm, str(source), repr(begin)],
-        capture_output=True, text=True, check=False, env=environment(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
     if ran.returncode:
         said = ran.stderr.strip().splitlines() or ["it ended without a word"]
         raise Refused(f"{arm}: {said[-1]}")
@@ -187,13 +190,17 @@ def table(result: dict[str, Any]) -> str:
     for arm in ARMS:
         took, marks = tables.seconds_of(found[arm]), found[arm]["marks"]
         loaded = marks.get("loaded", marks["ready"])
-        rows.append([
-            arm, f"{took.median:.2f}", f"{took.low:.2f} to {took.high:.2f}",
-            f"{marks['imports']:.2f}",
-            f"{loaded - marks['imports']:.2f}" if arm in MODELS else "",
-            f"{marks['ready'] - loaded:.2f}" if arm in MODELS else "",
-            f"{took.median / least - 1:+.0%}" if arm in MODELS else "",
-        ])  # fmt: skip
+        rows.append(
+            [
+                arm,
+                f"{took.median:.2f}",
+                f"{took.low:.2f} to {took.high:.2f}",
+                f"{marks['imports']:.2f}",
+                f"{loaded - marks['imports']:.2f}" if arm in MODELS else "",
+                f"{marks['ready'] - loaded:.2f}" if arm in MODELS else "",
+                f"{took.median / least - 1:+.0%}" if arm in MODELS else "",
+            ]
+        )
     head = ["arm", "median s", "min to max", "imports s", "load s", "touch s", "beside the limit"]
     return tables.markdown(head, rows)
 
@@ -208,24 +215,34 @@ def notes(result: dict[str, Any]) -> str:
     if result["residency_checked"]:  # older results were not
         checked = " and none of them resident when its clock started"
     used = result["machine"].get("versions", {})  # older results have none
-    with_what = ", ".join(f"{name} {used[name]}" for name in ("torch", "transformers")
-                          if name in used)  # fmt: skip
-    return "\n".join([
-        f"- {records.described(result)}",
-        "- each run in a fresh process, arms in turn; weights evicted before each"
-        f"{checked}, the files of Python's packages warm; all checksums equal; phases are those of"
-        " the median run",
-        f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
-        f" {over:+.0%}, within {AIM:.0%} was wanted: {said}",
-        *([f"- versions: {with_what}"] if with_what else []),
-    ])  # fmt: skip
+    with_what = ", ".join(
+        f"{name} {used[name]}" for name in ("torch", "transformers") if name in used
+    )
+    return "\n".join(
+        [
+            f"- {records.described(result)}",
+            "- each run in a fresh process, arms in turn; weights evicted before each"
+            f"{checked}, the files of Python's packages warm; all checksums equal; phases are those"
+            " of the median run",
+            f"- limit: max(imports alone, reading alone), {floor(result):.2f} s; with prefetch"
+            f" {over:+.0%}, within {AIM:.0%} was wanted: {said}",
+            *([f"- versions: {with_what}"] if with_what else []),
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = records.parser_of("gdsload bench start", __doc__)
     records.add_source(parser)
-    parser.add_argument("--repeats", "--rounds", dest="rounds", type=values.whole, default=7,
-                        metavar="N", help="runs of each arm: 7")  # fmt: skip
+    parser.add_argument(
+        "--repeats",
+        "--rounds",
+        dest="rounds",
+        type=values.whole,
+        default=7,
+        metavar="N",
+        help="runs of each arm: 7",
+    )
     options = parser.parse_args(arguments)
 
     def result() -> tuple[dict[str, Any], str]:
@@ -238,8 +255,9 @@ def main(arguments: list[str] | None = None) -> int:
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             runs = measured(source, options.rounds)
             arms = [summary(arm, runs) for arm in ARMS]
-            return records.record("start", source, name=name, bytes=nbytes, arms=arms,
-                                  residency_checked=True), f"start-{name}"  # fmt: skip
+            return records.record(
+                "start", source, name=name, bytes=nbytes, arms=arms, residency_checked=True
+            ), f"start-{name}"
 
     return records.publish("bench start", options, result)
 

@@ -81,19 +81,24 @@ def table(result: dict[str, Any]) -> str:
     for name in names:
         head += [f"{name}: s (min to max)", "of gdsload's", "CPU s/GB"]
     rows = [
-        [arm["label"]] + [
-            cell for name in names
+        [arm["label"]]
+        + [
+            cell
+            for name in names
             for cell in cells(arm["states"][name], ours and ours["states"][name])
         ]
         for arm in fastest_first(result)
-    ]  # fmt: skip
+    ]
     touches = [
-        [f"{name}: {TITLES[name]}", *(
-            f"{took.median * 1e3:.2f} ({took.low * 1e3:.2f} to {took.high * 1e3:.2f})"
-            for took in (tables.spread(found[kind]) for kind in ("huge", "small"))
-        )]
+        [
+            f"{name}: {TITLES[name]}",
+            *(
+                f"{took.median * 1e3:.2f} ({took.low * 1e3:.2f} to {took.high * 1e3:.2f})"
+                for took in (tables.spread(found[kind]) for kind in ("huge", "small"))
+            ),
+        ]
         for name, found in result["page_costs"].items()
-    ]  # fmt: skip
+    ]
     costs = ["first touch of 2 MiB, ms (min to max)", "as a huge page", "as 512 small pages"]
     return f"{tables.markdown(head, rows)}\n\n{tables.markdown(costs, touches)}"
 

@@ -88,9 +88,16 @@ class Plot:
     WIDTH, HEIGHT, LEFT, TOP = 210, 200, 45, 40
 
     def __init__(
-        self, drawing: Drawing, left: int, title: str, under: str, xs: Mapping[float, str],
-        y: tuple[float, float], *, log: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        drawing: Drawing,
+        left: int,
+        title: str,
+        under: str,
+        xs: Mapping[float, str],
+        y: tuple[float, float],
+        *,
+        log: bool = False,
+    ) -> None:
         self._drawing = drawing
         first, last = left + self.LEFT, left + self.WIDTH - 10
         bottom = self.TOP + self.HEIGHT

@@ -39,23 +39,50 @@ HEAD = (
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = records.parser_of("gdsload bench io", __doc__)
     records.add_source(parser)
-    parser.add_argument("--block", nargs="+", type=values.size, default=BLOCKS, metavar="BYTES",
-                        help="of one read: 4K to 64M")  # fmt: skip
-    parser.add_argument("--batch", nargs="+", type=values.whole, default=[1, 16], metavar="N",
-                        help="reads in one request: 1 16")  # fmt: skip
-    parser.add_argument("--threads", nargs="+", type=values.whole, default=[1], metavar="N",
-                        help="each with requests of its own: 1")  # fmt: skip
+    parser.add_argument(
+        "--block",
+        nargs="+",
+        type=values.size,
+        default=BLOCKS,
+        metavar="BYTES",
+        help="of one read: 4K to 64M",
+    )
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        type=values.whole,
+        default=[1, 16],
+        metavar="N",
+        help="reads in one request: 1 16",
+    )
+    parser.add_argument(
+        "--threads",
+        nargs="+",
+        type=values.whole,
+        default=[1],
+        metavar="N",
+        help="each with requests of its own: 1",
+    )
     parser.add_argument(
         "--backend", nargs="+", default=["posix"], help="of posix, gds, gds_mt: posix"
     )
-    parser.add_argument("--engine", nargs="+", default=list(ENGINES),
-                        help=f"of the posix backend: {' '.join(ENGINES)}")  # fmt: skip
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=list(ENGINES),
+        help=f"of the posix backend: {' '.join(ENGINES)}",
+    )
     parser.add_argument(
         "--device", type=values.device, default=CPU, help="where the bytes go: cpu, cuda:0"
     )
     parser.add_argument("--random", action="store_true", help="blocks in random places")
-    parser.add_argument("--seconds", type=values.amount(0, "seconds"), default=0.3, metavar="S",
-                        help="of reading, for each line: 0.3")  # fmt: skip
+    parser.add_argument(
+        "--seconds",
+        type=values.amount(0, "seconds"),
+        default=0.3,
+        metavar="S",
+        help="of reading, for each line: 0.3",
+    )
     options = parser.parse_args(words)
     uneven = [block for block in options.block if block % PAGE_BYTES]
     if uneven:
@@ -105,35 +132,58 @@ def sweep(source: Path, options: argparse.Namespace) -> dict[str, Any]:
         for threads in options.threads:
             for batch in options.batch:
                 for block in options.block:
-                    cell = Cell(backend, settings, options.device, block, batch, threads,
-                                options.random, options.seconds)  # fmt: skip
+                    cell = Cell(
+                        backend,
+                        settings,
+                        options.device,
+                        block,
+                        batch,
+                        threads,
+                        options.random,
+                        options.seconds,
+                    )
                     why = fits(cell, truth.size)
                     if why:
-                        left_out[f"blocks of {block:,}, {batch} at once,"
-                                 f" {several(threads, 'thread')}"] = why  # fmt: skip
+                        left_out[
+                            f"blocks of {block:,}, {batch} at once, {several(threads, 'thread')}"
+                        ] = why
                         continue
                     try:
                         facts = run_cell(cell, truth, device)
                     except BackendUnavailable as error:
                         left_out[name] = str(error)
                         break
-                    lines.append({"backend": name, "block": block, "batch": batch,
-                                  "threads": threads, **facts})  # fmt: skip
-                    print(f"  {name} {block} x {batch} x {threads}: "
-                          f"{facts['bytes_per_second'] / 1e9:.2f} GB/s",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    lines.append(
+                        {
+                            "backend": name,
+                            "block": block,
+                            "batch": batch,
+                            "threads": threads,
+                            **facts,
+                        }
+                    )
+                    print(
+                        f"  {name} {block} x {batch} x {threads}: "
+                        f"{facts['bytes_per_second'] / 1e9:.2f} GB/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     device.measure()
     return records.record(
         "io",
         path,
         file={"name": records.name_of(options, source), "bytes": path.stat().st_size},
-        conditions={"random": options.random, "seconds": options.seconds,
-                    "device": options.device, "tolerance": TOLERANCE,
-                    "counted": device.key is not None},
+        conditions={
+            "random": options.random,
+            "seconds": options.seconds,
+            "device": options.device,
+            "tolerance": TOLERANCE,
+            "counted": device.key is not None,
+        },
         limits=device.limits,
         lines=lines,
         left_out=left_out,
-    )  # fmt: skip
+    )
 
 
 def title(result: dict[str, Any]) -> str:
@@ -153,8 +203,11 @@ def grouped(result: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]
 
 
 def row(line: dict[str, Any]) -> list[str]:
-    us = [line[step][kind] * 1e6 for step in ("prepare", "post", "transfer")
-          for kind in ("mean", "p99")]  # fmt: skip
+    us = [
+        line[step][kind] * 1e6
+        for step in ("prepare", "post", "transfer")
+        for kind in ("mean", "p99")
+    ]
     return [
         str(line["block"]),
         str(line["batch"]),

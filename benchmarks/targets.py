@@ -90,8 +90,9 @@ def least(
     """No more of something than the loader that takes the least of it, but for some slack."""
 
     def measure(result: Result) -> Found:
-        medians = {arm["label"]: arm["medians"][fact] for arm in result["arms"]
-                   if fact in arm["medians"]}  # fmt: skip
+        medians = {
+            arm["label"]: arm["medians"][fact] for arm in result["arms"] if fact in arm["medians"]
+        }
         best = min(loaders(result), key=medians.__getitem__)
         return Found(
             f"{form(medians[OURS])}, {best} {form(medians[best])}",

@@ -284,15 +284,18 @@ def odd_file(context: Context) -> Path:
 
     path = context.work / "odd.safetensors"
     if not path.exists():
-        safetensors.torch.save_file({
-            "bytes": torch.arange(7, dtype=torch.uint8),
-            "none": torch.empty(0, 5),
-            "short": torch.arange(333, dtype=torch.int16),
-            "scalar": torch.tensor(2.5, dtype=torch.float64),
-            "float8": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
-            "bool": torch.ones(3, 1, dtype=torch.bool),
-            "large": torch.arange(3_000_001, dtype=torch.int32),
-        }, path)  # fmt: skip
+        safetensors.torch.save_file(
+            {
+                "bytes": torch.arange(7, dtype=torch.uint8),
+                "none": torch.empty(0, 5),
+                "short": torch.arange(333, dtype=torch.int16),
+                "scalar": torch.tensor(2.5, dtype=torch.float64),
+                "float8": torch.arange(200_000, dtype=torch.float32).to(torch.float8_e4m3fn),
+                "bool": torch.ones(3, 1, dtype=torch.bool),
+                "large": torch.arange(3_000_001, dtype=torch.int32),
+            },
+            path,
+        )
     return path
 
 
@@ -310,8 +313,12 @@ def exact(context: Context) -> Iterator[Row]:
         yield tried(name, lambda words=words: twice(gpu, wanted, load(**words)))
     for backend in ("auto", "gds_mt", "gds"):
         yield tried(backend, lambda name=backend: twice(gpu, wanted, load(backend=name)))
-    yield tried("stream", lambda: twice(gpu, wanted, lambda: dict(
-        gdsload.stream(source, gpu.device, window_bytes=16 * MIB))))  # fmt: skip
+    yield tried(
+        "stream",
+        lambda: twice(
+            gpu, wanted, lambda: dict(gdsload.stream(source, gpu.device, window_bytes=16 * MIB))
+        ),
+    )
     yield tried("prefetch", lambda: prefetched(context, source, wanted))
     yield tried("slices", lambda: slices(context, source, wanted))
     del wanted
@@ -319,9 +326,14 @@ def exact(context: Context) -> Iterator[Row]:
     for other in others:
         wanted = expected(gpu, other)
         for cache in ("direct", "buffered"):
-            yield tried(f"{other.stem}/{cache}", lambda cache=cache: twice(
-                gpu, wanted, lambda: gdsload.load_file(  # noqa: B023 - called at once
-                    other, gpu.device, backend="posix", cache=cache)))  # noqa: B023 # fmt: skip
+            yield tried(
+                f"{other.stem}/{cache}",
+                lambda wanted=wanted, other=other, cache=cache: twice(
+                    gpu,
+                    wanted,
+                    lambda: gdsload.load_file(other, gpu.device, backend="posix", cache=cache),
+                ),
+            )
 
 
 def prefetched(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
@@ -376,8 +388,12 @@ def allocator(context: Context) -> Iterator[Row]:
     mode = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     for cache, engine in (("direct", "uring"), ("buffered", "uring"), ("buffered", "threads")):
         words = {"backend": "posix", "cache": cache, "options": {"engine": engine}}
-        yield tried(f"{mode}: posix/{engine}/{cache}", lambda words=words: twice(
-            gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)))  # fmt: skip
+        yield tried(
+            f"{mode}: posix/{engine}/{cache}",
+            lambda words=words: twice(
+                gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)
+            ),
+        )
 
 
 # ---- streams, graphs, ends of a process ----------------------------------------------------------
@@ -414,8 +430,11 @@ def older_work(gpu: Gpu, source: Path, wanted: dict[str, Any]) -> Row:
     got = gdsload.load_file(source, gpu.device, backend="posix", cache="buffered")
     seconds = time.monotonic() - began
     gpu.synchronize()
-    row = {"verdict": "exact", "seconds": seconds,
-           "reused": sum(tensor.data_ptr() in places for tensor in got.values())}  # fmt: skip
+    row = {
+        "verdict": "exact",
+        "seconds": seconds,
+        "reused": sum(tensor.data_ptr() in places for tensor in got.values()),
+    }
     if not all(bool((block == 14).all()) for block in after):
         row["verdict"] = f"{WRONG}: the load overwrote memory that older work was reading"
     elif wrong := differs(got, wanted):
@@ -614,8 +633,10 @@ def exits(context: Context) -> Iterator[Row]:
             command = [sys.executable, str(Path(__file__).resolve()), *context.arguments]
             ran = subprocess.run(
                 [*command, "--section", name, "--seconds", "40"],
-                capture_output=True, text=True, timeout=45,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                timeout=45,
+            )
             trouble = re.search(r"Fatal|terminate called|Segmentation|left: [^0]", ran.stderr)
             good = ran.returncode == status and not trouble
             why = f"status {ran.returncode}, expected {status}: {ran.stderr.strip()[-300:]}"
@@ -676,9 +697,11 @@ def fork(context: Context) -> Iterator[Row]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         return {
-            "verdict": f"{WRONG}: {wrong}" if wrong else "exact", "fork_ms": seconds * 1e3,
-            "child_anonymous_bytes": anonymous, "ring_bytes": rings,
-        }  # fmt: skip
+            "verdict": f"{WRONG}: {wrong}" if wrong else "exact",
+            "fork_ms": seconds * 1e3,
+            "child_anonymous_bytes": anonymous,
+            "ring_bytes": rings,
+        }
 
     yield tried("fork with a pinned ring", forked)
 
@@ -744,18 +767,22 @@ def micro(context: Context) -> Iterator[Row]:
     ring = 2 * MIB if context.small else 256 * MIB
     sizes = (64 << 10, MIB) if context.small else tuple(each * MIB for each in (1, 2, 4, 8, 16))
     for kind in ("registered-huge", "registered-small", "allocated", "pageable"):
-        yield tried(f"host to device: {kind}", lambda kind=kind: copies(
-            gpu, kind, ring, total, sizes))  # fmt: skip
+        yield tried(
+            f"host to device: {kind}", lambda kind=kind: copies(gpu, kind, ring, total, sizes)
+        )
     for nbytes in (MIB, 2 * MIB) if context.small else (64 * MIB, 256 * MIB, 512 * MIB):
         for threads in (1, 4, 8):
-            yield tried(f"touch and register {nbytes // MIB} MiB by {threads} threads",
-                        lambda nbytes=nbytes, threads=threads: registering(
-                            gpu, nbytes, threads))  # fmt: skip
+            yield tried(
+                f"touch and register {nbytes // MIB} MiB by {threads} threads",
+                lambda nbytes=nbytes, threads=threads: registering(gpu, nbytes, threads),
+            )
     yield tried("device to device", lambda: device_copies(gpu, ring, total))
     source = context.main_checkpoint
     for threads in (1, 2, 4, 8, 16):
-        yield tried(f"page cache to pinned memory by {threads} threads",
-                    lambda threads=threads: cached_reads(gpu, source, ring, threads))  # fmt: skip
+        yield tried(
+            f"page cache to pinned memory by {threads} threads",
+            lambda threads=threads: cached_reads(gpu, source, ring, threads),
+        )
 
 
 def copies(gpu: Gpu, kind: str, ring: int, total: int, sizes: Iterable[int]) -> Row:
@@ -798,8 +825,11 @@ def registering(gpu: Gpu, nbytes: int, threads: int) -> Row:
     times.append(time.monotonic())
     device.unpin(address_of(memory))
     times.append(time.monotonic())
-    return {"touch_ms": touch * 1e3, "register_ms": (times[1] - times[0]) * 1e3,
-            "unregister_ms": (times[2] - times[1]) * 1e3}  # fmt: skip
+    return {
+        "touch_ms": touch * 1e3,
+        "register_ms": (times[1] - times[0]) * 1e3,
+        "unregister_ms": (times[2] - times[1]) * 1e3,
+    }
 
 
 def device_copies(gpu: Gpu, ring: int, total: int) -> Row:
@@ -836,8 +866,10 @@ def cached_reads(gpu: Gpu, source: Path, ring: int, threads: int) -> Row:
                 os.close(fd)
 
         began = time.monotonic()
-        workers = [threading.Thread(target=work, args=(view[number * step : (number + 1) * step],))
-                   for number in range(threads)]  # fmt: skip
+        workers = [
+            threading.Thread(target=work, args=(view[number * step : (number + 1) * step],))
+            for number in range(threads)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -857,8 +889,9 @@ def model(context: Context) -> Iterator[Row]:
         return
     source = context.checkpoint("tiny" if context.small else "qwen3-0.6b")
     for dtype in ("auto", "float32"):
-        yield tried(f"from_pretrained, dtype={dtype}", lambda dtype=dtype: models(
-            context, source, dtype))  # fmt: skip
+        yield tried(
+            f"from_pretrained, dtype={dtype}", lambda dtype=dtype: models(context, source, dtype)
+        )
 
 
 def models(context: Context, source: Path, dtype: str) -> Row:
@@ -917,23 +950,34 @@ def cufile(context: Context) -> Iterator[Row]:
 
     gpu, source = context.gpu, context.main_checkpoint
     yield {"name": "udev", "verdict": make_udev(context.work) if context.bare else "not changed"}
-    yield tried("library", lambda: {
-        "path": library.library().path, "version": library.library().version,
-        "native_path": " ".join(library.native_path()).strip(),
-        "obstacle": library.obstacle()})  # fmt: skip
+    yield tried(
+        "library",
+        lambda: {
+            "path": library.library().path,
+            "version": library.library().version,
+            "native_path": " ".join(library.native_path()).strip(),
+            "obstacle": library.obstacle(),
+        },
+    )
     wanted = expected(gpu, source)
     for backend in ("gds_mt", "gds"):
         for ring in (32 * MIB,) if context.small else (128 * MIB, 512 * MIB):
             options = {"allow_compat": True, "ring_bytes": ring}
             words = {"backend": backend, "cache": "direct", "options": options}
-            yield tried(f"{backend}, compatibility mode, ring of {ring // MIB} MiB",
-                        lambda words=words: twice(gpu, wanted, lambda: gdsload.load_file(
-                            source, gpu.device, **words)))  # fmt: skip
+            yield tried(
+                f"{backend}, compatibility mode, ring of {ring // MIB} MiB",
+                lambda words=words: twice(
+                    gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)
+                ),
+            )
         odd = odd_file(context)
         words = {"backend": backend, "options": {"allow_compat": True}}
-        yield tried(f"{backend}, odd sizes", lambda words=words, odd=odd: twice(
-            gpu, expected(gpu, odd), lambda: gdsload.load_file(
-                odd, gpu.device, **words)))  # fmt: skip
+        yield tried(
+            f"{backend}, odd sizes",
+            lambda words=words, odd=odd: twice(
+                gpu, expected(gpu, odd), lambda: gdsload.load_file(odd, gpu.device, **words)
+            ),
+        )
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -971,11 +1015,21 @@ class ArmProcess:
         job = {"kind": arm.kind, "settings": arm.options, "device": context.gpu.host_device}
         self.label, self.log = label, tempfile.TemporaryFile()  # noqa: SIM115 - closed below
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *context.arguments, "--section",
-             "arm", "--job", json.dumps(job)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, bufsize=0,
+            [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                *context.arguments,
+                "--section",
+                "arm",
+                "--job",
+                json.dumps(job),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            bufsize=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **arm.environment},
-        )  # fmt: skip
+        )
 
     def ask(self, source: Path, seconds: float) -> Row:
         """One load. Raises OSError with the reason why it failed."""
@@ -1084,9 +1138,13 @@ def cudart_on_path(context: Context) -> Iterator[None]:
 
 
 def rounds(
-    context: Context, source: Path, labels: Sequence[str], warm: bool, ends: float,
+    context: Context,
+    source: Path,
+    labels: Sequence[str],
+    warm: bool,
+    ends: float,
     processes: dict[str, ArmProcess],
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Loads in turn until `ends`; a loader that fails is left out of the rest of a table."""
     labels = (OURS, "safetensors-mmap", "pinned") if context.small else labels
     conditions = bench("judge").Conditions(source, warm, device=context.gpu.host_device)
@@ -1102,8 +1160,13 @@ def rounds(
             last = ends if number else context.ends - 3
             if time.monotonic() + longest.get(label, 0) > last:
                 continue
-            row: Row = {"name": f"{table}: {label}", "table": table, "arm": label,
-                        "round": number, "verdict": "ok"}  # fmt: skip
+            row: Row = {
+                "name": f"{table}: {label}",
+                "table": table,
+                "arm": label,
+                "round": number,
+                "verdict": "ok",
+            }
             began = time.monotonic()
             try:
                 if context.small and not warm:  # the page cache of others stays
@@ -1164,25 +1227,50 @@ def facts(context: Context) -> Iterator[Row]:
     from gdsload.system import gpu as gpus
 
     found = gpus.device(gpus.ordinal_of(context.device))
-    yield tried("versions", lambda: {
-        "gdsload": gdsload.__version__, "torch": torch.__version__, "python": sys.version,
-        "cuda": gpus.cuda().version, "kernel": platform.release(),
-        "gpu": {"name": found.name, "bus": found.bus, "node": gpus.numa_node(found.bus),
-                "total_bytes": found.total_bytes}})  # fmt: skip
+    yield tried(
+        "versions",
+        lambda: {
+            "gdsload": gdsload.__version__,
+            "torch": torch.__version__,
+            "python": sys.version,
+            "cuda": gpus.cuda().version,
+            "kernel": platform.release(),
+            "gpu": {
+                "name": found.name,
+                "bus": found.bus,
+                "node": gpus.numa_node(found.bus),
+                "total_bytes": found.total_bytes,
+            },
+        },
+    )
     yield tried("machine", lambda: {"machine": bench("machine").describe(context.work)})
-    yield tried("backends", lambda: {
-        "support": {name: str(each) for name, each in registry.probe_all(context.device).items()},
-        "native_path": " ".join(library.native_path()).strip()})  # fmt: skip
+    yield tried(
+        "backends",
+        lambda: {
+            "support": {
+                name: str(each) for name, each in registry.probe_all(context.device).items()
+            },
+            "native_path": " ".join(library.native_path()).strip(),
+        },
+    )
     lines = output_of("nvidia-smi", "-q").splitlines()
     chosen = re.compile(r"BAR1|Link|Gen|Width|Total +:|Driver Version|CUDA Version|Persistence|MIG")
-    yield {"name": "nvidia-smi", "verdict": "ok",
-           "lines": [line.strip() for line in lines if chosen.search(line)][:60]}  # fmt: skip
-    yield {"name": "limits", "verdict": "ok",
-           "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
-           "io_uring_disabled": text_of("/proc/sys/kernel/io_uring_disabled"),
-           "run_udev": os.path.isdir("/run/udev"), "root": os.geteuid() == 0,
-           "modules": [line.split()[0] for line in text_of("/proc/modules").splitlines()
-                       if "nv" in line]}  # fmt: skip
+    yield {
+        "name": "nvidia-smi",
+        "verdict": "ok",
+        "lines": [line.strip() for line in lines if chosen.search(line)][:60],
+    }
+    yield {
+        "name": "limits",
+        "verdict": "ok",
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
+        "io_uring_disabled": text_of("/proc/sys/kernel/io_uring_disabled"),
+        "run_udev": os.path.isdir("/run/udev"),
+        "root": os.geteuid() == 0,
+        "modules": [
+            line.split()[0] for line in text_of("/proc/modules").splitlines() if "nv" in line
+        ],
+    }
     doctor = output_of(sys.executable, "-m", "gdsload", "doctor", "--json")
     yield {"name": "doctor", "verdict": "ok", "doctor": doctor[:8000]}
 
@@ -1207,8 +1295,11 @@ def all_good(*sections: str, least: int = 1, names: str = "") -> Callable[..., t
     """No bad row in these sections, and at least some good ones."""
 
     def decide(rows: list[Row]) -> tuple[str, str]:
-        mine = [row for row in rows if row["section"].partition(" ")[0] in sections
-                and re.search(names, row["name"])]  # fmt: skip
+        mine = [
+            row
+            for row in rows
+            if row["section"].partition(" ")[0] in sections and re.search(names, row["name"])
+        ]
         wrong = [f"{row['name']}: {row['verdict'][:200]}" for row in mine if bad(row)]
         good = [row for row in mine if row["verdict"] in ("exact", "ok") and row["name"] != "end"]
         if wrong:
@@ -1227,13 +1318,18 @@ def medians(rows: list[Row], kind: str) -> dict[str, dict[str, float]]:
     for row in rows:
         if row.get("table", "").startswith(kind) and row["verdict"] == "ok" and row["round"]:
             seconds.setdefault(row["table"], {}).setdefault(row["arm"], []).append(row["seconds"])
-    return {table: {arm: statistics.median(found) for arm, found in arms.items()}
-            for table, arms in seconds.items()}  # fmt: skip
+    return {
+        table: {arm: statistics.median(found) for arm, found in arms.items()}
+        for table, arms in seconds.items()
+    }
 
 
 def share_of_pinned(rows: list[Row]) -> tuple[str, str]:
-    shares = {table: arms["pinned"] / arms[OURS] for table, arms in medians(rows, "warm").items()
-              if "pinned" in arms and OURS in arms}  # fmt: skip
+    shares = {
+        table: arms["pinned"] / arms[OURS]
+        for table, arms in medians(rows, "warm").items()
+        if "pinned" in arms and OURS in arms
+    }
     if not shares:
         return NOT_MEASURED, "no warm table with pinned memory"
     words = ", ".join(f"{table}: {share:.2f}" for table, share in shares.items())
@@ -1246,8 +1342,9 @@ def fastest(kind: str) -> Callable[[list[Row]], tuple[str, str]]:
     def decide(rows: list[Row]) -> tuple[str, str]:
         verdict, words = NOT_MEASURED, []
         for table, arms in medians(rows, kind).items():
-            others = {arm: value for arm, value in arms.items()
-                      if not arm.startswith((OURS, "pinned"))}  # fmt: skip
+            others = {
+                arm: value for arm, value in arms.items() if not arm.startswith((OURS, "pinned"))
+            }
             if OURS not in arms or not others:
                 continue
             best = min(others, key=others.__getitem__)
@@ -1260,10 +1357,14 @@ def fastest(kind: str) -> Callable[[list[Row]], tuple[str, str]]:
 
 
 def faster_models(rows: list[Row]) -> tuple[str, str]:
-    found = [(row["name"], min(row["gdsload_seconds"]), min(row["transformers_seconds"]))
-             for row in rows if "gdsload_seconds" in row]  # fmt: skip
-    words = "; ".join(f"{name}: {ours:.2f} s, transformers {stock:.2f} s"
-                      for name, ours, stock in found)  # fmt: skip
+    found = [
+        (row["name"], min(row["gdsload_seconds"]), min(row["transformers_seconds"]))
+        for row in rows
+        if "gdsload_seconds" in row
+    ]
+    words = "; ".join(
+        f"{name}: {ours:.2f} s, transformers {stock:.2f} s" for name, ours, stock in found
+    )
     if not found:
         return NOT_MEASURED, "the section did not run"
     return MET if all(ours <= stock for _, ours, stock in found) else MISSED, words
@@ -1338,8 +1439,10 @@ def summary(out: Path) -> tuple[str, bool]:
     """The text of summary.md, and whether every measured claim is met."""
     rows = read_rows(out)
     decided = [(claim.text, *claim.decide(rows)) for claim in CLAIMS]
-    counts = {verdict: sum(each[1] == verdict for each in decided)
-              for verdict in (MET, MISSED, NOT_MEASURED)}  # fmt: skip
+    counts = {
+        verdict: sum(each[1] == verdict for each in decided)
+        for verdict in (MET, MISSED, NOT_MEASURED)
+    }
     versions = next((row for row in rows if row["name"] == "versions"), {})
     names = ("gdsload", "torch", "cuda", "kernel")
     machine = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
@@ -1353,28 +1456,42 @@ def summary(out: Path) -> tuple[str, bool]:
     for kind in ("warm", "cold"):
         for table, arms in medians(rows, kind).items():
             mine = [row for row in rows if row.get("table") == table and row["verdict"] == "ok"]
-            lines += ["", f"## {table}, seconds", "", "| loader | first | median | rounds | GB/s |",
-                      "|---|---|---|---|---|"]  # fmt: skip
+            lines += [
+                "",
+                f"## {table}, seconds",
+                "",
+                "| loader | first | median | rounds | GB/s |",
+                "|---|---|---|---|---|",
+            ]
             for label, median in sorted(arms.items(), key=lambda each: each[1]):
                 of = [row for row in mine if row["arm"] == label]
                 first = next((f"{row['seconds']:.3f}" for row in of if not row["round"]), "")
                 rate = of[0]["bytes"] / median / 1e9
                 lines.append(f"| {label} | {first} | {median:.3f} | {len(of)} | {rate:.2f} |")
-            phases = [row["notes"]["report"]["phases"] for row in mine
-                      if row["arm"] == OURS and row["round"]]  # fmt: skip
+            phases = [
+                row["notes"]["report"]["phases"]
+                for row in mine
+                if row["arm"] == OURS and row["round"]
+            ]
             if phases:
-                median_ms = {name: 1e3 * statistics.median(each.get(name, 0) for each in phases)
-                             for name in phases[-1]}  # fmt: skip
+                median_ms = {
+                    name: 1e3 * statistics.median(each.get(name, 0) for each in phases)
+                    for name in phases[-1]
+                }
                 words = ", ".join(f"{name} {value:.1f}" for name, value in median_ms.items())
                 lines += ["", f"Phases of gdsload, ms: {words}."]
     refused = [row for row in rows if str(row["verdict"]).startswith("refused")]
     if refused:
         lines += ["", "## Refused", ""]
-        lines += sorted({f"- {row['name']}: {row['verdict'][9:309]}".replace("\n", " ")
-                         for row in refused})  # fmt: skip
+        lines += sorted(
+            {f"- {row['name']}: {row['verdict'][9:309]}".replace("\n", " ") for row in refused}
+        )
     lines += ["", "## Sections", ""]
-    lines += [f"- {row['section']}: {row['verdict']}, {row.get('seconds', 0):.0f} s"
-              for row in rows if row["name"] == "end"]  # fmt: skip
+    lines += [
+        f"- {row['section']}: {row['verdict']}, {row.get('seconds', 0):.0f} s"
+        for row in rows
+        if row["name"] == "end"
+    ]
     return "\n".join(lines) + "\n", counts[MISSED] == 0 and decided[0][1] == MET
 
 
@@ -1391,8 +1508,12 @@ class Section(NamedTuple):
 
 
 def allocator_section(mode: str) -> Section:
-    return Section(f"allocator {mode}", allocator, 40.0,
-                   {"PYTORCH_CUDA_ALLOC_CONF": mode, "PYTORCH_ALLOC_CONF": mode})  # fmt: skip
+    return Section(
+        f"allocator {mode}",
+        allocator,
+        40.0,
+        {"PYTORCH_CUDA_ALLOC_CONF": mode, "PYTORCH_ALLOC_CONF": mode},
+    )
 
 
 # In order of worth. The last one takes all time that is left.
@@ -1442,8 +1563,11 @@ def start_section(section: Section, seconds: float, wanted: argparse.Namespace, 
     child = subprocess.Popen(
         [*command, "--section", section.name, "--seconds", str(seconds)],
         env={**os.environ, **section.environment},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,
+    )
     killer = threading.Timer(seconds + 1.0, os.killpg, (child.pid, signal.SIGKILL))
     killer.start()
     began = time.monotonic()
@@ -1512,8 +1636,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="names, or their first words")
     parser.add_argument("--data", type=Path, help="directory on the disk to measure")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check the check")
-    parser.add_argument("--bare", action="store_true",
-                        help="the machine is disposable: /run/udev is made for cuFile")  # fmt: skip
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="the machine is disposable: /run/udev is made for cuFile",
+    )
     for name in ("--section", "--seconds", "--job", "--work", "--gpu"):  # for children and tests
         parser.add_argument(name, help=argparse.SUPPRESS)
     wanted = parser.parse_args(arguments)
@@ -1534,8 +1661,16 @@ def child(wanted: argparse.Namespace) -> int:
     gpu: Gpu = make(Gpu, wanted.device)
     if wanted.section == "arm":
         arm(json.loads(wanted.job), gpu)
-    context = Context(gpu, Path(wanted.work), wanted.out, wanted.small, wanted.bare, ends,
-                      wanted.checkpoints, again(wanted))  # fmt: skip
+    context = Context(
+        gpu,
+        Path(wanted.work),
+        wanted.out,
+        wanted.small,
+        wanted.bare,
+        ends,
+        wanted.checkpoints,
+        again(wanted),
+    )
     run_section(wanted.section, context)
     faulthandler.cancel_dump_traceback_later()
     return 0

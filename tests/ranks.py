@@ -23,13 +23,23 @@ def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list
     running = [
         subprocess.Popen(
             [sys.executable, program, *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": places, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                 "WORLD_SIZE": str(count), "GROUP": str(meet / "group"), "OMP_NUM_THREADS": "1",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": places,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "GROUP": str(meet / "group"),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            },
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
     try:
         told = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in running]
     finally:

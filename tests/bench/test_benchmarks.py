@@ -158,8 +158,11 @@ def test_cold_several_states_make_one_table(
 
 def test_state_of_several_is_a_result_of_its_own() -> None:
     states = {"small": {"seconds": [1.0]}, "idle": {"seconds": [2.0]}}
-    result = {"kind": "states", "conditions": {"state": "states"},
-              "arms": [{"label": "gdsload", "states": states}]}  # fmt: skip
+    result = {
+        "kind": "states",
+        "conditions": {"state": "states"},
+        "arms": [{"label": "gdsload", "states": states}],
+    }
     idle = measuring.program("states").of_state(result, "idle")
     assert (idle["kind"], idle["conditions"]["state"]) == ("loads", "idle")
     assert idle["arms"][0]["seconds"] == [2.0]
@@ -313,8 +316,15 @@ def test_sweep_table_has_nixl_columns(
 
 
 def one_cell(file: Path, **changed: Any) -> Any:
-    shape = {"backend": "posix", "settings": {"engine": "threads"}, "device": "cpu",
-             "block": 4096, "batch": 2, "threads": 1, "seconds": 0.0}  # fmt: skip
+    shape = {
+        "backend": "posix",
+        "settings": {"engine": "threads"},
+        "device": "cpu",
+        "block": 4096,
+        "batch": 2,
+        "threads": 1,
+        "seconds": 0.0,
+    }
     return cells.Cell(**{**shape, **changed})
 
 

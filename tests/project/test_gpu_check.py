@@ -65,8 +65,11 @@ def run(
 @pytest.mark.slow
 def test_gpu_check_all_sections_give_good_verdicts(libraries: Path, tmp_path: Path) -> None:
     code, verdicts, summary = run(libraries, tmp_path, "--budget", "540")
-    bad = {name: each for name, each in verdicts.items()
-           if each.startswith(("WRONG", "FAILED", "LEFT", "skipped"))}  # fmt: skip
+    bad = {
+        name: each
+        for name, each in verdicts.items()
+        if each.startswith(("WRONG", "FAILED", "LEFT", "skipped"))
+    }
     assert bad == {}
     assert verdicts["exact: posix/uring/direct"] == "exact"
     assert verdicts["exact: gds_mt"] == "exact"
@@ -79,9 +82,14 @@ def test_gpu_check_all_sections_give_good_verdicts(libraries: Path, tmp_path: Pa
 
 def test_gpu_check_failing_backend_misses_its_claim(libraries: Path, tmp_path: Path) -> None:
     code, verdicts, summary = run(
-        libraries, tmp_path, "--budget", "300", "--only", "cufile",
+        libraries,
+        tmp_path,
+        "--budget",
+        "300",
+        "--only",
+        "cufile",
         GPU_DOUBLE_FAULT=f"cuFileRead:{NEGATIVE}:5044",
-    )  # fmt: skip
+    )
     assert code == 1
     assert "5044" in verdicts["cufile: gds_mt, odd sizes"]
     assert "its process ends cleanly | missed |" in summary
@@ -93,8 +101,9 @@ def test_gpu_check_hanging_section_ends_and_the_next_one_runs(
     """The budget ends a section; the rest is reported as skipped, and earlier rows stay."""
     code, verdicts, summary = run(libraries, tmp_path, "--budget", "7", "--only", "micro", "fork")
     assert code == 1
-    assert any(each.startswith(("FAILED: it did not end", "skipped", "ok")) for each in
-               verdicts.values())  # fmt: skip
+    assert any(
+        each.startswith(("FAILED: it did not end", "skipped", "ok")) for each in verdicts.values()
+    )
     assert "not measured" in summary
 
 
