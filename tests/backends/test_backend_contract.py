@@ -16,7 +16,7 @@ from contract import BackendContract
 from gdsload._native.first_touch import MODES
 from gdsload.backends import Backend, registry
 from gdsload.backends.posix import PosixBackend, backend as backend_module, engines
-from gdsload.backends.posix.backend import PosixRequest
+from gdsload.backends.pump_request import PumpedRequest
 
 GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 
@@ -100,7 +100,7 @@ def test_last_settled_transfer_is_reported() -> None:
             found, self.settled = [0], 2
             return found
 
-    request = object.__new__(PosixRequest)
+    request = object.__new__(PumpedRequest)
     request.backend, request.native = "posix", Native()  # type: ignore[assignment]
     assert not request.check().finished
     assert request.check().finished

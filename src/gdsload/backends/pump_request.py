@@ -7,7 +7,7 @@ to it. Not responsible for engines, and not for memory of devices: see `staging`
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
 
 
-class PumpedRequest(ABC):
+# How long a release, and then a close, waits for reads that cannot be cancelled, and for copies to
+# a device, which end in microseconds. After that the pump keeps the reads, and the memory that they
+# write to. Ctrl-C waits for both, half a second at most.
+DRAIN_SECONDS = 0.15
+
+
+class PumpedRequest:
     """A list of transfers in a pump. `native` is the pump's request."""
 
     def __init__(
@@ -123,9 +129,10 @@ class PumpedRequest(ABC):
             self.transfers, direct, short_reads, retries, refusals, times, huge, small
         )
 
-    @abstractmethod
     def end(self) -> None:
         """Ends it: nothing is written to memory that can be freed any more."""
+        self.native.cancel()
+        self.native.quiet(DRAIN_SECONDS)
 
 
 class PumpBackend(Backend):

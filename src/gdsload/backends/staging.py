@@ -25,15 +25,11 @@ from gdsload.backends.base import (
     require_own_process,
 )
 from gdsload.backends.cufile.library import explain
-from gdsload.backends.pump_request import PumpedRequest
+from gdsload.backends.pump_request import DRAIN_SECONDS, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
-
-# How long a release waits for reads and copies under way. It need not wait for reads, which write
-# to their slots only; copies that were started end in microseconds.
-DRAIN_SECONDS = 0.15
 
 
 class StagingPipeline:

@@ -25,6 +25,8 @@ from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
 if TYPE_CHECKING:
     import torch
 
+    from gdsload.planning.tensor_slices import TensorSlice
+
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 
 
@@ -40,6 +42,8 @@ class Batch:
         plan: ReadPlan,
         views: dict[str, BufferView],
         memory: list[Memory] | None = None,
+        *,
+        slices: Sequence[TensorSlice] = (),
     ) -> None:
         """Posts the reads and returns without waiting for them.
 
@@ -48,10 +52,12 @@ class Batch:
             plan: The reads, from `Session.arrange`.
             views: Ranges that need no read, from `Session.arrange`. The batch adds its own.
             memory: One entry for each target of the plan. None: the batch takes host memory.
+            slices: The tensor slices of the ranges, for a batch that reads into tensors.
         """
         self.session = session
         self.plan = plan
         self.views = views
+        self._make_tensors(slices)
         self.claims = session.claims_of(views)
         self._memory: list[Registration] = []
         # Tells the host pool, once, whether all bytes have arrived in the memory that it lent.
@@ -67,6 +73,9 @@ class Batch:
             except BaseException:
                 self.release()
                 raise
+
+    def _make_tensors(self, slices: Sequence[TensorSlice]) -> None:
+        """Makes the tensors that are read into, if they are made before the reads."""
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""

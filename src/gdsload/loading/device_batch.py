@@ -70,7 +70,7 @@ def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     if not torch_imported():
         return BlockBatch(session, *session.arrange(ranges_of(infos)))
     slices = [whole(info) for info in infos]
-    return DeviceBatch(session, *session.arrange(runs_of(slices)), slices)
+    return DeviceBatch(session, *session.arrange(runs_of(slices)), slices=slices)
 
 
 def starting_windows(
@@ -133,16 +133,9 @@ class BlockBatch(Batch):
 class DeviceBatch(Batch):
     """Tensor slices that are being read into tensors of a device."""
 
-    def __init__(
-        self,
-        session: Session,
-        plan: ReadPlan,
-        views: dict[str, BufferView],
-        slices: Sequence[TensorSlice],
-    ) -> None:
+    def _make_tensors(self, slices: Sequence[TensorSlice]) -> None:
         """Raises PlacementError, before anything is read, if the device is too full."""
-        self._tensors = DeviceTensors(session, slices, views)
-        super().__init__(session, plan, views)
+        self._tensors = DeviceTensors(self.session, slices, self.views)
 
     def _take_memory(self) -> list[Memory]:
         return self._tensors.memory(self.plan)

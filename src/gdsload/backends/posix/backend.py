@@ -32,7 +32,7 @@ from gdsload.backends.posix.engines import (
     try_engine,
     unopened,
 )
-from gdsload.backends.pump_request import PumpBackend, PumpedRequest
+from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.system.storage import Storage
@@ -48,9 +48,6 @@ DEPTH = 16
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The largest buffer that io_uring registers.
 LARGEST_BUFFER_BYTES = 1 << 30
-# How long a release, and then a close, waits for reads that cannot be cancelled. After that the
-# pump keeps them, and the memory they write to. Ctrl-C waits for both, half a second at most.
-DRAIN_SECONDS = 0.15
 # The longest read that the kernel does not shorten, and more reads in flight than any disk needs.
 MOST_REQUEST_BYTES = 1 << 30
 MOST_DEPTH = 4096
@@ -192,7 +189,12 @@ class PosixBackend(PumpBackend):
     ) -> PumpedRequest:
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
             return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
-        return PosixRequest(self.pump, transfers, files, memory)
+        targets = [
+            (what.address, None if what.region is None else what.region.handle(), entry.handle)
+            for entry in memory
+            if isinstance(what := entry.what, Memory)
+        ]
+        return PumpedRequest("posix", self.pump, transfers, files, targets)
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
         from gdsload.backends.posix import device as device_module  # imports CUDA
@@ -218,25 +220,3 @@ class PosixBackend(PumpBackend):
             self._pump.close(DRAIN_SECONDS)
             self._pump = None
             self._buffers.clear()
-
-
-class PosixRequest(PumpedRequest):
-    """A list of transfers to DRAM."""
-
-    def __init__(
-        self,
-        pump: Pump,
-        transfers: Sequence[Transfer],
-        files: Registrations,
-        memory: Registrations,
-    ) -> None:
-        targets = [
-            (what.address, None if what.region is None else what.region.handle(), entry.handle)
-            for entry in memory
-            if isinstance(what := entry.what, Memory)
-        ]
-        super().__init__("posix", pump, transfers, files, targets)
-
-    def end(self) -> None:
-        self.native.cancel()
-        self.native.quiet(DRAIN_SECONDS)

@@ -22,10 +22,10 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
+from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
-from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -59,7 +59,7 @@ class ReadWindow(Batch):
         self._infos = [part for tensor_slice in slices for part in tensor_slice.parts]
         self._number_of = {info.name: number for number, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
-        super().__init__(session, plan, views)
+        super().__init__(session, plan, views, slices=slices)
 
     def poll(self) -> None:
         """Updates what has arrived. Raises as `Batch.wait` does, and again with each later call."""
@@ -165,30 +165,13 @@ class ReadWindow(Batch):
         self.release()
 
 
-class DeviceReadWindow(ReadWindow):
+class DeviceReadWindow(DeviceBatch, ReadWindow):
     """A read window in memory of the session's device.
 
     Kept tensors are read to their final memory. Others are read to memory that returns to torch's
     allocator as soon as transformers drops them; torch casts and converts them on the device.
     Tensors that a prefetch read to the device are used where they are.
     """
-
-    def __init__(
-        self,
-        session: Session,
-        plan: ReadPlan,
-        views: dict[str, BufferView],
-        slices: Sequence[TensorSlice],
-    ) -> None:
-        """Raises PlacementError if the device has too little memory."""
-        self._tensors = DeviceTensors(session, slices, views)
-        super().__init__(session, plan, views, slices)
-
-    def _take_memory(self) -> list[Memory]:
-        return self._tensors.memory(self.plan)
-
-    def _start_anew(self, pieces: Sequence[ByteRange]) -> Batch:
-        return read_to_blocks(self.session, pieces)
 
     def _finish_reads(self) -> None:
         self.release()
