@@ -29,16 +29,16 @@ from .places import RESULTS
 KIB = 1 << 10
 GAPS = (8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB,
         2048 * KIB, 4096 * KIB)  # fmt: skip
-PIECE_BYTES = (64 * KIB, 1024 * KIB)
+RANGE_BYTES = (64 * KIB, 1024 * KIB)
 MOST_BYTES = 256 << 20  # of a file, for one measurement
 
 
-def read(checkpoint: Checkpoint, pieces: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
+def read(checkpoint: Checkpoint, ranges: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
     """Seconds from the first request to the last byte, in memory that was touched before."""
     with Session(checkpoint, LoadReport(""), cache="direct") as session:
-        session.plan(pieces[:1])  # opens the backend and registers the file, before the clock
+        session.plan(ranges[:1])  # opens the backend and registers the file, before the clock
         plan = plan_reads(
-            pieces,
+            ranges,
             [shard.size for shard in checkpoint.shards],
             session.open().limits(),
             gap_bytes=gap,
@@ -52,41 +52,41 @@ def read(checkpoint: Checkpoint, pieces: list[ByteRange], gap: int) -> tuple[flo
         return time.monotonic() - began, plan
 
 
-def regular(checkpoint: Checkpoint, piece: int, gap: int) -> list[ByteRange]:
-    """Pieces of one size at one distance, from page to page, in the first shard."""
+def regular(checkpoint: Checkpoint, nbytes: int, gap: int) -> list[ByteRange]:
+    """Byte ranges of one size at regular distances, aligned to pages, in the first shard."""
     shard = checkpoint.shards[0]
     first = -(-shard.data_start // 4096) * 4096
-    step = piece + gap
+    step = nbytes + gap
     count = max(min(shard.size - first, MOST_BYTES) // step, 1)
-    return [ByteRange(f"{number}", 0, first + number * step, piece) for number in range(count)]
+    return [ByteRange(f"{number}", 0, first + number * step, nbytes) for number in range(count)]
 
 
 def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
-    """Joined against split, for each piece and gap."""
+    """Joined against split, for each range size and gap."""
     found = []
-    for piece in PIECE_BYTES:
+    for nbytes in RANGE_BYTES:
         for gap in GAPS:
-            pieces = regular(checkpoint, piece, gap)
+            ranges = regular(checkpoint, nbytes, gap)
             times: dict[str, list[float]] = {"joined": [], "split": []}
             for _ in range(repeats):
                 for name, rule in (("joined", gap), ("split", 0)):
                     # Less than two blocks is never a gap: it is joined either way.
-                    times[name].append(read(checkpoint, pieces, rule)[0])
+                    times[name].append(read(checkpoint, ranges, rule)[0])
             medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-            found.append({"piece": piece, "gap": gap, "pieces": len(pieces), "seconds": medians})
+            found.append({"nbytes": nbytes, "gap": gap, "ranges": len(ranges), "seconds": medians})
     return found
 
 
 def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str, Any]]:
     """A random half of the tensors, in file order, by rule."""
-    everything = [piece for piece in byte_ranges_of(checkpoint) if piece.nbytes <= MOST_BYTES]
+    everything = [each for each in byte_ranges_of(checkpoint) if each.nbytes <= MOST_BYTES]
     chosen = set(random.Random(seed).sample(range(len(everything)), len(everything) // 2))
-    pieces = [piece for number, piece in enumerate(everything) if number in chosen]
+    ranges = [each for number, each in enumerate(everything) if number in chosen]
     rules = (0, *GAPS)
     found: list[dict[str, Any]] = [{"gap": gap, "times": []} for gap in rules]
     for _ in range(repeats):
         for entry in found:
-            seconds, plan = read(checkpoint, pieces, entry["gap"])
+            seconds, plan = read(checkpoint, ranges, entry["gap"])
             entry["times"].append(seconds)
             entry |= {
                 "requests": len(plan.transfers),
@@ -114,10 +114,10 @@ def main(words: list[str] | None = None) -> int:
     )
     rows = []
     for entry in joined:
-        per = [entry["seconds"][name] / entry["pieces"] * 1e6 for name in ("joined", "split")]
-        rows.append([f"{entry['piece'] >> 10} KiB", f"{entry['gap'] >> 10} KiB",
+        per = [entry["seconds"][name] / entry["ranges"] * 1e6 for name in ("joined", "split")]
+        rows.append([f"{entry['nbytes'] >> 10} KiB", f"{entry['gap'] >> 10} KiB",
                      f"{per[0]:.1f}", f"{per[1]:.1f}", f"{per[0] / per[1]:.2f}"])  # fmt: skip
-    head = ["pieces of", "gap", "joined, us a piece", "split, us a piece", "ratio"]
+    head = ["ranges of", "gap", "joined, us a range", "split, us a range", "ratio"]
     print(tables.markdown(head, rows))
     rows = [
         [

@@ -51,7 +51,7 @@ class _Program(ctypes.Structure):
 
 
 def confine(calls: Iterable[str]) -> int:
-    """Hands these calls of this process, and of its later threads, to whoever has the descriptor
+    """Hands these calls of this process, and of its later threads, to the owner of the descriptor
     that this returns. It cannot be undone. Raises OSError."""
     numbers = [NUMBERS[call] for call in calls]
     rows = [(_LOAD_NUMBER, 0, 0, 0)]

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     # Writes the checkpoint in the arm's own format, where it reads no safetensors.
     convert: Callable[[Path, Path], None] | None = None
     copies: int = 1  # of the checkpoint, that it holds in memory at one time
-    cufile: bool = False  # whether it opens cuFile on its way to a device, unless told not to
+    cufile: bool = False  # whether it opens cuFile to load to a device, unless a setting forbids it
     maps: bool = False  # tensors in host memory are the page cache's own pages, where it is full
 
 

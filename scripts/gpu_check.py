@@ -563,7 +563,7 @@ def exit_with_tensors(context: Context) -> None:
 
 def exit_with_daemon(context: Context) -> None:
     """The tensors stay: torch frees a tensor without the GIL, and aborts a daemon thread that asks
-    for the GIL again while Python ends (before 3.14), whoever made the tensor."""
+    for the GIL again while Python ends (before 3.14), whatever made the tensor."""
     import gdsload
 
     source = context.main_checkpoint

@@ -194,7 +194,7 @@ look_at_nvidia_fs() {
         repository || add partly "apt repository" - "NVIDIA's is not configured" \
             "--add-repo=PACKAGE, the cuda-keyring of NVIDIA's CUDA installation guide"
         [ -e "$root/lib/modules/$kernel/build" ] || candidate "linux-headers-$kernel" ||
-            add partly "kernel headers" - "none for $kernel, nor in apt" "whoever built it has them"
+            add partly "kernel headers" - "none for $kernel, nor in apt" "its builder has them"
     else
         add no nvidia-fs nvidia-fs "not loaded" "the open driver, then nvidia-fs, by NVIDIA's guide"
     fi

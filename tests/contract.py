@@ -1,7 +1,7 @@
-"""What every backend promises, as tests: subclass `BackendContract` and say which backend to make.
+"""The contract of backends, as tests: derive from `BackendContract` and define `make`.
 
-The suite talks to the seam alone: files, memory, transfers. It works for backends that reach DRAM;
-one that reaches other memory overrides `take`, `fill` and `look`.
+The suite uses the interface alone: files, memory, transfers. It works for backends that reach DRAM;
+a backend that reaches other memory overrides `take`, `fill` and `look`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bytes_of(file: int) -> bytes:
 
 
 class BackendContract:
-    """The promises. `make` gives a fresh backend; `direct` says whether it takes O_DIRECT twins."""
+    """The contract. `make` returns a new backend; `direct`: whether it takes direct descriptors."""
 
     direct = False
 
@@ -80,14 +80,14 @@ class BackendContract:
 
     def reads(self, shard: int, step: int = BLOCK, start: int = 0) -> list[Transfer]:
         """Transfers that bring a whole file to target `shard`, in order."""
-        road = "direct" if self.direct else "buffered"
+        io_mode = "direct" if self.direct else "buffered"
         return [
-            Transfer(shard, at, step, min(step, SIZE - at), shard, at, road, tag)
+            Transfer(shard, at, step, min(step, SIZE - at), shard, at, io_mode, tag)
             for tag, at in enumerate(range(start, SIZE, step))
         ]
 
     def finish(self, backend: Backend, request: Any, count: int) -> dict[int, Failure]:
-        """Waits for all of a request: each position is told of exactly once."""
+        """Waits for all of a request: each transfer is reported exactly once."""
         settled: list[int] = []
         failures: dict[int, Failure] = {}
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -245,14 +245,14 @@ class BackendContract:
             self.test_closing_twice(files)
         assert len(os.listdir("/proc/self/fd")) == before
 
-    def test_roads_tell_of_bytes(self, backend: Backend, files: list[OpenFile]) -> None:
+    def test_paths_count_all_bytes(self, backend: Backend, files: list[OpenFile]) -> None:
         known, _, spaces = self.ready(backend, files)
         request = backend.prepare(self.reads(0), known, spaces)
         backend.post(request)
         self.finish(backend, request, len(self.reads(0)))
-        roads = backend.paths(request)
+        paths = backend.paths(request)
         backend.release(request)
-        assert not roads or sum(roads.values()) == SIZE
+        assert not paths or sum(paths.values()) == SIZE
 
     # Failures.
 
@@ -292,7 +292,7 @@ class BackendContract:
         assert self.look(memory[1], 0, cut) == bytes_of(1)[:cut]
 
     def test_a_file_that_has_grown(self, backend: Backend, files: list[OpenFile]) -> None:
-        """What was promised comes; what was added may not reach past the transfer's length."""
+        """The transfer is read exactly; bytes that were added stay outside its length."""
         known, memory, spaces = self.ready(backend, files)
         with open(files[0].path, "ab") as file:
             file.write(b"\xff" * 3 * BLOCK)

@@ -1,4 +1,4 @@
-"""Tensors over the memory of the CUDA double, and the ways to load into it."""
+"""Tensors over the memory of the CUDA double, and the backends that load into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from gdsload.system import gpu
 
-ROADS: list[tuple[str, dict[str, Any]]] = [
+BACKENDS: list[tuple[str, dict[str, Any]]] = [
     ("posix", {"engine": "uring", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
     ("posix", {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
     ("gds_mt", {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}),
@@ -32,7 +32,7 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torc
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """What does not fit its dtype where it lies in the file, and what has no bytes."""
+    """Tensors at file offsets that are not aligned for their dtype, and a tensor without bytes."""
     return {
         "a": torch.arange(7, dtype=torch.uint8),
         "b": torch.empty(0, 5),

@@ -38,7 +38,7 @@ def nothing_uninitialised() -> Iterator[None]:
 
 @contextmanager
 def by_transformers_alone() -> Iterator[None]:
-    """Skips the test, in its own words, where an old transformers cannot do what stands inside."""
+    """Skips the test, with the error as the reason, if an old transformers fails in the block."""
     try:
         yield
     except Exception as error:

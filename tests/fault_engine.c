@@ -1,7 +1,7 @@
 /* An engine that keeps the contract of engine.pxd over pread, and breaks it as a script says.
  *
- * It lets the tests see what the pump makes of answers that a healthy machine never gives: short
- * reads of any length, errnos once or for ever, reads that never come back, submissions that are
+ * It lets the tests see how the pump handles results that a healthy machine never gives: short
+ * reads of any length, errnos once or for ever, reads that never complete, submissions that are
  * taken in part or not at all. One script and one log serve all engines of the process.
  */
 #define _GNU_SOURCE
@@ -34,7 +34,7 @@ enum { SHORT = 1, ERRNO, ZERO, HANG };
 enum { ANY = 0, DIRECT, BUFFERED };
 
 struct rule {
-    int64_t kind, road, value, times; /* times: how often it strikes; -1 for ever */
+    int64_t kind, io_mode, value, times; /* times: how often it strikes; -1 for ever */
     int64_t first, last;              /* bytes of the file; a read that touches them is struck */
     int64_t skip;                     /* reads that it would strike, and lets pass first */
 };
@@ -70,7 +70,7 @@ static struct rule *rule_for(const struct read *r) {
     int direct = (fcntl(r->fd, F_GETFL) & O_DIRECT) != 0;
     for (int i = 0; i < rule_count; i++) {
         struct rule *rule = &rules[i];
-        if (rule->road && (rule->road == DIRECT) != direct) continue;
+        if (rule->io_mode && (rule->io_mode == DIRECT) != direct) continue;
         if ((int64_t)(r->offset + r->length) <= rule->first || (int64_t)r->offset >= rule->last)
             continue;
         if (rule->times == 0) continue;
@@ -96,7 +96,7 @@ static int answer(struct engine *self, const struct read *r, struct completion *
     else if (rule->kind == ERRNO) out->result = -rule->value;
     else if (rule->kind == ZERO) out->result = 0;
     else if (rule->kind == SHORT) {
-        /* Read whole and told short, as a device does that stops in the middle of a block. */
+        /* Read whole but reported short, like a device that stops in the middle of a block. */
         int64_t got = real_read(r, r->length);
         out->result = got > rule->value ? rule->value : got;
     } else {
@@ -205,7 +205,7 @@ struct ops fault_ops = {
     fault_open, fault_submit, fault_reap, fault_cancel, fault_close,
 };
 
-/* From here on: what the tests call. */
+/* Functions that the tests call. */
 
 void fault_set(const struct script *s, const struct rule *r, int count) {
     pthread_mutex_lock(&lock);
@@ -223,7 +223,7 @@ void fault_log(struct log *out) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Lets what hangs read at last, into wherever it was to go. */
+/* Lets the hanging reads complete, into their own buffers. */
 void fault_let_go(void) {
     pthread_mutex_lock(&lock);
     let_go = 1;

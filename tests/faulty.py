@@ -1,7 +1,7 @@
-"""An engine that fails by script: `fault_engine.c`, compiled once and put in place of a real one.
+"""An engine that fails by script: `fault_engine.c`, compiled once, used instead of a real one.
 
-A test says which reads shall fail and how; the `Faults` that it holds tells afterwards what was
-struck, so that a fault that was swallowed shows.
+A test chooses the reads that fail, and how. Its `Faults` reports afterwards the reads that were
+struck, so that a swallowed fault shows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _fields(*names: str) -> list[tuple[str, Any]]:
 
 
 class Rule(ctypes.Structure):
-    _fields_ = _fields("kind", "road", "value", "times", "first", "last", "skip")
+    _fields_ = _fields("kind", "io_mode", "value", "times", "first", "last", "skip")
 
 
 class Script(ctypes.Structure):
@@ -63,13 +63,13 @@ def rule(
     value: int = 0,
     *,
     times: int = 1,
-    road: int = ANY,
+    io_mode: int = ANY,
     first: int = 0,
     last: int = 1 << 62,
     skip: int = 0,
 ) -> Rule:
     """Strikes `times` reads of bytes `first` to `last` (excluded), after letting `skip` pass."""
-    return Rule(kind, road, value, times, first, last, skip)
+    return Rule(kind, io_mode, value, times, first, last, skip)
 
 
 @functools.cache

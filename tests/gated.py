@@ -1,4 +1,4 @@
-"""A backend whose reads come when the test says so: what is on its way stays on its way."""
+"""A backend whose reads complete only when the test lets them: the others stay in flight."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class GatedRequest:
     ) -> None:
         self.transfers, self.files, self.memory = transfers, files, memory
         self.settled = 0
-        self.told = 0
+        self.reported = 0
         self.failed: dict[int, int] = {}
         self.released = False
 
-    def read(self, place: int) -> None:
-        transfer = self.transfers[place]
+    def read(self, number: int) -> None:
+        transfer = self.transfers[number]
         file, target = self.files[transfer.shard].what, self.memory[transfer.target].what
         assert isinstance(file, OpenFile) and isinstance(target, Memory)
         data = os.pread(file.fd, transfer.wanted, transfer.offset)
@@ -39,7 +39,7 @@ class GatedRequest:
 
 
 class Gate:
-    """Lets reads through, or fails them, in the order of the request."""
+    """Completes reads, or fails them, in the order of the request."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -97,16 +97,18 @@ class GatedBackend(Backend):
 
     def check(self, request: GatedRequest) -> Progress:
         with self.gate.changed:
-            news = range(request.told, request.settled)
-            request.told = request.settled
-            failures = [Failure(n, 0, request.failed[n]) for n in news if n in request.failed]
+            settled = range(request.reported, request.settled)
+            request.reported = request.settled
+            failures = [Failure(n, 0, request.failed[n]) for n in settled if n in request.failed]
             done = request.released or request.settled == len(request.transfers)
-            return Progress(list(news), failures, done)
+            return Progress(list(settled), failures, done)
 
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
         with self.gate.changed:
-            told = request.told
-            self.gate.changed.wait_for(lambda: request.settled > told or request.released, seconds)
+            reported = request.reported
+            self.gate.changed.wait_for(
+                lambda: request.settled > reported or request.released, seconds
+            )
 
     def release(self, request: GatedRequest) -> None:
         with self.gate.changed:
@@ -116,7 +118,7 @@ class GatedBackend(Backend):
 
 @contextmanager
 def gated() -> Iterator[Gate]:
-    """The gate of backend "gated", which is there as long as this lasts."""
+    """Registers backend "gated" for the length of the block and yields its gate."""
     GatedBackend.gate = Gate()
     register_backend(GatedBackend)
     try:

@@ -1,4 +1,4 @@
-"""Stands for torch's CUDA in `scripts/gpu_check.py --gpu`: the doubles, in a process of its own."""
+"""The GPU of `scripts/gpu_check.py --gpu` in the tests: the doubles, in a process of their own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A GPU and a libcufile that are none: `doubles/*.c`, compiled once and found in place of NVIDIA's.
+"""Doubles of the CUDA driver and of libcufile: `doubles/*.c`, compiled once, found instead of them.
 
-`Doubles` scripts their faults and tells of promises that were broken. Device memory is host memory,
-so that a test can look at it.
+`Doubles` scripts their faults and reports calls that broke the contract. Device memory is host
+memory, so that a test can look at it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Doubles:
         self.cuda.cuda_double_hold(hold)
 
     def capture_graphs(self, capture: bool) -> None:
-        """Somebody captures a graph meanwhile, on another thread."""
+        """Whether another thread captures a graph meanwhile."""
         self.cuda.cuda_double_capture(capture)
 
     def capture_stream(self, capture: bool) -> None:
@@ -160,11 +160,11 @@ class Doubles:
         return str(self.cufile.cufile_double_log_path().decode())
 
     def complaints(self) -> str:
-        """The promises that were broken, in the doubles' words."""
+        """How the contract was broken, as the doubles report it."""
         return str((self.cuda.double_said() + self.cufile.double_said()).decode())
 
 
-class _Told(ctypes.Structure):
+class _DlpackHead(ctypes.Structure):
     """The first members of a DLManagedTensor."""
 
     _fields_ = (
@@ -175,15 +175,15 @@ class _Told(ctypes.Structure):
 
 
 def tensor_of(capsule: object) -> torch.Tensor:
-    """`arena.tensor_of` for a torch that knows nothing of the double: what a capsule says is on a
-    device of it becomes a CPU tensor over that memory, with the capsule's own deleter."""
+    """Instead of `host_buffers.tensor_of`, as torch does not know the double: a capsule on a device
+    of the double becomes a CPU tensor over the same memory, with the capsule's own deleter."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    told = _Told.from_address(pointer(capsule, b"dltensor"))
-    if told.device_type == KDL_CUDA:
-        assert library("cuda_double").cuda_double_is_device(told.data, 1)
-        assert told.device_id in gpu._devices
-        told.device_type, told.device_id = KDL_CPU, 0
+    head = _DlpackHead.from_address(pointer(capsule, b"dltensor"))
+    if head.device_type == KDL_CUDA:
+        assert library("cuda_double").cuda_double_is_device(head.data, 1)
+        assert head.device_id in gpu._devices
+        head.device_type, head.device_id = KDL_CPU, 0
     found: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return found
 
@@ -201,9 +201,9 @@ def forget(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator[Doubles]:
-    """The doubles in place of NVIDIA's libraries, on a machine that has all that cuFile asks for.
+    """Installs the doubles instead of NVIDIA's libraries, on a machine that meets cuFile's needs.
 
-    In the end no promise may have been broken, and nothing may be left of a backend.
+    Fails at the end if the contract was broken, or if something of a backend is left.
     """
     doubles = Doubles()
     doubles.set(**machine)

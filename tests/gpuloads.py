@@ -24,7 +24,7 @@ class Load:
     """One file read to device memory, request by request."""
 
     def __init__(
-        self, backend: Backend, file: OpenFile, device: str = "cuda:0", road: str = "buffered"
+        self, backend: Backend, file: OpenFile, device: str = "cuda:0", io_mode: str = "buffered"
     ) -> None:
         self.backend = backend
         self.memory = DeviceMemory(SIZE + BLOCK)
@@ -34,7 +34,7 @@ class Load:
         )
         step = min(16 << 10, backend.limits(device).max_request)
         self.transfers = [
-            Transfer(0, at, step, min(step, SIZE - at), 0, at, road, tag)
+            Transfer(0, at, step, min(step, SIZE - at), 0, at, io_mode, tag)
             for tag, at in enumerate(range(0, SIZE, step))
         ]
         self.request = backend.prepare(self.transfers, [self.file], [self.space])

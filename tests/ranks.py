@@ -14,10 +14,10 @@ PATIENCE_SECONDS = 240
 
 
 def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
-    """What each process of a program printed last, as JSON.
+    """The last line that each process of a program printed, parsed as JSON.
 
-    They find each other by the file GROUP, which is not there yet: a port that was free a moment
-    ago may be somebody else's. MASTER_PORT is for a process that is alone.
+    The processes meet by the file GROUP, which does not exist yet: another program may have taken a
+    port that was free a moment ago. MASTER_PORT is for a single process.
     """
     places = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     running = [
@@ -41,11 +41,11 @@ def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list
         for rank in range(count)
     ]
     try:
-        told = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in running]
+        outputs = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in running]
     finally:
         for rank in running:
             rank.kill()
     ended = [rank.returncode for rank in running]
     # When one dies the others complain of it.
-    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, errors in told)
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, errors in outputs)
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, built offline from their configs, and what makes two equal.
+"""Tiny models of many architectures, built offline from their configs, and their comparison.
 
 Every parameter is perturbed before it is saved, so that a tensor that was silently initialised
 anew, or went to another place, shows.

@@ -1,4 +1,4 @@
-"""What `gdsload bench start` keeps and refuses. No test looks at a time."""
+"""Results and refusals of `gdsload bench start`, with fixed times in place of measured ones."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def told(arm: str, source: Path) -> dict[str, Any]:
-    """What a child would say that took the time of its arm."""
+def fake_child(arm: str, source: Path) -> dict[str, Any]:
+    """The result of a child that took the time of its arm in READY."""
     marks = {"imports": min(READY["imports"], READY[arm]), "loaded": READY[arm] - 0.1}
     return {
         "marks": {**marks, "ready": READY[arm]},
@@ -59,7 +59,7 @@ def test_start_overlapping_reads_are_merged() -> None:
 
 
 def test_start_runs_alternate(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "child", told)
+    monkeypatch.setattr(start, "child", fake_child)
     first = [run["arm"] for run in start.measured(source, 3)[:: len(start.ARMS)]]
     assert first == ["imports", "imports", "stock"]
 
@@ -70,7 +70,7 @@ def test_start_result_has_table_and_picture(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(start, "child", told)
+    monkeypatch.setattr(start, "child", fake_child)
     path = tmp_path / "start-tiny.json"
     assert start.main([str(source), "--rounds", "5", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_start_warm_weights_are_refused(source: Path, monkeypatch: pytest.Monkey
         for file in source.glob("*.safetensors"):
             file.read_bytes()
 
-    monkeypatch.setattr(start, "child", told)
+    monkeypatch.setattr(start, "child", fake_child)
     assert start.run("stock", source)["seconds"] == READY["stock"]
     monkeypatch.setattr(start.time, "sleep", read)
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_start_different_models_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        start, "child", lambda arm, source: {**told(arm, source), "checksum": len(arm)}
+        start, "child", lambda arm, source: {**fake_child(arm, source), "checksum": len(arm)}
     )
     path = tmp_path / "start.json"
     assert start.main([str(source), "--rounds", "1", "--output", str(path)]) == 1

@@ -1,13 +1,14 @@
 /* A CUDA driver whose device memory is host memory, for tests on machines without a GPU.
  *
- * It keeps the part of the driver's contract that gdsload leans on: memory is allocated and freed
- * once, copies come from memory that is pinned or the device's own and end inside an allocation,
- * they run later than they were asked for and in the order of their stream, which waits for what it
- * was told to wait for, an event is done when what came before it in its stream is. Tests give a
- * stream work of others, which ends when they say so. A copy runs when its event has been asked about `patience` times, so that
- * a slot that was used again too early shows as wrong bytes. Contexts must be retained and current,
- * streams and events of the current one. Nothing is recorded in a stream that is captured. While somebody captures a graph, what would break it breaks
- * a promise; when the process ends, every call is refused, and what is left is told of. Built with names from the real
+ * It keeps the part of the driver's contract that gdsload uses. Memory is allocated and freed once.
+ * Copies come from memory that is pinned or the device's own, and end inside an allocation. They run
+ * later than they were queued, in the order of their stream, after the events that the stream waits
+ * for. An event is done when all work before it in its stream is. Tests give a stream work of
+ * others, and end that work themselves. A copy runs when its event was queried `patience` times, so
+ * that a slot that was used again too early shows as wrong bytes. Contexts must be retained and
+ * current, streams and events of the current one. Nothing is recorded in a stream that is captured.
+ * A call that would break the capture of a graph breaks the contract. When the process ends, every
+ * call is refused, and everything that was not released is reported. Built with names from the real
  * libcufile (stubs.inc), it also carries that library's compatibility mode.
  */
 #include "double.h"
@@ -72,7 +73,7 @@ static void push(stream_t *stream, op_t op)
     }
     stream->ops[stream->asked_for++ % stream->room] = op;
 }
-/* Does what a stream was asked for, up to a place: whether it got there. Whoever waits for the device
+/* Runs the operations of a stream up to `end`; 1 if all have run. A call that waits for the device
  * itself (`wait`) waits until the work of others has ended. */
 static int run_until(stream_t *stream, long end, int wait)
 {
@@ -118,7 +119,7 @@ static int breaks_capture(const char *call)
 #define UNSAFE() if ((code = breaks_capture(__func__))) return leave(code)
 static int usable(const char *call, context_t *context)
 {
-    if (context && !context->retained) broken("%s of a context that nobody retains", call);
+    if (context && !context->retained) broken("%s of a context that is not retained", call);
     return !context || context->retained;
 }
 /* Stream 0 is the current context's own. */
@@ -179,12 +180,12 @@ EXPORT void cuda_double_end_work(void)
 }
 /* A graph is being captured on the default stream of a device. */
 EXPORT void cuda_double_capture_stream(int ordinal, int wanted) { contexts[ordinal].own.captured = wanted; }
-/* What a driver takes for itself with the first stream, and keeps. */
+/* Device memory that a driver takes for itself with the first stream, and keeps. */
 EXPORT void cuda_double_residue(size_t bytes) { residue = bytes; }
 EXPORT void cuda_double_break(int code) { sticky = code; }
-/* Copies are counted and not made, wherever they go: for measuring what asks for them. */
+/* Copies are counted and not made: to measure only the code that requests them. */
 EXPORT void cuda_double_weightless(int wanted) { weightless = wanted; }
-/* Somebody captures a graph meanwhile, in the mode that is the default. */
+/* Another thread captures a graph meanwhile, in the default mode. */
 EXPORT void cuda_double_capture(int wanted) { capturing = wanted; }
 /* At the end of the process: what is left goes to stderr. */
 EXPORT void cuda_double_report(void) { reports = 1; }
@@ -333,7 +334,7 @@ EXPORT int cuCtxPushCurrent_v2(void *context)
 }
 EXPORT int cuCtxPopCurrent_v2(void **context)
 {
-    pthread_mutex_lock(&lock);   /* no fault here: nobody could do anything about it */
+    pthread_mutex_lock(&lock);   /* no fault here: no caller could handle it */
     if (depth == 0) { broken("a context was popped that was not there"); return leave(NO_CONTEXT); }
     *context = stack[--depth];
     return leave(0);
@@ -649,7 +650,7 @@ EXPORT int cuGetErrorName(int error, const char **name)
 }
 EXPORT int cuGetErrorString(int error, const char **text)
 {
-    *text = error == OUT_OF_MEMORY ? "out of memory" : "the double was told to fail";
+    *text = error == OUT_OF_MEMORY ? "out of memory" : "the double fails by script";
     return 0;
 }
 
@@ -711,7 +712,7 @@ EXPORT int cuStreamAddCallback(void *stream, stream_callback_t call, void *argum
 #ifdef STUBS
 #define STUB(name) EXPORT int name(void) { return NOT_SUPPORTED; }
 #include STUBS
-EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *told)
+EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status)
 {
     char newer[128];
     Dl_info self;
@@ -721,7 +722,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint
     snprintf(newer, sizeof newer, "%s_v2", name);
     *found = dlsym(library, newer);
     if (!*found) *found = dlsym(library, name);
-    if (told) *told = *found ? 0 : 1;
+    if (status) *status = *found ? 0 : 1;
     return *found ? 0 : NOT_FOUND;
 }
 EXPORT int cuGetProcAddress(const char *name, void **found, int version, uint64_t flags)

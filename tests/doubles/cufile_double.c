@@ -1,6 +1,6 @@
-/* A libcufile over host memory: its bookkeeping, its promises, and its known faults by script.
+/* A libcufile over host memory: its bookkeeping, its contract, and its known faults by script.
  *
- * It breaks a test that breaks the contract: reads with a base that was not registered, or past
+ * It fails a test that breaks the contract: reads with a base that was not registered, or past
  * its end, of files that are not known, after a close; registrations that are not balanced; a batch
  * handle that is used again after an error, or filled while it still has something in flight.
  */
@@ -20,7 +20,7 @@ typedef struct batch {
     unsigned room, count;
     int poisoned, waits;
     params_t entries[256];
-    int told[256];
+    int reported[256];
 } batch_t;
 
 #define ROOM 256
@@ -249,10 +249,10 @@ EXPORT ssize_t cuFileRead(handle_t *file, void *base, size_t size, off_t at, off
 {
     pthread_mutex_lock(&lock);
     fault_t *fault = entered(__func__);
-    char spot[64];
-    if (!fault) {               /* or a fault of this place in every file */
-        snprintf(spot, sizeof spot, "cuFileRead at %lld", (long long)at);
-        fault = entered(spot);
+    char at_offset[64];
+    if (!fault) {               /* or a fault at this offset of every file */
+        snprintf(at_offset, sizeof at_offset, "cuFileRead at %lld", (long long)at);
+        fault = entered(at_offset);
     }
     int64_t got = 0;
     if (fault && fault->kind == HANG) { hang(); fault = NULL; }
@@ -313,7 +313,7 @@ EXPORT answer_t cuFileBatchIOSubmit(batch_t *batch, unsigned nr, params_t *param
     in_flight += nr;
     if (compat && in_flight > 64) { broken("more than 64 in flight: this would hang"); hang(); }
     memcpy(batch->entries, params, nr * sizeof *params);
-    memset(batch->told, 0, sizeof batch->told);
+    memset(batch->reported, 0, sizeof batch->reported);
     batch->count = nr;
     batch->waits = fault && fault->kind == LATE ? (int)fault->value : 0;
     DONE(0);
@@ -335,11 +335,11 @@ EXPORT answer_t cuFileBatchIOGetStatus(batch_t *batch, unsigned least, unsigned 
         params_t *entry = &batch->entries[i];
         io_t *io = &entry->u.batch;
         size_t size = io->size;
-        if (batch->told[i]) continue;
+        if (batch->reported[i]) continue;
         fault_t *event = entered("event");
         if (event && event->kind == LOST) {     /* and written to later, if it says so */
             if (event->value) late[late_count++] = *entry;
-            batch->told[i] = 1;
+            batch->reported[i] = 1;
             continue;
         }
         if (event && event->kind == SHORT && (size_t)event->value < size) size = event->value;
@@ -351,12 +351,12 @@ EXPORT answer_t cuFileBatchIOGetStatus(batch_t *batch, unsigned least, unsigned 
         if (event && event->kind == STATUS) events[given].status = (int)event->value;
         if (event && event->kind == STRANGE) events[given].cookie = (void *)event->value;
         given++;
-        batch->told[i] = 1;
+        batch->reported[i] = 1;
         in_flight--;
         if (event && event->kind == TWICE && given < room) { events[given] = events[given - 1]; given++; }
     }
     unsigned left = 0;
-    for (unsigned i = 0; i < batch->count; i++) left += !batch->told[i];
+    for (unsigned i = 0; i < batch->count; i++) left += !batch->reported[i];
     if (!left) batch->count = 0;
     *nr = given;
     DONE(0);

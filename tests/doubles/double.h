@@ -1,7 +1,7 @@
-/* What both doubles share: a script of faults, a log of broken promises, and a gate to hang at.
+/* Shared by both doubles: a script of faults, a log of contract violations, and a gate to hang at.
  *
- * A fault strikes calls of one function: it lets `skip` pass, then strikes `times` of them. What a
- * kind means is the function's business. Nothing hangs for longer than HANG_SECONDS.
+ * A fault strikes calls of one function: it lets `skip` pass, then strikes `times` of them. Each
+ * function gives a kind its meaning. Nothing hangs for longer than HANG_SECONDS.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,4 +1,4 @@
-/* Shows libcufile a /proc/modules where there is none: it would look for it for ever. */
+/* Gives libcufile a /proc/modules on a machine without one: it would look for the file for ever. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

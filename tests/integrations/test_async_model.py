@@ -78,14 +78,14 @@ def test_event_loop_runs_while_reads_are_pending(source: Path) -> None:
 @pytest.mark.parametrize("landed", [0, 3])
 def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
     gdsload.from_pretrained(source)  # what is opened once for a process is open now
-    told: list[weakref.ref[Any]] = []
+    called: list[weakref.ref[Any]] = []
 
     async def main() -> tuple[Any, Any]:
         await asyncio.to_thread(int)  # the executor's thread is there before it is counted
         before = state_of_process()
         loading = asyncio.create_task(
             gdsload.afrom_pretrained(
-                source, on_module_ready=lambda _, module: told.append(weakref.ref(module))
+                source, on_module_ready=lambda _, module: called.append(weakref.ref(module))
             )
         )
         await asyncio.to_thread(gate.request)
@@ -103,7 +103,7 @@ def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
     assert after[1] == before[1], "threads"
     assert after[0] == before[0], "descriptors"
     gc.collect()
-    assert [module for module in told if module() is not None] == []
+    assert [module for module in called if module() is not None] == []
     assert prefetches() == [] and not hooks.patcher.in_place
     assert gdsload.last_report().failure, "it did not end by itself"
 
@@ -130,7 +130,7 @@ def test_callback_may_cancel_its_load(source: Path) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
-    assert len(seen) == 3, "nobody is told of a module after the load was cancelled"
+    assert len(seen) == 3, "no callback after the load was cancelled"
     assert not hooks.patcher.in_place
 
 

@@ -146,10 +146,10 @@ def test_renamed_keys_and_mismatched_shapes_equal_transformers(qwen: Path, tmp_p
         found.append(
             load(qwen, config=config, ignore_mismatched_sizes=True, output_loading_info=True)
         )
-    (stock, told), (ours, told_us) = found
+    (stock, stock_info), (ours, our_info) = found
     assert tinymodels.differences(stock, ours) == []
-    assert told == told_us
-    assert told["mismatched_keys"]
+    assert stock_info == our_info
+    assert stock_info["mismatched_keys"]
 
 
 def test_variant_and_subfolder_are_found(tmp_path: Path) -> None:
@@ -323,8 +323,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], lis
 def test_rank_reads_only_its_part(two_ranks: tuple[list[Path], list[Any]]) -> None:
     alone = ""
     models, found_by = two_ranks
-    for told in found_by:
-        for model, found in zip(models, told[: len(models)], strict=True):
+    for rank in found_by:
+        for model, found in zip(models, rank[: len(models)], strict=True):
             if not IS_SURE and "alone" in found:
                 alone = f"transformers {transformers.__version__} alone: {found['alone']}"
                 continue
@@ -346,10 +346,10 @@ def test_rank_reads_only_its_part(two_ranks: tuple[list[Path], list[Any]]) -> No
 def test_distributed_checkpoint_is_left_to_torch(two_ranks: tuple[list[Path], list[Any]]) -> None:
     """Two ranks wrote it, each its part; then both loaded it."""
     (model, _), found_by = two_ranks
-    for *_, told in found_by:
-        assert told["wrong"] == []
-        assert told["same_keys"]
-        assert told["same_logits"]
-        assert told["path"] == "stock"
-        assert "torch.distributed.checkpoint" in told["reason"]
+    for *_, rank in found_by:
+        assert rank["wrong"] == []
+        assert rank["same_keys"]
+        assert rank["same_logits"]
+        assert rank["path"] == "stock"
+        assert "torch.distributed.checkpoint" in rank["reason"]
     assert not (model.parent / "dcp" / "model.safetensors").exists()

@@ -1,8 +1,8 @@
-"""from_pretrained to GPUs that are none: read through the ring, on each road, to the bit.
+"""from_pretrained to the GPUs of the CUDA double: exact bytes with each backend.
 
-torch has no CUDA here, and transformers is told of no device. What is replaced is where a parameter
-is said to live and where its memory comes from: a tensor of "cuda:1" is a CPU tensor over the
-double's memory of that device. All between the two is what runs on a machine with GPUs.
+torch has no CUDA here, and transformers sees no device. Replaced are the device that a parameter
+reports and the source of its memory: a tensor of "cuda:1" is a CPU tensor over the double's memory
+of that device. The code between the two is the code that runs on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gpudoubles import ERRNO, Doubles
 if transformers.__version__[0] < "5":
     pytest.skip("transformers 4.57 has no seam that knows devices", allow_module_level=True)
 
-ROADS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "posix": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
     "gds": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
     "gds_mt": {"ring_bytes": 1 << 20, "request_bytes": 16 << 10},
@@ -76,7 +76,7 @@ def device_of(doubles: Doubles, tensor: torch.Tensor) -> bool:
 
 def loaded(source: Path, backend: str, **words: Any) -> Any:
     with gdsload.accelerated(
-        options=ROADS[backend], backend=backend, window_bytes=1 << 14, ahead_bytes=1 << 15
+        options=OPTIONS[backend], backend=backend, window_bytes=1 << 14, ahead_bytes=1 << 15
     ):
         return gdsload.from_pretrained(source, **words)
 
@@ -85,28 +85,28 @@ def loaded(source: Path, backend: str, **words: Any) -> Any:
 def test_model_on_a_device_equals_transformers(
     name: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path
 ) -> None:
-    """On all three roads: the same model; what is kept is where it was said to live."""
+    """With all three backends: the same model; kept tensors are on the device that was chosen."""
     live(lambda _: "cuda:0")
     with equal.nothing_uninitialised(), equal.by_transformers_alone():
         model = tinymodels.build(name)
         model.save_pretrained(tmp_path / "a", max_shard_size="60KB")
-        stock, told = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
-    for backend in ROADS:
+        stock, stock_info = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
+    for backend in OPTIONS:
         before = doubles.cuda_log["copied"]
         with equal.nothing_uninitialised():
-            ours, told_us = loaded(tmp_path / "a", backend, output_loading_info=True)
+            ours, our_info = loaded(tmp_path / "a", backend, output_loading_info=True)
         report = gdsload.last_report()
         assert (report.integration, report.backend, report.device) == ("hook", backend, "cuda:0")
-        assert all(road.startswith(backend) for road, size in report.paths.items() if size)
+        assert all(path.startswith(backend) for path, size in report.paths.items() if size)
         assert doubles.cuda_log["copied"] - before == report.wanted_bytes
         assert tinymodels.differences(stock, ours) == []
-        assert told == told_us
+        assert stock_info == our_info
         there = [t for t in ours.state_dict().values() if device_of(doubles, t)]
         assert all(t.untyped_storage().data_ptr() % 256 == 0 for t in there)
         assert len(there) >= report.fates["keep"] > 0
 
 
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", OPTIONS)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5"])
 def test_model_cast_on_a_device_equals_transformers(
     name: str,
@@ -156,7 +156,7 @@ def spread(name: str) -> str:
     return next((device for part, device in PARTS.items() if part in name), "cpu")
 
 
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_several_devices_are_filled_concurrently(
     backend: str,
     qwen: Path,
@@ -219,7 +219,7 @@ def test_second_load_registers_nothing(
     assert sorted(opened) == ["StagingPipeline", "StagingPipeline", "StagingRing", "StagingRing"]
     pins = doubles.cuda_log["pins"]
     loaded(qwen, backend)
-    how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
+    how: dict[str, Any] = {"backend": backend, "options": OPTIONS[backend]}
     gdsload.load_file(qwen, "cuda:1", **how)
     assert len(list(gdsload.stream(qwen, "cuda:0", **how))) > 0
     with gdsload.safe_open(qwen, device="cuda:0", **how) as opened_file:
@@ -228,7 +228,7 @@ def test_second_load_registers_nothing(
     assert pins == doubles.cuda_log["pins"]
 
 
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_load_to_a_device_takes_only_the_ring_of_host_memory(
     backend: str,
     qwen: Path,
@@ -244,7 +244,7 @@ def test_load_to_a_device_takes_only_the_ring_of_host_memory(
     live(lambda _: "cuda:0")
     monkeypatch.setattr(host_buffers.HostBuffers, "__init__", never)
     monkeypatch.setattr(host_buffers, "map_shard", never)
-    how: dict[str, Any] = {"backend": backend, "options": ROADS[backend]}
+    how: dict[str, Any] = {"backend": backend, "options": OPTIONS[backend]}
     loaded(qwen, backend)
     loaded(qwen, backend, dtype="float16")
     gdsload.load_file(qwen, "cuda:0", **how)
@@ -267,7 +267,7 @@ def test_full_device_raises(qwen: Path, doubles: Doubles, live: Callable[[Places
 def test_failed_read_to_a_device_raises(
     qwen: Path, doubles: Doubles, live: Callable[[Places], None]
 ) -> None:
-    """No model escapes, and a road that something went wrong on is not kept for the next load."""
+    """No model escapes, and a backend that failed is not kept for the next load."""
     live(lambda _: "cuda:0")
     before = doubles.cuda_log["used"]
     doubles.fault("cuFileRead", ERRNO, 5, skip=2, times=-1)
@@ -299,7 +299,7 @@ def test_prefetched_tensors_are_not_read_again(
     gc.collect()
     before = doubles.cuda_log
     doubles.hold_copies(lands == "meanwhile")
-    with gdsload.prefetch(qwen, "cuda:0", cache="direct", options=ROADS["posix"]) as ahead:
+    with gdsload.prefetch(qwen, "cuda:0", cache="direct", options=OPTIONS["posix"]) as ahead:
         assert ahead.wait() if lands == "before" else ahead._posted.wait(20)
         landed = doubles.cuda_log
 

@@ -53,12 +53,14 @@ def test_architecture_equals_transformers(name: str, tmp_path: Path) -> None:
         with equal.by_transformers_alone():
             model = tinymodels.build(name)
             model.save_pretrained(tmp_path / "a", max_shard_size="60KB")
-            stock, told = type(model).from_pretrained(tmp_path / "a", output_loading_info=True)
+            stock, stock_info = type(model).from_pretrained(
+                tmp_path / "a", output_loading_info=True
+            )
         with gdsload.accelerated(**windows(tmp_path)):
-            ours, told_us = gdsload.from_pretrained(tmp_path / "a", output_loading_info=True)
+            ours, our_info = gdsload.from_pretrained(tmp_path / "a", output_loading_info=True)
     assert gdsload.last_report().paths.get("mapped", 0) == 0
     equal.require_same(stock, ours)
-    assert told == told_us
+    assert stock_info == our_info
     stock.save_pretrained(tmp_path / "b", max_shard_size="60KB")
     ours.save_pretrained(tmp_path / "c", max_shard_size="60KB")
     assert tinymodels.files_of(tmp_path / "b") == tinymodels.files_of(tmp_path / "c")

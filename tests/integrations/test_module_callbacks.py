@@ -1,4 +1,4 @@
-"""Modules are told of when their bytes are final: not before, once, and in a known order."""
+"""Callbacks of modules run when their bytes are final: not before, once, and in a known order."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def bytes_of(module: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in own}
 
 
-class Told:
-    """What a callback was told, with the bytes at that time."""
+class Calls:
+    """A callback that keeps its arguments, with the bytes at that time."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -92,10 +92,10 @@ class Told:
 @pytest.mark.parametrize("kind", KINDS)
 def test_callback_sees_final_weights(kind: str, tmp_path: Path) -> None:
     source = saved(kind, tmp_path)
-    told = Told()
+    calls = Calls()
     with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
-        model = gdsload.from_pretrained(source, on_module_ready=told)
-    told.require_true(model)
+        model = gdsload.from_pretrained(source, on_module_ready=calls)
+    calls.require_true(model)
     report = gdsload.last_report()
     assert (report.modules_ready == AS_THEY_CAME) == (report.integration == "hook"), (
         report.modules_ready
@@ -103,34 +103,34 @@ def test_callback_sees_final_weights(kind: str, tmp_path: Path) -> None:
 
 
 def test_cast_parameters_trigger_callbacks_when_set(tmp_path: Path) -> None:
-    told = Told()
+    calls = Calls()
     source = saved("mixtral", tmp_path)
-    model = gdsload.from_pretrained(source, dtype=torch.float16, on_module_ready=told)
-    told.require_true(model)
+    model = gdsload.from_pretrained(source, dtype=torch.float16, on_module_ready=calls)
+    calls.require_true(model)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float16}
 
 
 @needs_new
 def test_layer_callbacks_follow_the_order_of_the_load(tmp_path: Path) -> None:
-    told = Told()
-    gdsload.from_pretrained(saved("qwen2", tmp_path), on_module_ready=told)
-    layers = [name for name in told.names if name.startswith("model.layers.")]
+    calls = Calls()
+    gdsload.from_pretrained(saved("qwen2", tmp_path), on_module_ready=calls)
+    layers = [name for name in calls.names if name.startswith("model.layers.")]
     tops = [name for name in layers if name.count(".") == 2]
     assert tops == ["model.layers.0", "model.layers.1"]
-    end = told.names.index("model.layers.1")
-    assert told.names.index("model.embed_tokens") < told.names.index("model.layers.0") < end
+    end = calls.names.index("model.layers.1")
+    assert calls.names.index("model.embed_tokens") < calls.names.index("model.layers.0") < end
     # The head is tied, and the frequencies are in no checkpoint: both are final at the end alone.
-    assert end < min(told.names.index("model.rotary_emb"), told.names.index("lm_head"))
+    assert end < min(calls.names.index("model.rotary_emb"), calls.names.index("lm_head"))
 
 
 @needs_new
 def test_layer_callback_runs_before_the_rest_is_read(tmp_path: Path) -> None:
     source = saved("qwen2", tmp_path)
-    told = Told()
+    calls = Calls()
     first = threading.Event()
 
-    def heard(name: str, module: Any) -> None:
-        told(name, module)
+    def called(name: str, module: Any) -> None:
+        calls(name, module)
         if name == "model.layers.0":
             first.set()
 
@@ -138,7 +138,7 @@ def test_layer_callback_runs_before_the_rest_is_read(tmp_path: Path) -> None:
 
     def load(gate: Gate) -> None:
         with gdsload.accelerated(cache="direct", backend="gated"):
-            found.append(gdsload.from_pretrained(source, on_module_ready=heard))
+            found.append(gdsload.from_pretrained(source, on_module_ready=called))
 
     with gated() as gate:
         thread = threading.Thread(target=load, args=(gate,))
@@ -147,14 +147,14 @@ def test_layer_callback_runs_before_the_rest_is_read(tmp_path: Path) -> None:
         assert held > 2
         opened = 0
         while not first.is_set():
-            assert opened < held - 1, "it was told only when everything had been read"
+            assert opened < held - 1, "no callback before everything had been read"
             gate.open(count=1)
             opened += 1
             first.wait(2)
-        assert "model.layers.1" not in told.names and found == []
+        assert "model.layers.1" not in calls.names and found == []
         gate.open()
         thread.join()
-    told.require_true(found[0])
+    calls.require_true(found[0])
 
 
 def state_of_process() -> tuple[int, int]:
@@ -180,7 +180,7 @@ def test_callback_error_ends_the_load(at: str, tmp_path: Path) -> None:
 
     with pytest.raises(Refused, match=f"^{at}$"):
         gdsload.from_pretrained(source, on_module_ready=refuse)
-    assert seen[-1] == at, "nobody is told of anything afterwards"
+    assert seen[-1] == at, "no callback afterwards"
     assert "Refused" in gdsload.last_report().failure
     assert state_of_process() == before
     expected = {}
@@ -216,19 +216,19 @@ def test_stock_load_calls_back_at_the_end(tmp_path: Path) -> None:
     model = tinymodels.build("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    told = Told()
+    calls = Calls()
     model = gdsload.from_pretrained(
-        tmp_path, cls=transformers.LlamaForCausalLM, on_module_ready=told
+        tmp_path, cls=transformers.LlamaForCausalLM, on_module_ready=calls
     )
     report = gdsload.last_report()
     assert report.integration == "stock" and report.modules_ready.startswith("at the end")
-    told.require_true(model)
+    calls.require_true(model)
 
 
 @needs_new
 @pytest.mark.parametrize("place", ["disk"])
 def test_offloaded_load_calls_back_at_the_end(place: str, tmp_path: Path) -> None:
-    told = Told()
+    calls = Calls()
     parts = {
         "model.embed_tokens": "cpu",
         "model.layers.0": "cpu",
@@ -241,21 +241,21 @@ def test_offloaded_load_calls_back_at_the_end(place: str, tmp_path: Path) -> Non
         saved("llama", tmp_path),
         device_map=parts,
         offload_folder=tmp_path / "off",
-        on_module_ready=told,
+        on_module_ready=calls,
     )
     assert "moved between devices" in gdsload.last_report().modules_ready
-    told.require_true(model)
+    calls.require_true(model)
 
 
 @needs_new
 def test_missing_weights_call_back_at_the_end(tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
-    told = Told()
+    calls = Calls()
     model = gdsload.from_pretrained(
-        source, cls=transformers.LlamaForSequenceClassification, num_labels=3, on_module_ready=told
+        source, cls=transformers.LlamaForSequenceClassification, num_labels=3, on_module_ready=calls
     )
-    told.require_true(model)
-    assert told.names.index("score") > told.names.index("model.layers.1")
+    calls.require_true(model)
+    assert calls.names.index("score") > calls.names.index("model.layers.1")
 
 
 def test_callback_that_is_not_callable_raises_at_once(tmp_path: Path) -> None:

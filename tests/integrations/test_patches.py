@@ -174,9 +174,9 @@ def test_callbacks_without_set_param_run_at_the_end(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename(monkeypatch, "transformers.core_model_loading.set_param_for_module")
-    told: list[str] = []
-    model = gdsload.from_pretrained(mixture, on_module_ready=lambda name, _: told.append(name))
-    assert sorted(told) == sorted(name for name, _ in model.named_modules())
+    called: list[str] = []
+    model = gdsload.from_pretrained(mixture, on_module_ready=lambda name, _: called.append(name))
+    assert sorted(called) == sorted(name for name, _ in model.named_modules())
     assert "at the end" in gdsload.last_report().modules_ready
 
 

@@ -79,7 +79,7 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
     assert len(set(parsed)) == len(list(cold.glob("*.safetensors")))
     if transformers.__version__[0] > "4":  # 4.57 opens the files again, one by one
         assert len(parsed) == len(set(parsed))
-    assert "prefetched" not in report.paths, "the bytes took a road, and that is what is reported"
+    assert "prefetched" not in report.paths, "the report has the I/O path of the bytes"
     assert total <= sum(report.paths.values()) <= 2 * total
     assert report.requests >= 2
     assert prefetches() == []

@@ -125,12 +125,12 @@ def test_zero3_is_left_to_transformers(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     (tmp_path / "zero3.py").write_text(ZERO3)
     tinymodels.build("qwen2").save_pretrained(tmp_path / "model")
-    (told,) = ranks(1, tmp_path / "zero3.py", tmp_path / "model", meet=tmp_path)
-    assert told["path"] == "stock"
-    assert "ZeRO-3" in told["reason"]
-    assert told["same"]
-    assert told["spread"]
-    assert told["count"] > 20
+    (found,) = ranks(1, tmp_path / "zero3.py", tmp_path / "model", meet=tmp_path)
+    assert found["path"] == "stock"
+    assert "ZeRO-3" in found["reason"]
+    assert found["same"]
+    assert found["spread"]
+    assert found["count"] > 20
 
 
 @pytest.mark.skipif(not equal.NEW, reason="transformers 4.57 imports deepspeed for this")

@@ -13,7 +13,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from devicetensors import ROADS, device_tensor, odd_tensors, raw
+from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gdsload import api
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
@@ -37,7 +37,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
         yield doubles
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_load_file_to_device_returns_exact_bytes(
     backend: str,
     options: dict[str, Any],
@@ -65,7 +65,7 @@ def test_load_file_to_device_returns_exact_bytes(
     assert doubles.cuda_log["used"] == before
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_load_file_to_device_reads_odd_shapes_and_dtypes(
     backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path
 ) -> None:
@@ -99,7 +99,7 @@ def test_cufile_failure_raises_read_error(
     before = doubles.cuda_log["used"]
     doubles.fault("cuFileRead", kind, value, times=-1)
     with pytest.raises(error, match=r"model-0000\d") as caught:
-        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
     assert getattr(caught.value, "code", value) == value
     assert caught.value.path.endswith(".safetensors")
     del caught
@@ -110,10 +110,10 @@ def test_cufile_failure_raises_read_error(
 def test_failed_copy_raises_read_error(doubles: Doubles, tiny_checkpoint: Path) -> None:
     doubles.fault("cuMemcpyAsync", CODE, 719, times=-1)
     with pytest.raises(ReadError, match="CUDA error 719"):
-        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=ROADS[0][1])
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=BACKENDS[0][1])
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_truncated_file_raises_short_read(
     backend: str,
     options: dict[str, Any],
@@ -259,7 +259,7 @@ def test_compatibility_mode_is_used_only_if_asked_for(
 ) -> None:
     doubles.set(native=gpudoubles.COMPAT)
     (tmp_path / "root/proc/driver/nvidia-fs/version").unlink()
-    options = ROADS[2][1]
+    options = BACKENDS[2][1]
     with pytest.raises(BackendUnavailable, match="allow_compat=True"):
         gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=options)
     gdsload.load_file(

@@ -16,7 +16,7 @@ import torch
 
 import gdsload
 import gpudoubles
-from devicetensors import ROADS, device_tensor, raw
+from devicetensors import BACKENDS, device_tensor, raw
 from gdsload import api
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import staging
@@ -58,7 +58,7 @@ def on_device(doubles: Doubles, tensor: torch.Tensor) -> bool:
     return bool(doubles.cuda.cuda_double_is_device(tensor.data_ptr(), tensor.nbytes))
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_stream_to_device_returns_exact_bytes_in_bounded_memory(
     backend: str,
     options: dict[str, Any],
@@ -94,7 +94,11 @@ def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoi
     before = doubles.cuda_log["used"]
     for _ in range(3):
         stream = gdsload.stream(
-            tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1], window_bytes=1 << 16
+            tiny_checkpoint,
+            "cuda:0",
+            backend="gds_mt",
+            options=BACKENDS[2][1],
+            window_bytes=1 << 16,
         )
         next(stream)
         stream.close()
@@ -102,7 +106,7 @@ def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoi
     assert doubles.cuda_log["used"] == before
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_safe_open_on_device_returns_exact_tensors_and_slices(
     backend: str,
     options: dict[str, Any],
@@ -142,7 +146,7 @@ class Block:
         return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_neighbouring_tensors_are_copied_together(
     backend: str,
     options: dict[str, Any],
@@ -201,7 +205,7 @@ def test_copy_does_not_cross_from_one_allocation_to_the_next(
         return found
 
     monkeypatch.setattr(device_batch.DeviceTensors, "memory", noted)
-    got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    got = gdsload.load_file(path, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
     assert shares == [4096, 4096]
     assert all(torch.equal(got[name], tensor) for name, tensor in saved.items())
     del got
@@ -238,7 +242,7 @@ class TorchCuda:
     memory_allocated = memory_reserved
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_copies_are_ordered_after_torch_stream_without_waiting(
     backend: str,
     options: dict[str, Any],
@@ -299,7 +303,7 @@ class Allocator(Block):
         return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     backend: str,
     options: dict[str, Any],
@@ -340,7 +344,7 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     allocator.device.release(allocator.address)
 
 
-@pytest.mark.parametrize(("backend", "options"), [*ROADS, ("auto", ROADS[0][1])])
+@pytest.mark.parametrize(("backend", "options"), [*BACKENDS, ("auto", BACKENDS[0][1])])
 def test_load_while_graph_is_captured_is_refused(
     backend: str,
     options: dict[str, Any],

@@ -77,10 +77,10 @@ def by_model(source: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
-ROADS = [by_load_file, by_stream, by_safe_open, by_prefetch, by_model]
+LOADS = [by_load_file, by_stream, by_safe_open, by_prefetch, by_model]
 
 
-@pytest.mark.parametrize("first", ROADS)
+@pytest.mark.parametrize("first", LOADS)
 @pytest.mark.parametrize("second", [by_load_file, by_stream, by_safe_open, by_model])
 def test_a_second_load_reads_nothing(first: Any, second: Any, tiny_checkpoint: Path) -> None:
     with warmup.HostPool(64 * UNIT) as pool:

@@ -116,11 +116,11 @@ def test_a_large_range_is_sampled(fd: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert page_cache.mostly_resident(fd, 0, PAGES * PAGE)
 
 
-@pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["told so", "an old kernel"])
+@pytest.fixture(params=[errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 def foreign(
     request: pytest.FixtureRequest, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[int]:
-    """A cold file that is somebody else's: mincore has all of it in the page cache."""
+    """A cold file of another user, which mincore reports as resident."""
 
     def refused(*_: object) -> int:
         raise OSError(request.param, os.strerror(request.param))
@@ -132,7 +132,7 @@ def foreign(
     yield fd
 
 
-def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
+def test_residency_of_a_foreign_file_is_not_made_up(foreign: int) -> None:
     with pytest.raises(PermissionError, match="only to its owner"):
         page_cache.resident_bytes(foreign)
     assert not page_cache.wholly_resident(foreign, 0, PAGE)
@@ -141,7 +141,7 @@ def test_what_the_kernel_does_not_tell_is_not_made_up(foreign: int) -> None:
     assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 
 
-def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int) -> None:
+def test_foreign_file_with_pages_that_can_be_read_at_once_is_warm(foreign: int) -> None:
     os.pread(foreign, 1 << 20, 0)
     try:
         os.preadv(foreign, [bytearray(1)], 0, os.RWF_NOWAIT)
@@ -155,24 +155,24 @@ def test_somebody_elses_file_is_warm_where_its_pages_answer_at_once(foreign: int
 
 AS_ANOTHER = """
 import os, sys
-from gdsload.memory import page_cache as residency
+from gdsload.memory import page_cache
 fd = os.open(sys.argv[1], os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
 try:
-    print(residency.resident_bytes(fd))
+    print(page_cache.resident_bytes(fd))
 except PermissionError:
-    print("not told")
+    print("refused")
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_is_not_told_that_a_cold_file_is_warm(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_residency_asked_by_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(PAGES * PAGE))
     ran = subprocess.run(
         [sys.executable, "-c", AS_ANOTHER, path], capture_output=True, text=True, check=True
     )
-    assert ran.stdout.strip() == "not told"
+    assert ran.stdout.strip() == "refused"
 
 
 def test_residency_of_a_large_file_asks_about_samples_only(

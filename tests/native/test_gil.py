@@ -36,10 +36,10 @@ sys.setswitchinterval(1000.0)  # no other thread of this process gets a turn unl
 report = LoadReport(source)
 with Checkpoint.open(source) as checkpoint:
     with Session(checkpoint, report, cache="buffered", options={"engine": engine}) as session:
-        pieces = byte_ranges_of(checkpoint)
-        Batch(session, *session.arrange(pieces[:1])).release()  # opens the engine
-        batch = Batch(session, *session.arrange(pieces))
-        places = [batch.views[p.name].region.address + batch.views[p.name].offset for p in pieces]
+        ranges = byte_ranges_of(checkpoint)
+        Batch(session, *session.arrange(ranges[:1])).release()  # opens the engine
+        batch = Batch(session, *session.arrange(ranges))
+        places = [batch.views[p.name].region.address + batch.views[p.name].offset for p in ranges]
         print(json.dumps(places), flush=True)
         hold(pipe, byte, 1)
         batch.wait()

@@ -1,4 +1,4 @@
-"""What a prefetch for a GPU makes ready before its first load: the context, the ring, the road."""
+"""A prefetch for a GPU prepares the context, the staging ring and the backend before a load."""
 
 from __future__ import annotations
 

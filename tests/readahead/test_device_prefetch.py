@@ -33,7 +33,7 @@ from gpudoubles import CODE, NEGATIVE, Doubles
 
 PATIENCE_SECONDS = 120.0
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}
-ROADS = ["posix", "gds_mt", "gds", "auto"]
+BACKENDS = ["posix", "gds_mt", "gds", "auto"]
 MEMORY = ("ranges", "used")
 Loaded = dict[str, torch.Tensor]
 
@@ -107,7 +107,7 @@ def require_memory(doubles: Doubles, before: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_landed_is_adopted(
     backend: str, face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
 ) -> None:
@@ -148,7 +148,7 @@ def test_what_landed_is_adopted(
     )
 
 
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_on_its_way_is_waited_for(
     backend: str, doubles: Doubles, source: Path, expected: Loaded, claimed: threading.Event
 ) -> None:
@@ -203,7 +203,7 @@ def test_what_the_host_holds_is_copied_and_the_rest_read_to_the_device(
         got = gdsload.load_file(source, "cuda:0", backend=backend, cache="direct", options=SMALL)
     report = gdsload.last_report()
     assert report.paths.pop("prefetched") == half
-    assert report.paths and all(road.startswith(backend) for road in report.paths)
+    assert report.paths and all(path.startswith(backend) for path in report.paths)
     assert report.read_bytes < sum(tensor.nbytes for tensor in expected.values())
     assert_same(got, expected)
     assert all(on_device(doubles, tensor) for tensor in got.values())
@@ -318,7 +318,7 @@ def test_what_nobody_claimed_goes_back(end: str, doubles: Doubles, source: Path)
     require_memory(doubles, before)
 
 
-@pytest.mark.parametrize("backend", ROADS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_closed_while_copies_are_on_their_way(
     backend: str, doubles: Doubles, source: Path
 ) -> None:
@@ -374,7 +374,7 @@ def test_a_fault_in_the_middle(doubles: Doubles, source: Path, expected: Loaded)
     del got
     require_memory(doubles, before)
     with ahead_of(source, "auto") as other:
-        assert other.wait(PATIENCE_SECONDS), "auto reads it by the next road"
+        assert other.wait(PATIENCE_SECONDS), "auto reads it by the next backend"
         assert other.report.failovers
         assert_same(by_load_file(source), expected)
         assert gdsload.last_report().read_bytes == 0

@@ -509,7 +509,7 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
     assert held > sys.getrefcount(region) == 2
 
 
-def test_it_steps_back_behind_whoever_imports(tiny_checkpoint: Path) -> None:
+def test_reader_thread_has_lower_priority_than_its_process(tiny_checkpoint: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     with gated() as gate, gdsload.prefetch(tiny_checkpoint, backend="gated", cache="direct"):
         gate.request()
@@ -520,7 +520,7 @@ def test_it_steps_back_behind_whoever_imports(tiny_checkpoint: Path) -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
-def test_failed_prefetch_holds_nothing_of_whoever_waits(tmp_path: Path) -> None:
+def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path) -> None:
     class Model:
         pass
 

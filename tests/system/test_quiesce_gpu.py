@@ -9,7 +9,7 @@ import pytest
 
 import gdsload
 import gpudoubles
-from devicetensors import ROADS
+from devicetensors import BACKENDS
 from gdsload.backends import VRAM, Memory, Registration
 from gdsload.backends.cufile import library
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
@@ -31,7 +31,7 @@ def held(doubles: Doubles) -> dict[str, int]:
     return {name: log[name] for name in NOTHING}
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_quiesce_releases_everything_and_next_load_reopens(
     backend: str, options: dict[str, Any], doubles: Doubles, tiny_checkpoint: Path
 ) -> None:
@@ -71,7 +71,7 @@ def test_holders_quiesce_by_depth_then_age() -> None:
 def test_quiesce_with_lost_slot_raises(doubles: Doubles, tiny_checkpoint: Path) -> None:
     """Its ring stays pinned and registered: such a process cannot be dumped."""
     doubles.fault("event", gpudoubles.LOST, 0, skip=3)
-    options = {**ROADS[3][1], "event_seconds": 0.05}
+    options = {**BACKENDS[3][1], "event_seconds": 0.05}
     gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds", options=options)
     with pytest.raises(GdsloadError, match="1 slots of the staging ring of cuda:0"):
         gdsload.quiesce(0.05)
@@ -83,12 +83,12 @@ def test_quiesce_with_hanging_driver_close_raises(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "CLOSE_SECONDS", 0.05)
-    gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
     doubles.fault("cuFileDriverClose_v2", gpudoubles.HANG)
     with pytest.raises(GdsloadError, match="cuFileDriverClose has not come back"):
         gdsload.quiesce(1.0)
     with pytest.raises(gdsload.BackendUnavailable, match="has not come back"):
-        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=ROADS[2][1])
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend="gds_mt", options=BACKENDS[2][1])
 
 
 def test_release_rings_keeps_ring_of_open_backend(doubles: Doubles) -> None:

@@ -15,11 +15,11 @@ from mmap import PAGESIZE
 
 from gdsload._native import system
 
-# A large range is judged by this many samples of this size: asking about each page of 15 GB takes
+# A large range is judged by this many samples of this size: to query each page of 15 GB takes
 # 0.1 s, longer than mapping them.
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 20
-# What is warm but for a few pages is mapped all the same, and they are faulted in.
+# A range is mapped if this share of it is warm; the cold pages are faulted in.
 WARM_SHARE = 0.98
 
 
@@ -27,8 +27,8 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     """Bytes of `file` (descriptor or path) between `offset` and `offset + length` in page cache.
 
     Counted in whole pages and cut to the range; `length` 0 means up to the end of the file. Raises
-    OSError where the file cannot be opened or asked about, PermissionError where it is somebody
-    else's.
+    OSError if the file cannot be opened or its residency is not available, PermissionError if it
+    belongs to another user.
     """
     if not isinstance(file, int):
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -44,7 +44,7 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
             raise
-        if not _is_told(file, root=error.errno == errno.ENOSYS and os.geteuid() == 0):
+        if not _mincore_is_true(file, root=error.errno == errno.ENOSYS and os.geteuid() == 0):
             raise PermissionError(
                 errno.EPERM,
                 "the kernel reports the page cache of a file only to its owner and to users with"
@@ -54,32 +54,38 @@ def resident_bytes(file: int | str | os.PathLike[str], offset: int = 0, length: 
     return min(pages * PAGESIZE, length)
 
 
-def _is_told(fd: int, *, root: bool) -> bool:
-    """Whether mincore tells this process the truth of a file. `root`: by its rights alone."""
+def _mincore_is_true(fd: int, *, root: bool) -> bool:
+    """Whether mincore reports the true residency of a file to this process.
+
+    `root`: the privilege of root suffices, so the file is not examined.
+    """
     if root or os.fstat(fd).st_uid == os.geteuid():
         return True
     return os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
 def estimated_bytes(fd: int, offset: int, length: int) -> int:
-    """The same as `resident_bytes` of a range; of somebody else's file an estimate, by pages of it
-    that can be read without waiting. Where one cannot, the kernel may begin to read ahead there."""
+    """`resident_bytes` of a range; for a file of another user an estimate from sampled pages.
+
+    A sampled page counts if it can be read without waiting. For one that cannot, the kernel may
+    begin to read ahead.
+    """
     try:
         return resident_bytes(fd, offset, length)
     except PermissionError:
-        views = _spots(offset, length)
-        return length * sum(_answers(fd, view) for view in views) // len(views)
+        views = _sample_offsets(offset, length)
+        return length * sum(_readable_at_once(fd, view) for view in views) // len(views)
 
 
-def _spots(offset: int, length: int) -> list[int]:
-    """Places all over a range, its ends among them."""
-    number = min(SAMPLES, -(-length // PAGESIZE))
-    step = (length - 1) / max(number - 1, 1)
-    return [offset + int(step * place) for place in range(number)]
+def _sample_offsets(offset: int, length: int) -> list[int]:
+    """Offsets spread evenly over a range, with its first and last byte."""
+    count = min(SAMPLES, -(-length // PAGESIZE))
+    step = (length - 1) / max(count - 1, 1)
+    return [offset + int(step * number) for number in range(count)]
 
 
-def _answers(fd: int, view: int) -> bool:
-    """Whether a byte of a file is there at once; no is also said where that cannot be asked."""
+def _readable_at_once(fd: int, view: int) -> bool:
+    """Whether a byte of a file can be read without waiting; False if the kernel cannot say."""
     try:
         return os.preadv(fd, [bytearray(1)], view, os.RWF_NOWAIT) == 1
     except OSError:
@@ -93,12 +99,12 @@ def wholly_resident(fd: int, offset: int, length: int) -> bool:
     length = -(-length // PAGESIZE) * PAGESIZE
     try:
         return resident_bytes(fd, first, length) >= length
-    except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
+    except OSError:  # residency is not available: unknown counts as cold
         return False
 
 
 def mostly_resident(fd: int, offset: int, length: int) -> bool:
-    """Whether a range is warm: all of its samples nearly so. A small range is asked about whole."""
+    """Whether nearly all of a range is resident. Large ranges are sampled, small ones are not."""
     if length <= SAMPLES * SAMPLE_BYTES:
         views, size = [offset], length
     else:
@@ -111,9 +117,11 @@ def mostly_resident(fd: int, offset: int, length: int) -> bool:
             found += resident_bytes(fd, view, size)
             if found < WARM_SHARE * size * number - size:  # cold for certain: no need to go on
                 return False
-    except PermissionError:  # of somebody else's file the first cold page is the last that is tried
-        return length > 0 and all(_answers(fd, view) for view in _spots(offset, length))
-    except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
+    except PermissionError:  # a file of another user: stops at the first cold page
+        return length > 0 and all(
+            _readable_at_once(fd, view) for view in _sample_offsets(offset, length)
+        )
+    except OSError:  # residency is not available: unknown counts as cold
         return False
     return found >= WARM_SHARE * size * len(views)
 
@@ -124,11 +132,11 @@ def residency(fd: int, length: int) -> str:
     A large file is sampled: "all" and "none" may then be wrong for a few pages.
     """
     if length > SAMPLES * SAMPLE_BYTES:
-        warm = {wholly_resident(fd, view, 1) for view in _spots(0, length)}
+        warm = {wholly_resident(fd, view, 1) for view in _sample_offsets(0, length)}
         return "some" if len(warm) > 1 else "all" if warm.pop() else "none"
     try:
         found = resident_bytes(fd, 0, length) if length else 0
-    except OSError:  # a filesystem that cannot be asked: what is not known to be warm is cold
+    except OSError:  # residency is not available: unknown counts as cold
         found = 0
     return "some" if 0 < found < length else "all" if found else "none"
 
@@ -150,10 +158,10 @@ def absent_ranges(fd: int, offset: int, length: int) -> Iterator[tuple[int, int]
 
 
 def evict(path: str | os.PathLike[str]) -> int:
-    """Asks the kernel to forget a file's pages: how many bytes are resident afterwards.
+    """Drops a file from the page cache and returns the bytes that are still resident.
 
-    Pages that are dirty, mapped by a process or being read stay; a benchmark has to look at the
-    answer. Raises OSError where the file cannot be opened.
+    Pages that are dirty, mapped by a process or being read stay, so a benchmark checks the result.
+    Raises OSError if the file cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -166,7 +174,7 @@ def evict(path: str | os.PathLike[str]) -> int:
 
 
 def drop_caches() -> bool:
-    """Drops the page cache of the whole machine; False where this process may not."""
+    """Drops the page cache of the whole machine; False if this process may not."""
     try:
         with open("/proc/sys/vm/drop_caches", "w") as knob:
             os.sync()

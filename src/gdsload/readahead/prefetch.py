@@ -463,8 +463,8 @@ def prefetch(
 ) -> Prefetch:
     """Starts to read a checkpoint in the background; returns within milliseconds.
 
-    A later load of the same files in this process takes over the bytes, without being told of the
-    prefetch: files are identified by device, inode, size and times. A load that finds another
+    A later load of the same files in this process takes over the bytes. It needs no reference to
+    the prefetch: files are identified by device, inode, size and times. A load that finds another
     version of a file reads it itself. Each byte is taken over once, because tensors own their
     memory. A process that prefetches for a GPU uses CUDA and must not fork afterwards.
 

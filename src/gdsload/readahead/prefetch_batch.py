@@ -54,24 +54,24 @@ class PrefetchBatch(Batch):
         super().__init__(session, plan, views, memory)
 
     @classmethod
-    def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PrefetchBatch:
+    def of(cls, session: Session, ranges: Sequence[ByteRange]) -> PrefetchBatch:
         """Posts the reads and returns at once. Raises PlacementError, before anything is read, if
         there is too little memory."""
         if session.device == "cpu":
-            return cls(session, *session.arrange(pieces))
+            return cls(session, *session.arrange(ranges))
         from gdsload.loading.device_batch import in_blocks  # imported only for a device
 
-        plan, views = session.arrange(pieces)
+        plan, views = session.arrange(ranges)
         if not plan.transfers:
             return cls(session, plan, views)
-        blocks, memory = in_blocks(session, plan, pieces)
+        blocks, memory = in_blocks(session, plan, ranges)
         return cls(session, plan, blocks, memory)
 
-    def offered_ranges(self, pieces: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
+    def offered_ranges(self, ranges: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:
         """The byte ranges that loads can claim, by file."""
         rows: dict[Identity, list[OfferedRange]] = {}
         shards = self.session.checkpoint.shards
-        for name, shard, offset, nbytes in pieces:
+        for name, shard, offset, nbytes in ranges:
             if nbytes:
                 location = self.plan.locations.get(name)
                 first, last = (location.first, location.last) if location else (0, -1)
@@ -163,21 +163,21 @@ class PageCacheWarmup(PrefetchBatch):
     memory_of = _Scratch
 
     @classmethod
-    def of(cls, session: Session, pieces: Sequence[ByteRange]) -> PageCacheWarmup:
+    def of(cls, session: Session, ranges: Sequence[ByteRange]) -> PageCacheWarmup:
         """Reads the bytes that are not cached. The kernel's read-ahead calls are no substitute: on
         many disks one does about 100 KiB, and each blocks the interpreter."""
         with session.report.phase("plan"):
-            plan = _warming_plan(session, pieces)
+            plan = _warming_plan(session, ranges)
             for shard in sorted({transfer.shard for transfer in plan.transfers}):
                 session.register(shard)
         return cls(session, plan, {})
 
 
-def _warming_plan(session: Session, pieces: Sequence[ByteRange]) -> ReadPlan:
+def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     """Buffered reads of the bytes that are not in the page cache, in file order."""
     transfers: list[Transfer] = []
     ends: list[tuple[int, int]] = []
-    merged_ranges = merged_ranges_of(pieces, 0)
+    merged_ranges = merged_ranges_of(ranges, 0)
     slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
     for extent in merged_ranges:
         fd = session.checkpoint.shards[extent.shard].fd
@@ -193,24 +193,24 @@ def _warming_plan(session: Session, pieces: Sequence[ByteRange]) -> ReadPlan:
             ends.append((extent.shard, offset + length))
     locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]
-    for name, shard, offset, nbytes in pieces:
+    for name, shard, offset, nbytes in ranges:
         first = bisect_right(ends, (shard, offset))
         last = bisect_left(starts, (shard, offset + nbytes)) - 1
         locations[name] = Location(-1, 0, first, last)
     targets = (Target(0, 0, min(len(transfers), slots) * WARM_REQUEST_BYTES),) if transfers else ()
-    wanted = sum(piece.nbytes for piece in pieces)
+    wanted = sum(each.nbytes for each in ranges)
     return ReadPlan(tuple(transfers), targets, tuple(merged_ranges), locations, (), wanted)
 
 
-def fitting(pieces: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
+def fitting(ranges: Sequence[ByteRange], limit_bytes: int | None) -> list[ByteRange]:
     """The first byte ranges that fit the limit, or the available memory; the last is shortened."""
     left = limit_bytes if limit_bytes is not None else available_bytes()
     if left is None:
-        return list(pieces)
+        return list(ranges)
     fit: list[ByteRange] = []
-    for piece in pieces:
-        size = min(piece.nbytes, left)
-        fit.append(piece._replace(nbytes=size))
+    for each in ranges:
+        size = min(each.nbytes, left)
+        fit.append(each._replace(nbytes=size))
         left -= size
         if left == 0:
             break

@@ -241,7 +241,7 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
     doubles.fault("cuMemHostRegister_v2", CODE, 801)
     doubles.fault("cuMemHostAlloc", CODE, 2)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
-        request = Load(backend, opened, road="direct").request
+        request = Load(backend, opened, io_mode="direct").request
         errors = []
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(errors) < 2:
@@ -257,7 +257,7 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
         with pytest.raises(PlacementError):
             backend.check(request)
         backend.release(request)
-        again = Load(backend, opened, road="direct")
+        again = Load(backend, opened, io_mode="direct")
         assert again.finish() == {} and again.bytes() == bytes_of(0)
         backend.release(again.request)
 
@@ -288,7 +288,7 @@ def test_parts_follow_the_stream_of_their_own_request(
             other = threading.Thread(target=backend.follow, args=("cuda:0", 99))
             other.start()
             other.join()
-            loads.append(Load(backend, opened, road="direct"))
+            loads.append(Load(backend, opened, io_mode="direct"))
         for load in loads:
             assert load.finish() == {} and load.bytes() == bytes_of(0)
             backend.release(load.request)

@@ -147,10 +147,10 @@ def test_an_error_that_stays(path: Path, faults: Faults, code: int, cache: str) 
 def test_direct_reads_refused_are_read_through_the_page_cache(
     path: Path, faults: Faults, code: int
 ) -> None:
-    faults.script(rule(ERRNO, code, times=FOR_EVER, road=DIRECT))
+    faults.script(rule(ERRNO, code, times=FOR_EVER, io_mode=DIRECT))
     check(path, load(path))
-    roads = gdsload.last_report().paths
-    assert roads["posix/threads/direct"] == 0 and roads["posix/threads/buffered"] > 0
+    paths = gdsload.last_report().paths
+    assert paths["posix/threads/direct"] == 0 and paths["posix/threads/buffered"] > 0
     assert faults.log.struck < READS, "the file is not asked again and again"
     refusal = gdsload.last_report().refusals["direct I/O on model.safetensors"]
     assert os.strerror(code) in refusal and "the rest came through the page cache" in refusal
@@ -160,7 +160,7 @@ def test_direct_reads_refused_are_read_through_the_page_cache(
 def test_one_direct_read_refused_leaves_the_others_direct(
     path: Path, faults: Faults, code: int
 ) -> None:
-    faults.script(rule(ERRNO, code, times=FOR_EVER, road=DIRECT, first=8192, last=8193))
+    faults.script(rule(ERRNO, code, times=FOR_EVER, io_mode=DIRECT, first=8192, last=8193))
     check(path, load(path))
     report = gdsload.last_report()
     assert faults.log.struck == 1
@@ -170,7 +170,7 @@ def test_one_direct_read_refused_leaves_the_others_direct(
 
 
 def test_an_error_on_the_direct_road_only(path: Path, faults: Faults) -> None:
-    faults.script(rule(ERRNO, errno.EIO, times=FOR_EVER, road=DIRECT, first=8192, last=8193))
+    faults.script(rule(ERRNO, errno.EIO, times=FOR_EVER, io_mode=DIRECT, first=8192, last=8193))
     check(path, load(path))
     assert gdsload.last_report().paths["posix/threads/buffered"] == REQUEST_BYTES
 
@@ -186,7 +186,7 @@ def test_the_end_of_the_file_comes_early(path: Path, faults: Faults, cache: str)
 
 
 def test_an_end_of_file_that_only_direct_reads_meet(path: Path, faults: Faults) -> None:
-    faults.script(rule(ZERO, times=FOR_EVER, road=DIRECT))
+    faults.script(rule(ZERO, times=FOR_EVER, io_mode=DIRECT))
     check(path, load(path))
 
 
@@ -291,15 +291,15 @@ def test_an_early_close_of_a_stream_that_hangs(path: Path, faults: Faults) -> No
 
 
 def test_every_error_is_ours(path: Path, faults: Faults) -> None:
-    """The sweep: each errno at each read, once and more, on each road: right, or our error."""
+    """Each errno at each read, once and more, in each I/O mode: exact bytes, or our error."""
     outcomes = set()
-    for code, skip, times, road in itertools.product(
+    for code, skip, times, io_mode in itertools.product(
         (errno.EIO, errno.EINVAL, errno.EINTR, errno.ENOMEM),
         range(0, READS, 3),
         (1, 3),
         (ANY, DIRECT, BUFFERED),
     ):
-        faults.script(rule(ERRNO, code, times=times, road=road, skip=skip))
+        faults.script(rule(ERRNO, code, times=times, io_mode=io_mode, skip=skip))
         try:
             check(path, load(path))
             outcomes.add("right")
