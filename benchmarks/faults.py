@@ -43,7 +43,8 @@ from gdsload.backends.posix import engines
 
 from . import injector, places, records
 
-# What each call can fail with. EINTR is asked again by Python and by the pump.
+# What each call can fail with. EINTR is asked again by Python and by the pump. END returns 0, as at
+# the end of a file that was truncated.
 ERRORS = {
     "openat": "EIO EINTR ENOMEM EMFILE EPERM",
     "statx": "EIO ENOMEM EPERM",
@@ -54,8 +55,8 @@ ERRORS = {
     "mmap": "ENOMEM",
     "mprotect": "ENOMEM",
     "madvise": "ENOMEM EAGAIN EIO EINTR",
-    "pread64": "EIO EINTR EAGAIN ENOMEM",
-    "preadv2": "EIO EINTR EAGAIN ENOMEM EPERM",
+    "pread64": "EIO EINTR EAGAIN ENOMEM END",
+    "preadv2": "EIO EINTR EAGAIN ENOMEM EPERM END",
     "cachestat": "EPERM ENOMEM",
     "io_uring_setup": "ENOMEM EMFILE EPERM EAGAIN",
     "io_uring_enter": "EINTR EAGAIN EBUSY ENOMEM",
@@ -74,6 +75,7 @@ STALL_SECONDS = 2.0  # given to every load: one whose storage always says EAGAIN
 LIMIT_SECONDS = 40.0  # of a case; it takes milliseconds, and STALL_SECONDS where storage is silent
 KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
 REQUEST_BYTES = 256 << 10
+UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
 GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: generated -->\n", "<!-- faults: end -->\n"
@@ -115,20 +117,26 @@ class Resources(NamedTuple):
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-def write_checkpoint(folder: Path) -> dict[str, bytes]:
-    """Three shards with an index: an odd size, a tensor off its alignment, one of no bytes."""
-    shards = [
-        {"a": ("F32", [512, 1024]), "b": ("BF16", [300, 700])},
-        {"odd": ("U8", [100_003]), "off": ("F32", [999, 101]), "none": ("F16", [0, 7]),
-         "c": ("F16", [123, 457])},
-        {"small": ("I64", [3]), "flag": ("BOOL", [5])},
-    ]  # fmt: skip
+SHARDS = (
+    {"a": ("F32", [512, 1024]), "b": ("BF16", [300, 700])},
+    {"odd": ("U8", [100_003]), "off": ("F32", [999, 101]), "none": ("F16", [0, 7]),
+     "c": ("F16", [123, 457])},
+    {"small": ("I64", [3]), "flag": ("BOOL", [5])},
+)  # fmt: skip
+# Three whole huge pages, each read by a thread of its own, and a part of one.
+LARGE = ({"rest": ("U8", [700_001]), "long": ("F32", [1500, 1024])},)
+
+
+def write_checkpoint(
+    folder: Path, shards: Sequence[Mapping[str, tuple[str, list[int]]]]
+) -> dict[str, bytes]:
+    """Shards with an index: an odd size, a tensor off its alignment, one of no bytes."""
     widths = {"F32": 4, "BF16": 2, "U8": 1, "F16": 2, "I64": 8, "BOOL": 1}
     wanted: dict[str, bytes] = {}
     index: dict[str, str] = {}
     folder.mkdir(parents=True)
     for number, shard in enumerate(shards, start=1):
-        name, header, data = f"model-{number}-of-3.safetensors", {}, b""
+        name, header, data = f"model-{number}-of-{len(shards)}.safetensors", {}, b""
         for tensor, (dtype, shape) in shard.items():
             size = widths[dtype]
             for length in shape:
@@ -176,26 +184,34 @@ def bytes_of(tensor: Any) -> bytes:
 # --- loads --------------------------------------------------------------------------------------
 
 
-def loads_of(plain: Path, model: Path) -> dict[str, Load]:
+def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
     """Every kind of load, by its name; those whose name ends in `warm` find their files cached."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import gdsload
+    from gdsload._native.first_touch import MODES
     from gdsload.backends.posix.engines import ENGINES
     from gdsload.warmup import HostPool
 
     config = LlamaConfig.from_pretrained(model)
     words: dict[str, Any] = {"stall_seconds": STALL_SECONDS, "progress": False}
 
-    def load(cache: str = "auto", **options: Any) -> Mapping[str, Any]:
+    def load(cache: str = "auto", page_cache: str = "keep", **options: Any) -> Mapping[str, Any]:
         options.setdefault("request_bytes", REQUEST_BYTES)
-        return gdsload.load_file(plain, cache=cache, options=options, **words)
+        return gdsload.load_file(
+            plain, cache=cache, page_cache=page_cache, options=options, **words
+        )
+
+    def touched(pages: str, cache: str) -> Mapping[str, Any]:
+        options = {"pages": pages, "request_bytes": UNIT_BYTES}
+        return gdsload.load_file(large, cache=cache, options=options, **words)
 
     def one() -> Mapping[str, Any]:
         return gdsload.load_file(plain / "model-2-of-3.safetensors", cache="direct", **words)
 
-    def streamed(cache: str) -> Mapping[str, Any]:
-        return dict(gdsload.stream(plain, cache=cache, window_bytes=1 << 20, **words))
+    def streamed(cache: str, page_cache: str = "keep") -> Mapping[str, Any]:
+        settings = {"cache": cache, "page_cache": page_cache, "window_bytes": 1 << 20}
+        return dict(gdsload.stream(plain, **settings, **words))
 
     def opened(cache: str) -> Mapping[str, Any]:
         with gdsload.safe_open(plain, cache=cache, stall_seconds=STALL_SECONDS) as file:
@@ -226,13 +242,17 @@ def loads_of(plain: Path, model: Path) -> dict[str, Load]:
     for engine in ENGINES:
         for cache in ("direct", "buffered", "auto"):
             found[f"load_file {engine} {cache}"] = partial(load, cache, engine=engine)
-    found["load_file auto direct bounced"] = partial(load, "direct", pages="bounce")
+    for pages in MODES:
+        found[f"load_file pages={pages} direct"] = partial(touched, pages, "direct")
+    found["load_file pages=bounce buffered"] = partial(touched, "bounce", "buffered")
     found["load_file mapped"] = partial(load, "mapped")
+    found["load_file buffered drop"] = partial(load, "buffered", "drop")
     found["load_file auto"] = load
     found["load_file auto warm"] = load
     found["load_file one file"] = one
     found["stream"] = partial(streamed, "auto")
     found["stream direct"] = partial(streamed, "direct")
+    found["stream buffered drop"] = partial(streamed, "buffered", "drop")
     found["stream warm"] = partial(streamed, "auto")
     found["safe_open"] = partial(opened, "auto")
     found["safe_open warm"] = partial(opened, "auto")
@@ -252,10 +272,13 @@ class Server:
     """A process that has imported everything and done each load once. It forks a child per case."""
 
     def __init__(self, folder: Path) -> None:
-        self.plain, self.model = folder / "plain", folder / "model"
-        self.truth = {"plain": write_checkpoint(self.plain), "model": write_model(self.model)}
-        self.loads = loads_of(self.plain, self.model)
-        self.files = [*self.plain.glob("*"), *self.model.glob("*.safetensors")]
+        plain, large, model = folder / "plain", folder / "large", folder / "model"
+        self.truth = {
+            "plain": write_checkpoint(plain, SHARDS), "large": write_checkpoint(large, LARGE),
+            "model": write_model(model),
+        }  # fmt: skip
+        self.loads = loads_of(plain, large, model)
+        self.files = [*plain.glob("*"), *large.glob("*"), *model.glob("*.safetensors")]
         for file in self.files:  # dirty pages cannot be evicted
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
@@ -327,7 +350,7 @@ class Server:
                         continue
                     said = control.recv(1 << 16)
                     if said == b"begin":
-                        code = getattr(errno, case.error) if case.error else 0
+                        code = getattr(errno, case.error, 0)
                         calls.arm(code, case.k, 1 << 30 if case.lasting else case.k)
                     elif said == b"end":
                         calls.armed = False
@@ -424,7 +447,8 @@ class Server:
         """One load: exact, error, memory, foreign or violation, and what it said."""
         from gdsload.errors import GdsloadError
 
-        truth = self.truth["model" if load.startswith("from_pretrained") else "plain"]
+        kind = "large" if "pages=" in load else "plain"
+        truth = self.truth["model" if load.startswith("from_pretrained") else kind]
         try:
             got = self.loads[load]()
             parts = {"model-2-of-3": {"odd", "off", "none", "c"}}

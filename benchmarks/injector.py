@@ -96,7 +96,8 @@ class Calls:
         self.armed = False
 
     def arm(self, error: int, first: int, last: int) -> None:
-        """From now on the calls `first` to `last`, counted from 1, fail with the errno `error`."""
+        """From now on the calls `first` to `last`, counted from 1, fail with the errno `error`; 0:
+        they return 0 and do nothing."""
         self.armed = True
         self.seen: Counter[int] = Counter()  # by number
         self.failed = 0

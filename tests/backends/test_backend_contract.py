@@ -172,6 +172,18 @@ def test_temporary_refusal_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert engines.try_engine("threads").usable
 
 
+def test_engine_whose_trial_reads_nothing_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines, "_tried", {})
+    empty = tmp_path / "empty"
+    empty.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "__file__", str(empty))
+        assert "reads nothing" in str(engines.try_engine("threads"))
+    assert engines.try_engine("threads").usable
+
+
 def test_engine_without_memory_for_its_trial_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import gdsload
 from gdsload.checkpoint import file_io
 from gdsload.errors import GdsloadError
+from gdsload.system import threads
 from gdsload.system.threads import start_thread
 
 REFUSALS = (RuntimeError("can't start new thread"), MemoryError())
@@ -57,6 +59,22 @@ def test_thread_that_cannot_start_is_none_and_leaves_nothing() -> None:
     before = threading.enumerate()
     assert start_thread(lambda: None, "gdsload-test") is None
     assert threading.enumerate() == before
+
+
+def test_thread_that_dies_after_its_starter_looked_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(thread: threading.Thread, alive: object) -> None:
+        time.sleep(0.3)  # the starter looks several times
+
+    monkeypatch.setattr(threads, "_bootstrap", die)
+    found: list[object] = []
+    starter = threading.Thread(
+        target=lambda: found.append(start_thread(lambda: None, "gdsload-test")), daemon=True
+    )
+    starter.start()
+    starter.join(60)
+    assert found == [None]
 
 
 @pytest.mark.usefixtures("no_threads")

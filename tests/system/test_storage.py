@@ -49,3 +49,7 @@ def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(storage, "mount_of", lambda path: None)
     with open(tmp_path / "file", "wb") as file:
         assert storage.storage_of(file.name, file.fileno()) == storage.Storage()
+
+
+def test_file_whose_status_cannot_be_read_is_local() -> None:
+    assert storage.storage_of("/mnt/file", -1) == storage.Storage()

@@ -54,8 +54,11 @@ def is_distant(kind: str) -> bool:
 
 
 def storage_of(path: str, fd: int) -> Storage:
-    """The storage of an open file; local if the kernel does not tell its mount."""
-    status = os.fstat(fd)
+    """The storage of an open file; local if the kernel does not tell, and reads will say why."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return Storage()
     if os.major(status.st_dev):  # a disk
         return Storage()
     mount = mount_of(path)

@@ -43,11 +43,16 @@ class _Started(threading.Event):
         if timeout is not None:
             return super().wait(timeout)
         while not super().wait(_LOOK_SECONDS):
-            alive = self.alive() if self.alive is not None else None
-            dead = self.alive is not None and (alive is None or alive.over)
-            if dead and not self.is_set():
+            if self._is_dead() and not self.is_set():
                 raise RuntimeError("the new thread died before it ran: there is no memory for it")
         return True
+
+    def _is_dead(self) -> bool:
+        """A function of its own, so that no variable keeps the object between two looks."""
+        if self.alive is None:
+            return False
+        alive = self.alive()
+        return alive is None or alive.over
 
 
 class _Thread(threading.Thread):

@@ -119,7 +119,9 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
         if not request.wait(2.0):
             why = f"{engine} opens, but a read of one byte does not come back"
             return Support(False, (why,)), errno.ETIMEDOUT
-        code = abs(request.result(0)[2])
+        code = request.result(0)[2]
+        if code < 0:  # an end of the file: it has a first byte
+            return Support(False, (f"{engine} opens, but reads nothing",)), errno.EIO
         if code:
             return Support(False, (f"{engine} opens, but cannot read: {os.strerror(code)}",)), code
         return Support(True), 0
