@@ -95,6 +95,9 @@ def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
             await loading
         del loading
         assert all(request.released for request in gate.requests)
+        for thread in threading.enumerate():  # the one that ended the load ends a moment later
+            if thread.name == "gdsload-stop":
+                thread.join(60)
         return before, state_of_process()
 
     with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):

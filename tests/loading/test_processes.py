@@ -6,6 +6,7 @@ No test sleeps to let something happen: it waits for the event itself.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 import gdsload
+from gdsload._native.first_touch import MODES
 from gdsload.backends import Progress
 from gdsload.backends.posix import backend
 from gdsload.errors import GdsloadError
@@ -63,15 +65,24 @@ def test_child_forked_after_a_load_can_load(path: Path) -> None:
     python(program, path)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_child_forked_during_a_load_cannot_wait_for_it(path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"engine": engine, "request_bytes": 4096, "depth": 2} for engine in ENGINES),
+        *({"pages": pages, "request_bytes": 2 << 20, "depth": 2} for pages in MODES),
+    ],
+    ids=str,
+)
+def test_child_forked_during_a_load_cannot_wait_for_it(
+    path: Path, options: dict[str, object]
+) -> None:
     program = """
-        import gc, os, sys, gdsload
+        import gc, json, os, sys, gdsload
         from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
-        options = {"engine": sys.argv[2], "request_bytes": 4096, "depth": 2}
+        options = json.loads(sys.argv[2])
         for _ in range(10):
             with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
                 session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
@@ -98,7 +109,7 @@ def test_child_forked_during_a_load_cannot_wait_for_it(path: Path, engine: str) 
                 session.close()
                 assert os.waitpid(child, 0)[1] == 0
     """
-    python(program, path, engine)
+    python(program, path, json.dumps(options))
 
 
 def test_process_exit_during_a_load_is_clean(path: Path) -> None:

@@ -128,6 +128,39 @@ def test_memory_of_others_is_read_in_place(units: Region, six_units: Path) -> No
     assert units.read(UNIT, 6 * UNIT) == six_units.read_bytes()
 
 
+@pytest.mark.parametrize("pages", MODES)
+@pytest.mark.parametrize("direct", [True, False])
+def test_file_truncated_inside_a_unit_fails_where_it_ends(
+    units: Region, six_units: Path, tmp_path: Path, pages: str, direct: bool
+) -> None:
+    """The second read of the same memory, when the file is long again, is exact."""
+    path, end = tmp_path / "cut", 3 * UNIT + 12_345
+    content = six_units.read_bytes()
+    path.write_bytes(content[:end])
+    fd = os.open(path, os.O_RDONLY)
+    direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT) if direct else -1
+    pump = Pump(engines.engine_capsule("threads", pages), 4)
+    request = Request(
+        pump,
+        [(fd, direct_fd, 4096, 0, 1)],
+        [(0, 0, 6 * UNIT, 6 * UNIT, units.address, units.handle(), -1)],
+    )
+    request.post()
+    assert request.wait(60.0) and request.failed
+    _, got, code = request.result(0)
+    assert (got, code) == (end, -1)
+    assert units.read(0, end) == content[:end]
+    with path.open("ab") as file:
+        file.write(content[end:])
+    request.post()
+    assert request.wait(60.0) and not request.failed
+    assert units.read(0, 6 * UNIT) == content
+    assert pump.close(1.0)
+    os.close(fd)
+    if direct:
+        os.close(direct_fd)
+
+
 def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
     """The descriptor may be closed once the call under way has returned."""
     path, size = tmp_path / "zeros", 256 * UNIT
