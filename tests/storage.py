@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 import textwrap
@@ -33,17 +34,21 @@ def is_full_of(tensors: dict[str, torch.Tensor], value: int) -> bool:
 
 
 @contextmanager
-def kept_warm(*files: Path) -> Iterator[None]:
-    """Keeps these files in the page cache, also while the machine is short of memory."""
+def kept_warm(*files: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
+    """Keeps these files, or a range of them, in the page cache, also while the machine is short of
+    memory."""
     with ExitStack() as stack:
         for file in files:
             with open(file, "rb") as opened:
                 flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                 with suppress(OSError):  # above the limit of locked memory: read at least
                     stack.enter_context(
-                        mmap.mmap(opened.fileno(), 0, flags | MAP_LOCKED, mmap.PROT_READ)
-                    )
-                opened.read()
+                        mmap.mmap(
+                            opened.fileno(), length, flags | MAP_LOCKED, mmap.PROT_READ,
+                            offset=offset,
+                        )
+                    )  # fmt: skip
+                os.pread(opened.fileno(), length or file.stat().st_size, offset)
         yield
 
 
