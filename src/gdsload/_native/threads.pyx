@@ -178,12 +178,12 @@ cdef int open_readers(
 cdef int open_cufile_readers(
     void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
-    cdef int threads = min((depth + 2) // 3, <int>MOST_CUFILE_READERS)
+    cdef int threads = min(2 * depth // 3, <int>MOST_CUFILE_READERS)
     if context == NULL or count != 1:  # the table of files, and the staging ring
         return -EINVAL
     fixed[0] = 1
-    # A third of the depth: two reads wait for each one that cuFile has, so that no worker idles.
-    return open_workers(engine, depth, threads, 0, <CFiles *>context, buffers[0].address)
+    # Two thirds of the depth: the other reads wait, so that no worker idles.
+    return open_workers(engine, depth, max(threads, 1), 0, <CFiles *>context, buffers[0].address)
 
 
 cdef int submit_to_workers(void *engine, const Read *reads, int count) noexcept nogil:
