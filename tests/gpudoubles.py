@@ -30,7 +30,7 @@ from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
-CLOSES_INPUT = 12
+CLOSES_INPUT, DELAY = 12, 13  # DELAY: a call takes so many nanoseconds
 COMPAT, NVFS, P2P = 0, 1, 2
 KDL_CPU, KDL_CUDA = 1, 2
 AFTER_FORK = 77
