@@ -44,6 +44,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -320,6 +321,9 @@ def exact(context: Context) -> Iterator[Row]:
         ),
     )
     yield tried("prefetch", lambda: prefetched(context, source, wanted))
+    yield tried("prefetch to the host", lambda: prefetched_to_host(context, source, wanted))
+    yield tried("prefetch to a pinned pool", lambda: prefetched_to_host(
+        context, source, wanted, pinned=True))  # fmt: skip
     yield tried("slices", lambda: slices(context, source, wanted))
     del wanted
     others = [odd_file(context), *([] if context.small else [context.checkpoint("tiny-moe")])]
@@ -357,6 +361,29 @@ def prefetched(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
         return got
 
     return {**twice(context.gpu, wanted, load), **found}
+
+
+def prefetched_to_host(
+    context: Context, source: Path, wanted: dict[str, Any], *, pinned: bool = False
+) -> Row:
+    """A load copies bytes from host memory: the device those that are pinned, threads the others,
+    through the ring."""
+    import gdsload
+    from gdsload.backends import host_copies
+
+    def load() -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            if pinned:
+                stack.enter_context(gdsload.warmup.HostPool(1 << 36, pinned=True))
+            tier = "pool" if pinned else "memory"
+            stack.enter_context(gdsload.prefetch(source, tier=tier)).wait()
+            got = gdsload.load_file(source, context.device)
+        if read_bytes := gdsload.last_report().read_bytes:
+            raise gdsload.GdsloadError(f"the load read {read_bytes:,} bytes again")
+        return got
+
+    with mock.patch.object(host_copies, "LEAST_BYTES_WITHOUT_RING", 0):
+        return twice(context.gpu, wanted, load)
 
 
 def slices(context: Context, source: Path, wanted: dict[str, Any]) -> Row:

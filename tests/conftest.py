@@ -85,15 +85,17 @@ def measuring(loading: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """4 MB in two files, on a filesystem with direct I/O."""
+    """4 MB in two files of whole blocks, on a filesystem with direct I/O."""
     import safetensors.torch
     import torch
 
     folder = tmp_path / "model"
     folder.mkdir()
     for number in range(2):
-        values = torch.arange(500_000, dtype=torch.int32) * (number + 1)
-        safetensors.torch.save_file({f"{number}.a": values}, folder / f"model-{number}.safetensors")
+        values = torch.arange((488 * BLOCK - 80) // 4, dtype=torch.int32)  # after 80 of the header
+        path = folder / f"model-{number}.safetensors"
+        safetensors.torch.save_file({f"{number}.a": values * (number + 1)}, path)
+        assert path.stat().st_size == 488 * BLOCK
     try:
         os.close(os.open(folder / "model-0.safetensors", os.O_RDONLY | os.O_DIRECT))
     except OSError as error:

@@ -31,6 +31,68 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torc
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
+class Block:
+    """Memory that is carved from one allocation, as torch's allocator does after a warm-up."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.device = gpu.device(0)
+        self.address = self.next = self.device.allocate(nbytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        view = (ctypes.c_char * nbytes).from_address(self.next)
+        self.next += -(-nbytes // 512) * 512
+        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+class Allocator(Block):
+    """torch's allocator: it reuses the memory of a freed tensor at once, even if the device still
+    works on it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.returned: list[tuple[int, int]] = []  # address, bytes
+        self.lent = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
+        view = (ctypes.c_char * nbytes).from_address(self.next)
+        weakref.finalize(view, self.returned.append, (self.next, nbytes))
+        self.next += -(-nbytes // 512) * 512
+        self.lent += 1
+        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+
+
+class TorchStream:
+    """torch's current stream: the default one."""
+
+    cuda_stream = 0
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+class TorchCuda:
+    """The functions of `torch.cuda` that a load calls, in a process that uses CUDA."""
+
+    def __init__(self) -> None:
+        self.stream = TorchStream()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_stream(self, device: str) -> TorchStream:
+        return self.stream
+
+    def memory_reserved(self, ordinal: int) -> int:
+        return 0
+
+    memory_allocated = memory_reserved
+
+
 def odd_tensors() -> dict[str, torch.Tensor]:
     """Tensors at file offsets that are not aligned for their dtype, and a tensor without bytes."""
     return {

@@ -11,8 +11,11 @@ import torch
 
 import gdsload
 from devicetensors import raw
+from gdsload.backends import tuning_cache
 from gdsload.backends.auto.backend import Part
+from gdsload.backends.auto.benchmark import cheapest
 from gdsload.report import LoadReport
+from gdsload.system.mountinfo import mount_of
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {"ring_bytes": MIB, "request_bytes": 64 << 10}
@@ -32,3 +35,19 @@ def load(checkpoint: Path, cache: str = "direct", **changed: Any) -> LoadReport:
 def rates_are(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Sets the seconds that a sample takes with each backend."""
     monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.candidate.name])
+
+
+def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
+    """Caches these rates, as if they had been measured, and the seconds to open backends."""
+    mount = mount_of(path)
+    assert mount is not None
+    device = "Double 0 0000:01:00.0"
+    result = tuning_cache.TunedChoice(
+        mount.key,
+        device,
+        cheapest(rates),
+        rates,
+        tuning_cache.versions(),
+        fixed_seconds=fixed,
+    )
+    assert tuning_cache.store(result) == ""

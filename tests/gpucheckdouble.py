@@ -16,29 +16,9 @@ import pytest
 import torch
 
 import gpudoubles
-from devicetensors import device_tensor
+from devicetensors import TorchCuda, device_tensor
 from gdsload import api
 from gdsload.loading import device_batch
-
-
-class TorchCuda:
-    """The functions of `torch.cuda` that a load calls: the default stream is the current one."""
-
-    cuda_stream = 0
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def current_stream(self, device: str) -> TorchCuda:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def memory_reserved(self, ordinal: int) -> int:
-        return 0
-
-    memory_allocated = memory_reserved
 
 
 def gpu(base: type[Any], device: str) -> Any:

@@ -30,7 +30,7 @@ from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
 CODE, HANG, SHORT, ERRNO, NEGATIVE, LOST, TWICE, STRANGE, STATUS, HALF, LATE = range(1, 12)
-CLOSES_INPUT = 12
+CLOSES_INPUT, DELAY = 12, 13  # DELAY: a call takes so many nanoseconds
 COMPAT, NVFS, P2P = 0, 1, 2
 KDL_CPU, KDL_CUDA = 1, 2
 AFTER_FORK = 77
@@ -65,6 +65,9 @@ def library(name: str) -> ctypes.CDLL:
     if name == "cuda_double":
         lib.cuda_double_set.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_int]
         lib.cuda_double_residue.argtypes = [ctypes.c_size_t]
+        lib.cuda_double_work.argtypes = [
+            ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+        ]  # fmt: skip
         lib.cuda_double_is_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     else:
         lib.cufile_double_set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
@@ -116,9 +119,14 @@ class Doubles:
         """A graph is captured on the default stream of the first device."""
         self.cuda.cuda_double_capture_stream(0, capture)
 
-    def keep_busy(self) -> None:
-        """Gives the default stream of the first device work that goes on until `end_work`."""
-        self.cuda.cuda_double_work(0)
+    def keep_busy(
+        self, does: str = "nothing", address: int = 0, nbytes: int = 0, value: int = 0
+    ) -> None:
+        """Gives the default stream of the first device work that goes on until `end_work`. At its
+        end it "writes" `value` to all bytes of a range, or "reads" it from them: other bytes there
+        are a broken promise."""
+        kind = ("nothing", "writes", "reads").index(does)
+        self.cuda.cuda_double_work(0, kind, address, nbytes, value)
 
     def end_work(self) -> None:
         """Ends that work, and runs all that waits for it."""

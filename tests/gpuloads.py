@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 from contract import BLOCK, SIZE
 from gdsload.backends import VRAM, Backend, Memory, OpenFile
@@ -18,6 +23,17 @@ from gpucontract import DeviceMemory
 SMALL: dict[str, Any] = {"ring_bytes": 1 << 20, "request_bytes": 16 << 10}
 KINDS = [PosixBackend, GdsBackend, GdsMtBackend]
 PATIENCE_SECONDS = 120.0
+
+
+@contextmanager
+def direct(file: OpenFile) -> Iterator[OpenFile]:
+    """The file with a descriptor for direct I/O: its reads are cold."""
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"{file.path} takes no O_DIRECT: {error.strerror}")
+    yield file._replace(direct_fd=fd)
+    os.close(fd)
 
 
 class Load:

@@ -4,12 +4,13 @@
  * Copies come from memory that is pinned or the device's own, and end inside an allocation. They run
  * later than they were queued, in the order of their stream, after the events that the stream waits
  * for. An event is done when all work before it in its stream is. Tests give a stream work of
- * others, and end that work themselves. A copy runs when its event was queried `patience` times, so
- * that a slot that was used again too early shows as wrong bytes. Contexts must be retained and
- * current, streams and events of the current one. Nothing is recorded in a stream that is captured.
- * A call that would break the capture of a graph breaks the contract. When the process ends, every
- * call is refused, and everything that was not released is reported. Built with names from the real
- * libcufile (stubs.inc), it also carries that library's compatibility mode.
+ * others, which they end themselves: it writes or reads memory then. A copy runs when its event was
+ * queried `patience` times, so that a slot that was used again too early shows as wrong bytes.
+ * Contexts must be retained and current, streams and events of the current one. Nothing is recorded
+ * in a stream that is captured. A call that would break the capture of a graph breaks the contract.
+ * When the process ends, every call is refused, and everything that was not released is reported.
+ * Built with names from the real libcufile (stubs.inc), it also carries that library's
+ * compatibility mode.
  */
 #include "double.h"
 #include <sys/mman.h>
@@ -29,10 +30,12 @@
 
 typedef struct { char *base; size_t length; char *raw; void *context; } range_t;
 enum { COPY, WAIT, WORK };
+enum { NOTHING, WRITES, READS };                 /* what WORK does to its bytes when it ends */
 typedef struct stream stream_t;
 typedef struct {
     int kind;
-    char *to; const char *from; size_t length;   /* COPY */
+    char *to; const char *from; size_t length;   /* COPY; WORK has only `to` */
+    int does; char value;                        /* WORK */
     stream_t *of; long after;                    /* WAIT: until so much of that stream is done */
 } op_t;
 typedef struct context context_t;
@@ -80,6 +83,9 @@ static int run_until(stream_t *stream, long end, int wait)
     for (; stream->done < end; stream->done++) {
         op_t *op = &stream->ops[stream->done % stream->room];
         if (op->kind == WORK && working && !wait) return 0;
+        if (op->kind == WORK && op->does == WRITES) memset(op->to, op->value, op->length);
+        for (size_t i = 0; op->kind == WORK && op->does == READS && i < op->length; i++)
+            if (op->to[i] != op->value) { broken("bytes changed before work had read them"); break; }
         if (op->kind == WAIT && !run_until(op->of, op->after, wait)) return 0;
         if (op->kind != COPY) continue;
         if (!range_of(device, ranges, op->to, op->length))
@@ -162,12 +168,14 @@ EXPORT void cuda_double_hold(int hold)
     held = hold;
     pthread_mutex_unlock(&lock);
 }
-/* Gives the default stream of a device work that goes on until it is ended. */
-EXPORT void cuda_double_work(int ordinal)
+/* Gives the default stream of a device work that goes on until it is ended. At its end it writes
+ * `value` to all bytes of a range, or reads it from them. */
+EXPORT void cuda_double_work(int ordinal, int does, char *at, size_t length, int value)
 {
     pthread_mutex_lock(&lock);
     working = 1;
-    push(&contexts[ordinal].own, (op_t){ .kind = WORK });
+    push(&contexts[ordinal].own,
+         (op_t){ .kind = WORK, .to = at, .length = length, .does = does, .value = (char)value });
     pthread_mutex_unlock(&lock);
 }
 /* It has ended, and with it all that waited for it. */
@@ -506,7 +514,7 @@ EXPORT int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream)
     if (!range_of(pinned, pins, (void *)from, bytes) && !range_of(device, ranges, (void *)from, bytes))
         broken("a copy of %zu bytes from memory that is not pinned", bytes);
     stream_t *queue = stream_of(stream);
-    push(queue, (op_t){ COPY, (char *)to, (char *)from, bytes, NULL, 0 });
+    push(queue, (op_t){ .kind = COPY, .to = (char *)to, .from = (char *)from, .length = bytes });
     copies++;
     copied += bytes;
     if (patience == 0 && !held) run_until(queue, queue->asked_for, 0);

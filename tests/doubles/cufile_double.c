@@ -243,6 +243,8 @@ static int64_t move(handle_t *file, char *base, int64_t offset, size_t size, int
     if (got > 0) read_bytes += got;
     if (file->direct && (at % 4096 || (int64_t)(base + offset) % 4096)) unaligned++;
     if (compat) by_posix++; else if (native == 2) by_p2p++; else by_nvfs++;
+    /* In native mode too, what is no whole block, such as the end of a file, is read by POSIX. */
+    if (!compat && got > 0 && (at + got) % 4096) by_posix++;
     return got;
 }
 EXPORT ssize_t cuFileRead(handle_t *file, void *base, size_t size, off_t at, off_t offset)

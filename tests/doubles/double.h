@@ -20,7 +20,7 @@
 #define AFTER_FORK 77
 
 enum { NO_FAULT = 0, CODE = 1, HANG = 2, SHORT = 3, ERRNO = 4, NEGATIVE = 5, LOST = 6, TWICE = 7,
-       STRANGE = 8, STATUS = 9, HALF = 10, LATE = 11, CLOSES_INPUT = 12 };
+       STRANGE = 8, STATUS = 9, HALF = 10, LATE = 11, CLOSES_INPUT = 12, DELAY = 13 };
 
 typedef struct { const char *call; int kind; int64_t value; int skip; int times; } fault_t;
 
@@ -53,8 +53,15 @@ static fault_t *entered(const char *call)
     for (int i = 0; i < fault_count; i++) {
         if (strcmp(faults[i].call, call) || faults[i].times == 0) continue;
         if (faults[i].skip > 0) { faults[i].skip--; continue; }
-        faults[i].times--;
+        if (faults[i].times > 0) faults[i].times--;
         struck++;
+        if (faults[i].kind == DELAY) {   /* a call that takes time, and no lock: others go on */
+            struct timespec pause = { faults[i].value / 1000000000, faults[i].value % 1000000000 };
+            pthread_mutex_unlock(&lock);
+            nanosleep(&pause, NULL);
+            pthread_mutex_lock(&lock);
+            continue;
+        }
         return &faults[i];
     }
     return NULL;

@@ -13,6 +13,7 @@ import torch
 
 import gdsload
 import gpudoubles
+from contract import BLOCK
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gdsload import api
 from gdsload.backends.auto import backend as backend_module
@@ -22,6 +23,7 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
+from gpuauto import keep
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
 
@@ -247,11 +249,15 @@ def test_large_model_is_read_by_cufile(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_module, "WORTH_CUFILE_BYTES", 1)
+    keep(tiny_checkpoint, {"gds_mt": 3e9, "posix": 1e9, "gds": 1e9}, {})
     options = {"ring_bytes": 64 << 20}
     gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct", options=options)
     report = gdsload.last_report()
     assert (report.backend, report.engine) == ("gds_mt", "nvfs")
-    assert set(report.paths) == {"gds_mt/nvfs"}
+    by_cufile = report.paths.pop("gds_mt/nvfs")
+    ends = sum(report.paths.values())  # of two files, which are no whole blocks
+    assert 0 < ends < 2 * BLOCK and by_cufile + ends == report.read_bytes
+    assert {path.partition("/")[0] for path in report.paths} == {"posix"}
 
 
 def test_compatibility_mode_is_used_only_if_asked_for(

@@ -20,13 +20,15 @@ from gdsload.backends import (
     Memory,
     OpenFile,
 )
-from gdsload.backends.cufile.gds import GdsBackend
-from gdsload.backends.cufile.gds_mt import GdsMtBackend
+from gdsload.backends.cufile.gds import MOST_IN_FLIGHT, GdsBackend
+from gdsload.backends.cufile.gds_mt import THREADS, GdsMtBackend
 from gdsload.backends.posix import PosixBackend
+from gdsload.backends.posix.backend import DEPTH
 from gdsload.errors import BackendUnavailable
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.storage import Storage
 from gpucontract import DeviceMemory
 from gpudoubles import CODE, HANG, Doubles
 from gpuloads import KINDS, PATIENCE_SECONDS, SMALL, Load
@@ -126,6 +128,41 @@ def test_two_backends_share_one_ring_and_its_limit(doubles: Doubles, file: OpenF
         for load in loads:
             load.backend.release(load.request)
         assert len(staging_ring.rings()) == 1
+
+
+def test_rings_of_cufile_have_one_slot_for_each_read_in_flight(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    """Each has a ring of its own: none is measured with the slots of another."""
+    with GdsMtBackend(request_bytes=64 << 10) as first, GdsBackend(request_bytes=16 << 10) as other:
+        loads = [Load(backend, file) for backend in (first, other)]
+        for load in loads:
+            assert load.finish() == {} and load.bytes() == bytes_of(0)
+            load.backend.release(load.request)
+        shapes = {(each.native.slot_bytes, each.native.count) for each in staging_ring.rings()}
+        assert shapes == {(64 << 10, 3 * THREADS // 2), (16 << 10, MOST_IN_FLIGHT)}
+    assert staging_ring.rings() == []
+
+
+@pytest.mark.parametrize(
+    ("storage", "in_flight"),
+    [(Storage(), 2 * DEPTH), (Storage("nfs4", 1 << 20, 256), SIZE // BLOCK)],
+)
+def test_distant_storage_has_more_reads_in_flight_within_the_ring(
+    storage: Storage, in_flight: int, doubles: Doubles, file: OpenFile
+) -> None:
+    """Each read takes a round trip; the ring of 64 slots bounds the memory."""
+    doubles.hold_copies(True)
+    with PosixBackend(ring_bytes=64 * BLOCK, request_bytes=BLOCK) as backend:
+        load = Load(backend, file._replace(storage=storage))
+        (ring,) = staging_ring.rings()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while ring.native.lent < in_flight:
+            assert time.monotonic() < deadline, f"{ring.native.lent} reads in flight"
+            time.sleep(0.001)
+        doubles.hold_copies(False)
+        assert load.finish() == {} and load.bytes() == bytes_of(0)
+        backend.release(load.request)
 
 
 def test_shares_receive_the_bytes_of_their_ranges(doubles: Doubles, file: OpenFile) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 
 import gdsload
 import gpudoubles
-from devicetensors import BACKENDS, device_tensor, raw
+from devicetensors import BACKENDS, Allocator, Block, TorchCuda, device_tensor, raw
 from gdsload import api
 from gdsload._native.cuda import Cuda, Device
-from gdsload.backends import staging
+from gdsload.backends import host_copies, staging
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
@@ -132,20 +133,6 @@ def test_safe_open_on_device_returns_exact_tensors_and_slices(
     assert torch.equal(raw(tensor), raw(expected[list(expected)[3]]))
 
 
-class Block:
-    """Memory that is carved from one allocation, as torch's allocator does after a warm-up."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.device = gpu.device(0)
-        self.address = self.next = self.device.allocate(nbytes)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
-        view = (ctypes.c_char * nbytes).from_address(self.next)
-        self.next += -(-nbytes // 512) * 512
-        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
-
-
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_neighbouring_tensors_are_copied_together(
     backend: str,
@@ -212,36 +199,6 @@ def test_copy_does_not_cross_from_one_allocation_to_the_next(
     block.device.release(block.address)
 
 
-class TorchStream:
-    """torch's current stream: the default one."""
-
-    cuda_stream = 0
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def synchronize(self) -> None:
-        self.waited += 1
-
-
-class TorchCuda:
-    """The functions of `torch.cuda` that a load calls, in a process that uses CUDA."""
-
-    def __init__(self) -> None:
-        self.stream = TorchStream()
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def current_stream(self, device: str) -> TorchStream:
-        return self.stream
-
-    def memory_reserved(self, ordinal: int) -> int:
-        return 0
-
-    memory_allocated = memory_reserved
-
-
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_copies_are_ordered_after_torch_stream_without_waiting(
     backend: str,
@@ -285,22 +242,45 @@ def test_torch_out_of_memory_raises_placement_error(
             read()
 
 
-class Allocator(Block):
-    """torch's allocator: it reuses the memory of a freed tensor at once, even if the device still
-    works on it."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.returned: list[tuple[int, int]] = []  # address, bytes
-        self.lent = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-        nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
-        view = (ctypes.c_char * nbytes).from_address(self.next)
-        weakref.finalize(view, self.returned.append, (self.next, nbytes))
-        self.next += -(-nbytes // 512) * 512
-        self.lent += 1
-        return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+@pytest.mark.parametrize("does", ["writes", "reads"])
+@pytest.mark.parametrize(("backend", "options"), [*BACKENDS, ("host", {})])
+def test_memory_of_an_earlier_owner_is_written_after_its_work(
+    backend: str,
+    options: dict[str, Any],
+    does: str,
+    doubles: Doubles,
+    tiny_checkpoint: Path,
+    expected: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's allocator lends memory again at once; queued work may still use it."""
+    allocator, loaded = Allocator(2 << 20), dict[str, torch.Tensor]()
+    monkeypatch.setattr(device_batch, "empty", allocator.empty)
+    monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
+    monkeypatch.setattr(host_copies, "LEAST_BYTES_WITHOUT_RING", 1)
+    ctypes.memset(allocator.address, 0x5A, 2 << 20)
+    copies = doubles.cuda_log["copies"]
+    how = {"options": options, "backend": backend} if backend != "host" else {}
+    with contextlib.ExitStack() as stack:
+        if backend == "host":
+            ahead = stack.enter_context(gdsload.prefetch(tiny_checkpoint))
+            assert ahead.wait(PATIENCE_SECONDS)
+        doubles.keep_busy(does, allocator.address, 2 << 20, 0x5A)
+        loader = threading.Thread(
+            target=lambda: loaded.update(gdsload.load_file(tiny_checkpoint, "cuda:0", **how))
+        )
+        loader.start()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while doubles.cuda_log["copies"] == copies:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        doubles.end_work()
+        loader.join()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(raw(loaded[name]), raw(tensor)) for name, tensor in expected.items())
+    loaded.clear()
+    gc.collect()
+    allocator.device.release(allocator.address)
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)

@@ -4,6 +4,7 @@ them: exact bytes, nothing read twice, a few allocations, all of them given back
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -21,11 +22,12 @@ import torch
 
 import gdsload
 import gpudoubles
-from devicetensors import odd_tensors, raw
-from gdsload.backends import staging
+from devicetensors import TorchCuda, odd_tensors, raw
+from gdsload.backends import host_copies, staging
 from gdsload.backends.auto import benchmark
+from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
-from gdsload.loading import claims, session as session_module
+from gdsload.loading import claims, device_batch, session as session_module
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
@@ -222,6 +224,91 @@ def test_what_a_pool_holds_is_copied_from_there(
         assert sum(expected[name].nbytes for name in names) <= held < report.wanted_bytes
         assert report.paths and report.read_bytes > 0
         assert_same(got, expected)
+
+
+@pytest.fixture
+def ring_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of 16 slots is made for any number of bytes in host memory."""
+    for name, value in (
+        ("LEAST_BYTES", 1), ("LEAST_BYTES_WITHOUT_RING", 1),
+        ("RING_BYTES", 1 << 20), ("REQUEST_BYTES", 64 << 10),
+    ):  # fmt: skip
+        monkeypatch.setattr(host_copies, name, value)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("tier", ["host", "pool"])
+@pytest.mark.usefixtures("ring_worthwhile")
+def test_bytes_in_host_memory_pass_through_the_pinned_ring(
+    tier: str, face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
+) -> None:
+    """Several threads fill it while the device copies."""
+    with contextlib.ExitStack() as stack:
+        if tier == "pool":
+            stack.enter_context(gdsload.warmup.HostPool(1 << 30, pinned=False))
+            assert gdsload.prefetch(source, tier="pool").wait(PATIENCE_SECONDS)
+        else:
+            assert stack.enter_context(gdsload.prefetch(source)).wait(PATIENCE_SECONDS)
+        before = doubles.cuda_log
+        got = face(source)
+        after = doubles.cuda_log
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    assert after["copied"] - before["copied"] == nbytes
+    assert_same(got, expected)
+    assert [ring.kind for ring in staging_ring.rings()] == [staging_ring.DRAM]
+
+
+@pytest.mark.usefixtures("ring_worthwhile")
+def test_copies_from_host_memory_that_fail_raise_read_error(doubles: Doubles, source: Path) -> None:
+    with gdsload.prefetch(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        doubles.fault("cuMemcpyAsync", CODE, 719, skip=3, times=-1)
+        with pytest.raises(ReadError, match=r"cuda:0: the device refused a copy: CUDA error 719"):
+            by_load_file(source)
+    doubles.set()
+    assert staging._kept == host_copies._kept == []
+
+
+@pytest.mark.parametrize("why", ["few bytes", "nothing can be pinned", "limited rate"])
+@pytest.mark.usefixtures("ring_worthwhile")
+def test_bytes_in_host_memory_that_a_ring_does_not_suit_are_copied_by_torch(
+    why: str, doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "few bytes":
+        monkeypatch.setattr(host_copies, "LEAST_BYTES_WITHOUT_RING", 1 << 20)
+    elif why == "limited rate":
+        monkeypatch.setattr(host_copies, "traffic", lambda: (1, 0, 0))
+    else:
+        doubles.fault("cuMemHostRegister_v2", CODE, 801, times=-1)
+        doubles.fault("cuMemHostAlloc", CODE, 2, times=-1)
+    before = doubles.cuda_log["copies"]
+    with gdsload.prefetch(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert_same(by_load_file(source), expected)
+    assert doubles.cuda_log["copies"] == before
+
+
+def test_pinned_bytes_are_copied_without_a_ring_and_waited_for_once(
+    doubles: Doubles, source: Path, expected: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = TorchCuda()
+    monkeypatch.setattr(device_batch, "_torch_cuda", lambda: cuda)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    with gdsload.prefetch(source) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+        assert_same(by_load_file(source), expected)
+    assert cuda.stream.waited == 1 and staging_ring.rings() == []
+
+
+def test_neighbours_in_host_memory_are_read_together() -> None:
+    copies = [
+        HostCopy(1000, 100, 5000), HostCopy(1100, 60, 9000), HostCopy(4000, 10, 7000),
+    ]  # fmt: skip
+    shares, reads = shares_and_reads(copies, 128)
+    assert shares == [(0, 100, 5000), (100, 60, 9000), (160, 10, 7000)]
+    assert [(r.offset, r.length, r.target_offset, r.tag) for r in reads] == [
+        (1000, 128, 0, 0), (1128, 32, 128, 1), (4000, 10, 160, 2),
+    ]  # fmt: skip
 
 
 def test_the_device_comes_before_the_host(doubles: Doubles, source: Path, expected: Loaded) -> None:

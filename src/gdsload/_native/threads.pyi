@@ -1,4 +1,6 @@
 from gdsload._native.first_touch import MODES as MODES
 
+HOST_MEMORY: int
+
 def engine(pages: str = "auto") -> object: ...
 def cufile_engine() -> object: ...

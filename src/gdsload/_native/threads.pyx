@@ -2,13 +2,16 @@
 
 `engine` calls ``pread`` (the ``threads`` engine, which works everywhere), `cufile_engine` calls
 ``cuFileRead`` (the backend ``gds_mt``). The pump continues short reads, as for every engine.
+`engine` also copies from memory of this process: with HOST_MEMORY in place of a descriptor, the
+offset is an address.
 
     submit ─► waiting ─► worker: pread or cuFileRead ─► done ─► reap
 """
 
 from libc.errno cimport EBADF, EINVAL, EIO, ENOMEM, errno
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 from posix.time cimport timespec
 
 from gdsload._native.atomics cimport gds_add
@@ -37,6 +40,9 @@ cdef enum:
     DISK_READERS = 8
     MOST_READERS = 128
     MOST_CUFILE_READERS = 64
+    MEMORY = -2                  # no descriptor, and not the pump's "none"
+
+HOST_MEMORY = MEMORY
 
 cdef struct Workers:
     FirstTouch first_touch
@@ -100,7 +106,10 @@ cdef void *work(void *arg) noexcept nogil:
         read = take_waiting(self)
         cancels = self.first_touch.cancels
         pthread_mutex_unlock(&self.lock)
-        if self.files == NULL:
+        if self.files == NULL and read.fd == MEMORY:
+            memcpy(read.address, <const void *><uintptr_t>read.offset, read.length)
+            result = <int64_t>read.length
+        elif self.files == NULL:
             result = read_first_touch(&self.first_touch, &bounce, &read, cancels)
         else:
             result = read_cufile(self, &read)
@@ -178,12 +187,12 @@ cdef int open_readers(
 cdef int open_cufile_readers(
     void **engine, void *context, int depth, const Buffer *buffers, int count, int *fixed
 ) noexcept nogil:
-    cdef int threads = min((depth + 2) // 3, <int>MOST_CUFILE_READERS)
+    cdef int threads = min(2 * depth // 3, <int>MOST_CUFILE_READERS)
     if context == NULL or count != 1:  # the table of files, and the staging ring
         return -EINVAL
     fixed[0] = 1
-    # A third of the depth: two reads wait for each one that cuFile has, so that no worker idles.
-    return open_workers(engine, depth, threads, 0, <CFiles *>context, buffers[0].address)
+    # Two thirds of the depth: the other reads wait, so that no worker idles.
+    return open_workers(engine, depth, max(threads, 1), 0, <CFiles *>context, buffers[0].address)
 
 
 cdef int submit_to_workers(void *engine, const Read *reads, int count) noexcept nogil:

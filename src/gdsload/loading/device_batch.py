@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.cuda import Block
 from gdsload.backends import VRAM, Memory, reaches
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 WHOLE_BYTES = 256 << 20
 # The first reads of a load are posted when so many bytes are planned: eight requests.
 FIRST_BYTES = 32 << 20
+# A slice that is taken from host memory brings so many of the slices after it.
+COPIED_AT_ONCE = 256
 # torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
 # other blocks.
 _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
@@ -227,6 +229,7 @@ class DeviceTensors:
             (each for each in slices if not _stays(each, views)),
             key=lambda each: FILE_ORDER(each.parts[0]),
         )
+        self._place_of = {each.key: place for place, each in enumerate(self._slices)}
         sizes = [each.nbytes for each in self._slices]
         if sum(sizes):
             have_whole(self.device, sizes)
@@ -263,9 +266,16 @@ class DeviceTensors:
         return memory_of(self.device, plan, placed, self.tensors)
 
     def give(
-        self, slices: Sequence[TensorSlice], views: dict[str, BufferView]
+        self,
+        slices: Sequence[TensorSlice],
+        views: dict[str, BufferView],
+        is_there: Callable[[str], bool] = lambda name: True,
     ) -> dict[str, torch.Tensor]:
-        """The tensors of these slices by key, when all bytes are there. Each is returned once."""
+        """The tensors of these slices by key, when all bytes are there. Each is returned once.
+
+        `is_there`: whether the bytes of a range, by its name, have arrived in its view.
+        """
+        self._copy_from_host(slices, views, is_there)
         tensors: dict[str, torch.Tensor] = {}
         staying: list[TensorSlice] = []
         for tensor_slice in slices:
@@ -283,17 +293,83 @@ class DeviceTensors:
                 tensors[tensor_slice.key] = tensor.view(tensor_slice.shape)
         return tensors
 
+    def _copy_from_host(
+        self,
+        slices: Sequence[TensorSlice],
+        views: dict[str, BufferView],
+        is_there: Callable[[str], bool],
+    ) -> None:
+        """Copies ranges in host memory to their tensors: those of these slices, and of slices that
+        follow a single one."""
+        asked = {each.key for each in slices}
+        if len(slices) == 1:
+            place = self._place_of.get(slices[0].key, len(self._slices))
+            slices = self._slices[place : place + COPIED_AT_ONCE]
+        found: list[HostBytes] = []
+        for tensor_slice in slices:
+            if tensor_slice.key not in asked and not (
+                found and all(is_there(part.name) for part in tensor_slice.parts)
+            ):
+                break
+            offset, tensor = 0, self.tensors.get(tensor_slice.key)
+            if tensor is None:
+                continue
+            for part in tensor_slice.parts:
+                view = views.get(part.name)
+                if view is not None and part.nbytes and not isinstance(view.region, Block):
+                    found.append(HostBytes(part.name, view, part.nbytes, tensor, offset))
+                offset += part.nbytes
+        if found:
+            copy_from_host(self.device, found)
+            for each in found:
+                del views[each.name]
+
+
+class HostBytes(NamedTuple):
+    """Bytes of a range in host memory, and the tensor, with an offset in it, that they are for."""
+
+    name: str
+    view: BufferView
+    nbytes: int
+    tensor: torch.Tensor
+    offset: int
+
+
+def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
+    """Copies bytes of host memory to their tensors, waits for the end of it, and frees the memory
+    that they were in."""
+    from gdsload.backends.host_copies import HostCopy, copy_to_device  # only if there is something
+
+    sources = [bytes_at(each.view, each.nbytes) for each in found]
+    pinned = sources[0].is_pinned()
+    if not pinned:
+        copies = [
+            HostCopy(source.data_ptr(), each.nbytes, each.tensor.data_ptr() + each.offset)
+            for source, each in zip(sources, found, strict=True)
+        ]
+        owners = sources, found
+        if copy_to_device(device, copies, owners, lambda follow: after_torch(device, follow)):
+            return
+    for source, each in zip(sources, found, strict=True):
+        bytes_of(each.tensor, each.offset, each.nbytes).copy_(source, non_blocking=pinned)
+    if pinned:
+        _torch_cuda().current_stream(device).synchronize()
+
+
+def bytes_of(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + nbytes]
+
 
 def _copy_parts(
     tensor: torch.Tensor, tensor_slice: TensorSlice, views: dict[str, BufferView]
 ) -> None:
-    """Copies the parts that were in memory already into their tensor."""
+    """Copies the parts that are in blocks of the device into their tensor."""
     offset = 0
     for part in tensor_slice.parts:
         view = views.pop(part.name, None)
         if view is not None and part.nbytes:
-            raw = tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + part.nbytes]
-            raw.copy_(bytes_at(view, part.nbytes))
+            bytes_of(tensor, offset, part.nbytes).copy_(bytes_at(view, part.nbytes))
         offset += part.nbytes
 
 
@@ -314,16 +390,21 @@ def follow(session: Session) -> None:
 
     Raises PlacementError while a CUDA graph is captured: copies would become a part of it.
     """
+    after_torch(session.device, lambda stream: session.open().follow(session.device, stream))
+
+
+def after_torch(device: str, follow: Callable[[int], bool]) -> None:
+    """The same, for copies that `follow` orders after a stream, or returns False."""
     cuda = _torch_cuda()
     if not cuda.is_initialized():
         return
-    stream = cuda.current_stream(session.device)
-    if gpu.device(gpu.ordinal_of(session.device)).captures(stream.cuda_stream):
+    stream = cuda.current_stream(device)
+    if gpu.device(gpu.ordinal_of(device)).captures(stream.cuda_stream):
         raise PlacementError(
-            f"a CUDA graph is being captured on the current stream of {session.device}: load before"
-            " the capture, or in a thread with another current stream"
+            f"a CUDA graph is being captured on the current stream of {device}: load before the"
+            " capture, or in a thread with another current stream"
         )
-    if not session.open().follow(session.device, stream.cuda_stream):
+    if not follow(stream.cuda_stream):
         stream.synchronize()
 
 

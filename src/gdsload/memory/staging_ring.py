@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
 
 DRAM, VRAM = "dram", "vram"
-RING_BYTES = 512 << 20  # default size of a ring
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
 
 # Registers a slab of VRAM (address, bytes) and returns the function that undoes it.
@@ -209,7 +208,9 @@ class _Place:
         self.lock = lifecycle.fork_safe_lock(self, "lock")
 
 
-_places: dict[tuple[str, int], _Place] = {}  # by kind of memory and device
+# By kind of memory, device and, in VRAM, size of a slot: cuFile's backends differ in it, and a ring
+# in VRAM exists only while it is used. One pinned ring serves all loads of a device.
+_places: dict[tuple[str, int, int], _Place] = {}
 # Rings with slots that lost reads may still write to. Their memory is never freed.
 _given_up: list[StagingRing] = []
 
@@ -219,7 +220,7 @@ def ring_for(
     kind: str,
     ordinal: int,
     slot_bytes: int,
-    ring_bytes: int = RING_BYTES,
+    ring_bytes: int,
     register: Register | None = None,
 ) -> Iterator[StagingRing]:
     """The ring of this kind and device: the existing one if its shape fits, else a new one.
@@ -237,7 +238,7 @@ def ring_for(
         PlacementError: no memory for the ring, or loads still use one of another shape, or the
             process ends.
     """
-    place = _places.setdefault((kind, ordinal), _Place())
+    place = _places.setdefault((kind, ordinal, slot_bytes if kind == VRAM else 0), _Place())
     with place.lock:
         _refuse_at_exit()
         ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)

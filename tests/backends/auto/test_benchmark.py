@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdsload.backends import tuning_cache
+from contract import BLOCK, bytes_of
+from gdsload.backends import OpenFile, tuning_cache
+from gdsload.backends.auto import benchmark
+from gdsload.backends.auto.backend import AutoBackend
 from gdsload.backends.auto.benchmark import Benchmark, cheapest
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
-from gdsload.system.mountinfo import mount_of
-from gpuauto import load, rates_are
-from gpudoubles import Doubles
+from gdsload.memory import staging_ring
+from gpuauto import SMALL, keep, load, rates_are
+from gpudoubles import CODE, DELAY, HANG, Doubles
+from gpuloads import PATIENCE_SECONDS, Load, direct
 
 GB = 10**9
 
@@ -22,21 +27,6 @@ GB = 10**9
 @pytest.fixture
 def doubles(measuring: Doubles) -> Doubles:
     return measuring
-
-
-def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
-    mount = mount_of(path)
-    assert mount is not None
-    device = "Double 0 0000:01:00.0"
-    result = tuning_cache.TunedChoice(
-        mount.key,
-        device,
-        cheapest(rates),
-        rates,
-        tuning_cache.versions(),
-        fixed_seconds=fixed,
-    )
-    assert tuning_cache.store(result) == ""
 
 
 @pytest.mark.parametrize(
@@ -117,6 +107,71 @@ def test_candidate_that_is_not_worth_opening_is_not_opened(
     assert report.backend == "posix"
     assert "opening gds_mt would take longer than it saves" in report.choice
     assert doubles.cufile_log["opens"] == 0
+
+
+def test_posix_is_measured_while_cufile_is_opened(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opening hangs here until posix has read its sample."""
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    doubles.fault("cuFileDriverOpen", HANG)
+    added: list[str] = []
+    real = Benchmark.add
+
+    def add(self: Benchmark, name: str, *rest: Any) -> None:
+        added.append(f"{name} with {doubles.hung} calls hanging")
+        doubles.let_go()
+        real(self, name, *rest)
+
+    monkeypatch.setattr(Benchmark, "add", add)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        load = Load(backend, opened, io_mode="direct")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not doubles.struck:
+            assert time.monotonic() < deadline, "cuFile was not opened"
+        assert load.finish() == {} and load.bytes() == bytes_of(0)
+        backend.release(load.request)
+    assert added[0] == "posix with 1 calls hanging" and len(added) == 3
+
+
+def test_load_goes_on_while_losers_are_closed(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing a ring of VRAM waits for the device. It hangs here until all bytes have arrived."""
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
+    doubles.fault("cuFileBufDeregister", HANG)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        first = Load(backend, opened, io_mode="direct")
+        assert first.finish() == {}
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not doubles.struck:
+            assert time.monotonic() < deadline, "nothing was closed"
+        assert doubles.hung == 1
+        later = Load(backend, opened, io_mode="direct")
+        assert later.finish() == {} and later.bytes() == bytes_of(0)
+        assert doubles.hung == 1
+        doubles.let_go()
+        for each in (first, later):
+            backend.release(each.request)
+    assert {ring.kind for ring in staging_ring.rings()} == {"dram"}
+
+
+def test_loser_that_is_being_closed_reads_what_the_choice_cannot(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    rates_are(monkeypatch, gds_mt=0.2, posix=0.3, gds=0.1)
+    doubles.fault("cuFileBufDeregister", DELAY, 100_000_000)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        first = Load(backend, opened, io_mode="direct")
+        assert first.finish() == {} and backend.status().backend == "gds"
+        doubles.fault("event", CODE, 5044, times=-1)
+        later = Load(backend, opened, io_mode="direct")
+        assert later.finish() == {} and later.bytes() == bytes_of(0)
+        assert backend.status().failovers["gds -> gds_mt"] > 0
+        for each in (first, later):
+            backend.release(each.request)
 
 
 def test_losers_are_closed_after_the_rest_is_posted(

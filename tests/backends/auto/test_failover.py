@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +24,15 @@ from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
-from gpuauto import MIB, SMALL, load, rates_are
+from gpuauto import MIB, SMALL, keep, load, rates_are
 from gpucontract import DeviceMemory
 from gpudoubles import CODE, ERRNO, HANG, NEGATIVE, SHORT, STATUS, Doubles
-from gpuloads import PATIENCE_SECONDS, Load
+from gpuloads import PATIENCE_SECONDS, Load, direct
 
 
 @pytest.fixture
 def doubles(measuring: Doubles) -> Doubles:
     return measuring
-
-
-@contextmanager
-def direct(file: OpenFile) -> Iterator[OpenFile]:
-    """The file with a descriptor for direct I/O: its reads are cold."""
-    try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        pytest.skip(f"{file.path} takes no O_DIRECT: {error.strerror}")
-    yield file._replace(direct_fd=fd)
-    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +220,20 @@ def test_failure_of_last_backend_raises_read_error(
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
 
 
+@pytest.fixture
+def cufile_chosen(doubles: Doubles, tmp_path: Path) -> None:
+    """An earlier load found gds_mt to be the fastest."""
+    keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 1e9}, {})
+
+
+@pytest.mark.usefixtures("cufile_chosen")
 def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
     doubles: Doubles, file: OpenFile
 ) -> None:
     """Each check raises the same error; wait and release return, and other requests can be made."""
     doubles.fault("cuFileRead", NEGATIVE, 5008, times=-1)
-    doubles.fault("cuMemHostRegister_v2", CODE, 801)
-    doubles.fault("cuMemHostAlloc", CODE, 2)
+    doubles.fault("cuMemHostRegister_v2", CODE, 801, times=2)  # for the end of the file, too
+    doubles.fault("cuMemHostAlloc", CODE, 2, times=2)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
         request = Load(backend, opened, io_mode="direct").request
         errors = []
@@ -262,6 +256,20 @@ def test_last_backend_that_cannot_be_opened_fails_the_request_for_good(
         backend.release(again.request)
 
 
+@pytest.mark.usefixtures("cufile_chosen")
+def test_ends_of_files_are_read_by_cufile_if_nothing_can_be_pinned(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuMemHostRegister_v2", CODE, 801, times=-1)
+    doubles.fault("cuMemHostAlloc", CODE, 2, times=-1)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        load = Load(backend, opened, io_mode="direct")
+        assert load.finish() == {} and load.bytes() == bytes_of(0)
+        assert "no staging ring" in backend.status().refusals["posix/ends of files"]
+        backend.release(load.request)
+
+
+@pytest.mark.usefixtures("cufile_chosen")
 def test_parts_follow_the_stream_of_their_own_request(
     doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

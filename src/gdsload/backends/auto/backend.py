@@ -19,8 +19,9 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count
 from typing import Any, ClassVar
 
@@ -48,6 +49,7 @@ from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.threads import start_thread
 
 FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
@@ -196,6 +198,7 @@ class Candidate:
         read_bytes: All bytes that it has read, in parts that have ended.
         compat_bytes: Those that cuFile read in compatibility mode.
         fixed_seconds: The time to open it; -1 if it was never opened.
+        working: A thread that opens or closes the backend, or None.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -204,6 +207,7 @@ class Candidate:
         self.left, self.failures = "", list[str]()
         self.read_bytes = self.compat_bytes = 0
         self.fixed_seconds = -1.0
+        self.working: threading.Thread | None = None
 
     def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
         """Posts transfers of a request, split to the largest read of the backend.
@@ -213,6 +217,7 @@ class Candidate:
             CuFileError: The backend refuses a file.
             PlacementError: There is no room for its ring.
         """
+        self.await_thread()
         started, backend = time.monotonic(), self.backend
         files = [NO_FILE] * len(whole.files)
         for shard in {transfer.shard for transfer in transfers}:
@@ -245,8 +250,35 @@ class Candidate:
         """The failures in words."""
         return f"{len(self.failures)} ranges failed, first {self.failures[0]}"
 
+    def start_opening(self, device: str) -> None:
+        """Opens the backend in a thread, which the first `post` waits for."""
+        self.working = start_thread(partial(self._open, device), "gdsload-open")
+
+    def start_closing(self) -> None:
+        """Closes the backend in a thread: freeing its ring may take longer than a read."""
+        self.working = start_thread(self._close, "gdsload-close")
+        if self.working is None:
+            self._close()
+
+    def await_thread(self) -> None:
+        """Waits for the thread that opens or closes the backend."""
+        working, self.working = self.working, None
+        if working is not None:
+            working.join()
+
     def close(self) -> None:
         """Closes the backend; the next use opens it again."""
+        self.await_thread()
+        self._close()
+
+    def _open(self, device: str) -> None:
+        started = time.monotonic()
+        with suppress(Exception):  # `post` meets it again, whatever it is
+            nothing = Registration(Memory(VRAM, 0, 0, device=device), -1)
+            self.backend.release(self.backend.prepare([], [], [nothing]))
+            self.fixed_seconds = time.monotonic() - started
+
+    def _close(self) -> None:
         while self.files:
             self.backend.deregister(self.files.popitem()[1])
         self.backend.close()
@@ -394,8 +426,16 @@ class AutoBackend(Backend):
                 if self._benchmark is None:
                     # A checkpoint is on one storage: that of its first file.
                     self._benchmark = self._new_benchmark(path_of(request, cold[0]))
-                self._waiting.append((request, cold))
-                self._advance()
+                ends: list[Transfer] = []
+                if self._benchmark.choice != LAST:
+                    # cuFile may read them by POSIX, also in native mode: its counts of such reads
+                    # would tell nothing about its mode.
+                    cold, ends = ragged_ends_apart(cold, request.files)
+                if cold:
+                    self._waiting.append((request, cold))
+                    self._advance()
+                if ends:
+                    self._post_ends(request, ends)
             if request.error is not None:
                 raise request.error
 
@@ -405,7 +445,12 @@ class AutoBackend(Backend):
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
         rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
-        return Benchmark(names, path, self._device, nbytes, ready)
+        found = Benchmark(names, path, self._device, nbytes, ready)
+        if not found.choice:  # all will be measured, the last one first
+            for name in names:
+                if name != LAST:
+                    self._candidates[name].start_opening(self._device)
+        return found
 
     def _advance(self) -> None:
         """Posts waiting transfers, up to the end of the next sample."""
@@ -428,12 +473,13 @@ class AutoBackend(Backend):
             self._sample = part if measures else None
 
     def _close_losers(self, choice: str) -> None:
-        """Closes candidates that the load does not need, after its last transfers were posted. The
-        last candidate stays, for transfers from the page cache and for failover."""
+        """Closes candidates that the load does not need, after its last transfers were posted and
+        while they are read. The last candidate stays, for transfers from the page cache and for
+        failover."""
         needed = {LAST, choice, *(part.candidate.name for _, part in self._active())}
         for name, candidate in self._candidates.items():
-            if choice and candidate.files and name not in needed:
-                candidate.close()
+            if choice and candidate.files and candidate.working is None and name not in needed:
+                candidate.start_closing()
 
     def _active(self) -> list[tuple[AutoRequest, Part]]:
         return [(request, part) for request in self._requests for part in request.active]
@@ -457,6 +503,15 @@ class AutoBackend(Backend):
                     self._leave(candidate, str(error))
                     candidate = self._after(candidate)
         return None
+
+    def _post_ends(self, request: AutoRequest, ends: list[Transfer]) -> None:
+        """Posts ends of files on the last candidate; if it does not open, on that of the rest."""
+        try:
+            self._candidates[LAST].post(request, ends, self._device)
+        except (BackendUnavailable, PlacementError, OSError) as error:
+            self._refusals[f"{LAST}/ends of files"] = str(error)
+            self._waiting.append((request, ends))
+            self._advance()
 
     def check(self, request: AutoRequest) -> Progress:
         """Raises the error of the last candidate, if it could not be opened."""
@@ -584,6 +639,28 @@ def bytes_of(transfers: Sequence[Transfer]) -> int:
 def path_of(request: AutoRequest, transfer: Transfer) -> str:
     file = request.files[transfer.shard].what
     return file.path if isinstance(file, OpenFile) else ""
+
+
+def ragged_ends_apart(
+    transfers: Sequence[Transfer], files: Registrations
+) -> tuple[list[Transfer], list[Transfer]]:
+    """The reads of whole blocks, and the buffered reads of the ends of files, which are no whole
+    blocks."""
+    blocks: list[Transfer] = []
+    ends: list[Transfer] = []
+    for each in transfers:
+        what = files[each.shard].what
+        size = what.size if isinstance(what, OpenFile) else 0
+        before = size // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES - each.offset
+        if each.wanted <= before:
+            blocks.append(each)
+            continue
+        if before > 0:
+            blocks.append(each._replace(length=before, wanted=before))
+        before, nbytes = max(before, 0), each.wanted - max(before, 0)
+        end = each._replace(offset=each.offset + before, length=nbytes, wanted=nbytes)
+        ends.append(end._replace(target_offset=each.target_offset + before, io_mode="buffered"))
+    return blocks, ends
 
 
 def split(whole: Transfer, limit: int) -> list[Transfer]:

@@ -28,7 +28,7 @@ from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError
-from gdsload.memory.staging_ring import RING_BYTES, ring_for
+from gdsload.memory.staging_ring import ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
 
@@ -58,7 +58,7 @@ class CuFileBackend(PumpBackend):
     def options(cls) -> tuple[Option, ...]:
         return (
             Option("allow_compat", False, "use cuFile's compatibility mode if nothing else works"),
-            Option("ring_bytes", RING_BYTES, "bytes of VRAM that reads pass through"),
+            Option("ring_bytes", 0, "bytes of VRAM that reads pass through; 0: one slot a read"),
         )
 
     @classmethod
@@ -139,8 +139,9 @@ class CuFileBackend(PumpBackend):
         slot_bytes, depth = self.limits(device).max_request, self._depth()
         register = _registrar(driver, owner, self.refusals, self.name)
         handles = driver.library.files(owner, event_seconds)
-        ordinal, ring_bytes = gpu.ordinal_of(device), self.settings["ring_bytes"]
-        with ring_for(VRAM, ordinal, slot_bytes, ring_bytes, register) as ring:
+        # Registering takes time in proportion to the ring: it has no slot more than is used.
+        ring_bytes = self.settings["ring_bytes"] or max(depth, 2) * slot_bytes
+        with ring_for(VRAM, owner.ordinal, slot_bytes, ring_bytes, register) as ring:
             pipeline = StagingPipeline(self.name, ring, self._new_engine(), depth, files=handles)
         for slot, handle in self._handles.items():
             handles.put(slot, handle)

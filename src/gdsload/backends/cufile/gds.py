@@ -50,16 +50,17 @@ class GdsBackend(CuFileBackend):
 
     def limits(self, device: str = "cpu") -> Limits:
         """The limits of cuFile's own configuration, once it is open."""
+        driver = self._driver  # another thread may close it
         # Some releases before 1.14 do not report it.
-        largest = (self._driver.limits.buffer_cache if self._driver else 0) or _DEFAULT_CACHE
+        largest = (driver.limits.buffer_cache if driver is not None else 0) or _DEFAULT_CACHE
         wanted = self.settings["request_bytes"] or largest
         return Limits(max_request=min(wanted, largest), depth=self._depth())
 
     def _depth(self) -> int:
-        depth = int(self.settings["depth"])
-        if self._driver is None:
+        depth, driver = int(self.settings["depth"]), self._driver
+        if driver is None:
             return depth
-        found = self._driver.limits
+        found = driver.limits
         if complaint := found.complaint():
             self.refusals["gds/limits"] = complaint
             depth = min(depth, found.device_cache // found.buffer_cache)

@@ -46,9 +46,9 @@ class GdsMtBackend(CuFileBackend):
         return Limits(max_request=self.settings["request_bytes"], depth=self._depth())
 
     def _depth(self) -> int:
-        # For each thread one read, one that waits for it, and one that the device copies from its
-        # slot.
-        return 3 * int(self.settings["threads"])
+        # A read for each thread, and half as many that wait for a thread or are being copied: the
+        # device copies a slot in a hundredth of the time that reading it takes.
+        return -(-3 * int(self.settings["threads"]) // 2)
 
     def _new_engine(self) -> object:
         return threads.cufile_engine()

@@ -124,13 +124,13 @@ class Driver(quiesce.Holder):
                 more.
         """
         handle: int = self._register(self.library.register_file, fd)
-        self._registered += 1
+        self._count(1)
         return handle
 
     def deregister_file(self, handle: int) -> None:
         """Deregisters a file. No read of it may be in flight."""
         self.library.deregister_file(handle)
-        self._registered -= 1
+        self._count(-1)
 
     def register_buffer(self, address: int, nbytes: int, device: Device) -> None:
         """Registers memory of a device.
@@ -140,22 +140,26 @@ class Driver(quiesce.Holder):
             TimeoutError: The call hangs. The memory must stay, and cuFile is not used any more.
         """
         self._register(self.library.register_buffer, address, nbytes, device)
-        self._registered += 1
+        self._count(1)
 
     def _register(self, register: Callable[..., Any], *what: object) -> Any:
         try:
             return register(*what, REGISTER_SECONDS)
         except TimeoutError as error:
             self.stuck = True
-            self._registered += 1  # the call may still succeed: never close cuFile
+            self._count(1)  # the call may still succeed: never close cuFile
             _latch(str(error))
             raise
+
+    def _count(self, change: int) -> None:
+        with _lock:  # backends are opened and closed in threads
+            self._registered += change
 
     def deregister_buffer(self, address: int, device: Device) -> None:
         """Deregisters memory. Raises TimeoutError if a call hangs: the memory must stay."""
         if self.stuck:
             raise TimeoutError("a call of cuFile hangs")
-        self._registered -= 1
+        self._count(-1)
         self.library.deregister_buffer(address, device)
 
     def quiesce(self) -> None:

@@ -22,6 +22,7 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch
+from gdsload.loading.claims import READ
 from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
@@ -179,9 +180,14 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensor of a slice, once: its parts are adjacent already."""
-        given = [*self._tensors.give([tensor_slice], self.views).values()]
+        given = [*self._tensors.give([tensor_slice], self.views, self._is_there).values()]
         self.left -= 1
         return given
+
+    def _is_there(self, name: str) -> bool:
+        """Whether the bytes of a range that is not read by this window have arrived."""
+        claim = self.claims.get(name)
+        return claim is None or claim.state() == READ
 
     def end(self) -> None:
         """Releases the request and all tensors that were not taken."""
