@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
     from gdsload.aio import afrom_pretrained as afrom_pretrained, astream as astream
     from gdsload.api import load_file as load_file, plan as plan, stream as stream
     from gdsload.checkpoint import Checkpoint as Checkpoint, TensorInfo as TensorInfo
+    from gdsload.checkpoint.selection import experts as experts, layers as layers
     from gdsload.errors import (
         BackendUnavailable as BackendUnavailable,
         CheckpointError as CheckpointError,
@@ -42,6 +43,7 @@ _MODULES = {
     "aio": "afrom_pretrained astream",
     "api": "load_file plan stream",
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
+    "checkpoint.selection": "experts layers",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
     " PlacementError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",

@@ -19,6 +19,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
+    from gdsload.planning.tensor_slices import WantedTensor
 
 
 class Span(NamedTuple):
@@ -104,19 +105,25 @@ class LoadReport:
         """Wanted bytes per second over the whole load; 0.0 before its end."""
         return self.wanted_bytes / self.seconds if self.seconds else 0.0
 
-    def count(self, infos: Collection[TensorInfo]) -> None:
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read for each wanted byte: above 1 for gaps and aligned edges, below it for bytes
+        that were in memory already; 0.0 if nothing was wanted."""
+        return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 0.0
+
+    def count(self, infos: Collection[TensorInfo | WantedTensor]) -> None:
         """Records the number and the size of the wanted tensors."""
         self.tensors = len(infos)
         self.wanted_bytes = sum(info.nbytes for info in infos)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the spans, and `bytes_per_second`."""
+        """All fields except the spans, and `bytes_per_second` and `read_ratio`."""
         facts = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in vars(self).items()
             if name != "spans"
         }
-        return {**facts, "bytes_per_second": self.rate}
+        return {**facts, "bytes_per_second": self.rate, "read_ratio": self.read_ratio}
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""

@@ -18,8 +18,8 @@ NAMES = {
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
         "GdsloadError", "LoadReport", "PlacementError", "Prefetch", "ReadError", "ShortRead",
         "StallError", "TensorInfo", "__version__", "accelerated", "afrom_pretrained", "astream",
-        "from_pretrained", "install", "last_report", "load_file", "plan", "prefetch", "quiesce",
-        "resume", "safe_open", "stream", "uninstall", "warmup",
+        "experts", "from_pretrained", "install", "last_report", "layers", "load_file", "plan",
+        "prefetch", "quiesce", "resume", "safe_open", "stream", "uninstall", "warmup",
     ],
     warmup: [
         "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",

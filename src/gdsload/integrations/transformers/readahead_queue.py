@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, hand_over
@@ -147,16 +147,6 @@ class ReadWindow(Batch):
         except CheckpointError:  # before any tensor was made
             self.views.update(views)
             raise
-
-    def assembled(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The tensor of a slice, from the tensors of its parts."""
-        import torch
-
-        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
-        if tensor_slice.shape is not None:
-            tensor = tensor.view(tensor_slice.shape)
-        # A copy if the index drops something: a view would keep the rest alive.
-        return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
     def end(self) -> None:
         """Releases the request and all tensors that were not taken."""
@@ -309,7 +299,7 @@ class ReadaheadQueue:
             with self._lock:
                 if self._end(window):
                     self._advance()
-        return reads.assembled(tensor_slice, parts)
+        return assembled(tensor_slice, parts)
 
     def _given(
         self, window: _Window, reads: ReadWindow, tensor_slice: TensorSlice
