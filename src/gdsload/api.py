@@ -1,4 +1,5 @@
-"""Load whole checkpoints without a model: `load_file` at once, `stream` tensor by tensor.
+"""Load whole checkpoints without a model: `load_file` at once, `stream` tensor by tensor,
+`load_into` to tensors that exist already.
 
 `plan` shows the reads of a load without doing them. Not responsible for single tensors
 (`safetensors_file`), for reading before the load (`readahead`), or for models (`integrations`).
@@ -15,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from gdsload.backends import DRAM, reaches
 from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.loading.destinations import Rename, Targets
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
 WINDOW_BYTES = 256 << 20
@@ -237,6 +240,128 @@ def load_file(
             return dict(wanted.assembled(pairs))
         tensors = load(session, infos, settings.device, advance)
         return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
+
+
+def load_into(
+    tensors: Targets,
+    source: str | os.PathLike[str],
+    *,
+    device: str | int | torch.device | None = None,
+    names: Names = None,
+    slices: Mapping[str, Any] | None = None,
+    rename: Rename = None,
+    strict: bool = True,
+    backend: str = "auto",
+    cache: str = "auto",
+    page_cache: str = "keep",
+    options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    header_limit: int = HEADER_LIMIT_BYTES,
+) -> LoadReport:
+    """Reads a checkpoint into tensors that exist already. Their addresses do not change.
+
+    For weights that return after a sleep or a snapshot, for new weights of a running engine, and
+    for models whose CUDA graphs were captured. In VRAM, contiguous tensors of the checkpoint's
+    dtype are written as the bytes arrive; all others, and those in DRAM, are copied or cast from
+    read windows, whose memory does not grow with the model. No gradient is recorded, and autograd
+    sees the write, as with `copy_`.
+
+    Everything is checked before the first byte is written: names, shapes, dtypes, devices, and
+    that no two targets overlap.
+
+    Args:
+        tensors: The tensors to write to: by name, as (name, tensor) pairs, or a torch module, with
+            its parameters and the buffers that it saves. They may be views and not contiguous. Of
+            names that share one tensor, one is read.
+        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        device: Where all tensors must be. None: anywhere, also on several devices.
+        names: The tensors of the checkpoint to read, as for `load_file`. Other targets stay as they
+            are, and are not missing.
+        slices: The parts of these tensors to read, as for `load_file`.
+        rename: Where a tensor of the checkpoint belongs: a mapping of its name, or a function of
+            it, to the name of a target; to (name, index) for a part of a target, such as one with
+            fused weights; or to None for a tensor to be left out. A name that the mapping lacks is
+            that of the target.
+        strict: Whether it is an error if a target is missing in the checkpoint, or a tensor is
+            without a target; otherwise the report has their names. Also as for `load_file`.
+        backend: As for `load_file`. For tensors in DRAM, a backend that cannot read there is
+            "auto".
+        cache: As for `load_file`.
+        page_cache: As for `load_file`.
+        options: As for `load_file`.
+        progress: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which the load fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
+
+    Returns:
+        The report of this load.
+
+    Raises:
+        PartialLoad: The load failed after it had begun to write. The error says which targets are
+            complete, undefined or unchanged.
+        CheckpointError: The checkpoint is missing or damaged, or a name, shape or dtype does not
+            fit. Nothing was written.
+        PlacementError: A target has no memory, is on another device or overlaps another one.
+            Nothing was written.
+        BackendUnavailable: No allowed backend works here. Nothing was written.
+        ReadError: A read failed before anything was written.
+
+    Example:
+        >>> report = gdsload.load_into(model, "model")
+        >>> rows = {"gate_proj": slice(0, 3072), "up_proj": slice(3072, 6144)}
+        >>> def fused(name):
+        ...     *module, part, _ = name.split(".")
+        ...     target = ".".join([*module, "gate_up_proj.weight"])
+        ...     return (target, rows[part]) if part in rows else name
+        >>> report = gdsload.load_into(engine.named_parameters(), "model", rename=fused)
+    """
+    from gdsload.loading import destinations, into
+
+    how = backend, cache, page_cache, options, stall_seconds
+    only = None if device is None else ReadSettings(device, *how).device
+    require_cache(cache, page_cache)
+    targets = destinations.named_tensors(tensors)
+    report = LoadReport(os.fspath(source))
+    with report.whole(), ExitStack() as stack:
+        with report.phase("open"):
+            lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+            checkpoint = stack.enter_context(lookup.open(source))
+        with report.phase("match"):
+            wanted = wanted_tensors(checkpoint.infos(names), slices)
+            found = destinations.matched(wanted, targets, rename)
+            report.missing = found.missing if names is None else []
+            report.unexpected = found.unexpected
+            if strict:
+                destinations.require_all(checkpoint.source, report.missing, report.unexpected)
+            by_device = destinations.by_device(found.destinations, only)
+        report.device = ",".join(by_device)
+        report.fates = found.fates()
+        report.count([each.wanted for each in found.destinations])
+        advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
+        state = into.Progress(found.destinations)
+        try:
+            for where, group in by_device.items():
+                settings = ReadSettings(where, *how)
+                if settings.device == "cpu" and len(by_device) > 1 and not reaches(backend, DRAM):
+                    settings.backend, settings.options = "auto", None
+                nbytes = sum(each.wanted.slice.nbytes for each in group)
+                with settings.session(checkpoint, report, nbytes) as session:
+                    into.write_all(session, group, state, advance)
+        except Exception as error:
+            partial = into.partial_load(checkpoint.source, error, state, found.aliases)
+            if partial is None:
+                raise
+            raise partial from error
+    return report
 
 
 def stream(

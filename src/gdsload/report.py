@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
@@ -62,8 +63,10 @@ class LoadReport:
         integration_reason: Why it was not "hook", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
-        fates: For a model, the number of tensors by fate: "keep" (used as they are), "convert"
-            (converted or cast), "skip" (not read).
+        fates: For a model and `load_into`, the number of tensors by fate: "keep" (used as they
+            are), "convert" (converted or cast), "skip" (not read).
+        missing: For `load_into`, the names of targets that nothing, or not all, was read for.
+        unexpected: For `load_into`, the names in the checkpoint that belong to no target.
         spans: Time intervals for `trace`.
     """
 
@@ -95,6 +98,8 @@ class LoadReport:
         self.integration_reason = ""
         self.modules_ready = ""
         self.fates: dict[str, int] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
         self.spans: list[Span] = []
 
     def __repr__(self) -> str:
@@ -119,7 +124,7 @@ class LoadReport:
     def to_dict(self) -> dict[str, Any]:
         """All fields except the spans, and `bytes_per_second` and `read_ratio`."""
         facts = {
-            name: dict(value) if isinstance(value, dict) else value
+            name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
             if name != "spans"
         }
@@ -157,6 +162,10 @@ class LoadReport:
             why = f" ({self.integration_reason})" if self.integration_reason else ""
             fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items()) or "no fates"
             lines.append(f"path into transformers: {self.integration}{why}; {fates}")
+        for kind in ("missing", "unexpected"):
+            if names := getattr(self, kind):
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                lines.append(f"{kind}: {', '.join(names[:3])}{more}")
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")

@@ -24,6 +24,7 @@ from gdsload.errors import CheckpointError, GdsloadError
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.device_batch import DeviceTensors, read_to_blocks
 from gdsload.loading.session import Session
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
@@ -32,10 +33,6 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     import torch
 
-# The size of one window, and the limit for all windows in flight. With half of it a cast begins to
-# wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
-WINDOW_BYTES = 32 << 20
-AHEAD_BYTES = 128 << 20
 _POLL_SECONDS = 0.1  # the longest delay of Ctrl-C, and of an error that another thread saw
 _HANDED_OVER_AT_ONCE = 256  # tensors
 
