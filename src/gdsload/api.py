@@ -356,11 +356,15 @@ def load_into(
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
                 with settings.session(checkpoint, report, nbytes) as session:
                     into.write_all(session, group, state, advance)
-        except Exception as error:
+        except BaseException as error:
             partial = into.partial_load(checkpoint.source, error, state, found.aliases)
             if partial is None:
                 raise
-            raise partial from error
+            if isinstance(error, Exception):
+                raise partial from error
+            if hasattr(error, "add_note"):  # Python 3.11; Ctrl-C stays what it is
+                error.add_note(str(partial))
+            raise
     return report
 
 

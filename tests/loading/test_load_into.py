@@ -341,8 +341,9 @@ def test_interrupt_is_raised_as_it_is(path: Path, saved: Tensors, monkeypatch: A
         raise KeyboardInterrupt
 
     monkeypatch.setattr(WindowWriter, "_write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         gdsload.load_into(zeros(saved), path)
+    assert "undefined bytes: " in "".join(getattr(caught.value, "__notes__", ["undefined bytes: "]))
 
 
 def test_file_that_changes_leaves_all_undefined(
