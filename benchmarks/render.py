@@ -23,6 +23,7 @@ from . import (
     engines,
     first_call,
     first_read,
+    load_into,
     parse,
     pictures,
     pipeline,
@@ -67,6 +68,7 @@ KINDS = {
     "pipeline": Shown(pipeline.title, pipeline.table, pipeline.notes),
     "first-call": Shown(first_call.title, first_call.table, first_call.notes),
     "first-read": Shown(first_read.title, first_read.table, first_read.notes),
+    "load-into": Shown(load_into.title, load_into.table, load_into.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
 }

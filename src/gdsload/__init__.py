@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
     from gdsload import warmup as warmup
     from gdsload.aio import afrom_pretrained as afrom_pretrained, astream as astream
-    from gdsload.api import load_file as load_file, plan as plan, stream as stream
+    from gdsload.api import (
+        load_file as load_file,
+        load_into as load_into,
+        plan as plan,
+        stream as stream,
+    )
     from gdsload.checkpoint import Checkpoint as Checkpoint, TensorInfo as TensorInfo
+    from gdsload.checkpoint.selection import experts as experts, layers as layers
     from gdsload.errors import (
         BackendUnavailable as BackendUnavailable,
         CheckpointError as CheckpointError,
         CuFileError as CuFileError,
         FileChanged as FileChanged,
         GdsloadError as GdsloadError,
+        PartialLoad as PartialLoad,
         PlacementError as PlacementError,
         ReadError as ReadError,
         ShortRead as ShortRead,
@@ -40,10 +47,11 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
 # The public names of each module.
 _MODULES = {
     "aio": "afrom_pretrained astream",
-    "api": "load_file plan stream",
+    "api": "load_file load_into plan stream",
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
+    "checkpoint.selection": "experts layers",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
-    " PlacementError ReadError ShortRead StallError",
+    " PartialLoad PlacementError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",

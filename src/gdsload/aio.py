@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
+
+    from gdsload.checkpoint.selection import Names
 
 _END = ("", None)
 
@@ -48,7 +50,8 @@ async def astream(
     source: str | os.PathLike[str],
     device: str | int | torch.device = "cpu",
     *,
-    names: Iterable[str] | None = None,
+    names: Names = None,
+    slices: Mapping[str, Any] | None = None,
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
@@ -72,7 +75,8 @@ async def astream(
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`.
         device: Where the tensors are needed, as for `load_file`.
-        names: As for `stream`.
+        names: As for `load_file`.
+        slices: As for `load_file`.
         order: "file" or "layers", as for `stream`.
         backend: As for `load_file`.
         cache: As for `load_file`.

@@ -1,4 +1,5 @@
-"""Load whole checkpoints without a model: `load_file` at once, `stream` tensor by tensor.
+"""Load whole checkpoints without a model: `load_file` at once, `stream` tensor by tensor,
+`load_into` to tensors that exist already.
 
 `plan` shows the reads of a load without doing them. Not responsible for single tensors
 (`safetensors_file`), for reading before the load (`readahead`), or for models (`integrations`).
@@ -10,34 +11,38 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from gdsload.backends import DRAM, reaches
 from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
     Limits,
     ReadPlan,
-    byte_ranges_of,
     grouped,
     plan_reads,
     ranges_of,
 )
+from gdsload.planning.tensor_slices import wanted_tensors
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     import torch
+
+    from gdsload.checkpoint.selection import Names
+    from gdsload.loading.destinations import Rename, Targets
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
 WINDOW_BYTES = 256 << 20
@@ -156,7 +161,8 @@ def load_file(
     device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "auto",
-    names: Iterable[str] | None = None,
+    names: Names = None,
+    slices: Mapping[str, Any] | None = None,
     cache: str = "auto",
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
@@ -181,7 +187,13 @@ def load_file(
         backend: "auto" or the name of a backend. A named backend that cannot work is an error.
             The backends of safetensors are accepted: "mmap" is `cache` "mapped", "pread" is
             "buffered".
-        names: The tensors to load, in this order. None loads all, in file order.
+        names: The tensors to load: a name, a glob, a regular expression that is searched in the
+            names, a function of a name, such as those of `layers` and `experts`, or a list of
+            these. None loads all, in file order.
+        slices: The index of each tensor of which only a part is wanted, by name: a number, a range,
+            an ellipsis, or a tuple of these. Only the byte ranges with this part are read; where
+            the gaps are too small or too many, they are read as well, which `LoadReport.read_ratio`
+            tells.
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
             reads through it; "mapped" maps the files.
         page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
@@ -199,8 +211,8 @@ def load_file(
         header_limit: Largest accepted header, in bytes.
 
     Returns:
-        The tensors by name, in the order of `names`, bit for bit those of safetensors. Each owns
-        its memory or keeps it alive.
+        The tensors by name, in the order of `names`, bit for bit those of safetensors. Tensors
+        that one entry of `names` selects are in file order. Each owns its memory or keeps it alive.
 
     Raises:
         CheckpointError: The checkpoint is missing, damaged or inconsistent.
@@ -209,6 +221,7 @@ def load_file(
         ReadError: A read failed.
         FileChanged: A file was modified during the load.
         ValueError: An argument has no such value.
+        IndexError: An index in `slices` is outside its tensor.
 
         All errors of gdsload are `safetensors.SafetensorError` too, except for files that do not
         exist or are not readable: these are FileNotFoundError and PermissionError.
@@ -219,17 +232,148 @@ def load_file(
     """
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
-    with _opened(filename, settings, lookup, names, progress) as (session, infos, advance):
+    opened = _opened(filename, settings, lookup, names, slices, progress)
+    with opened as (session, wanted, advance):
+        infos = wanted.parts
         if session.device != settings.device:  # torch moves the tensors there
-            return dict(_windows(session, infos, WINDOW_BYTES, settings.device, advance))
-        return load(session, infos, settings.device, advance)
+            pairs = _windows(session, infos, WINDOW_BYTES, settings.device, advance)
+            return dict(wanted.assembled(pairs))
+        tensors = load(session, infos, settings.device, advance)
+        return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
+
+
+def load_into(
+    tensors: Targets,
+    source: str | os.PathLike[str],
+    *,
+    device: str | int | torch.device | None = None,
+    names: Names = None,
+    slices: Mapping[str, Any] | None = None,
+    rename: Rename = None,
+    strict: bool = True,
+    backend: str = "auto",
+    cache: str = "auto",
+    page_cache: str = "keep",
+    options: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+    stall_seconds: float = STALL_SECONDS,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    header_limit: int = HEADER_LIMIT_BYTES,
+) -> LoadReport:
+    """Reads a checkpoint into tensors that exist already. Their addresses do not change.
+
+    For weights that return after a sleep or a snapshot, for new weights of a running engine, and
+    for models whose CUDA graphs were captured. In VRAM, contiguous tensors of the checkpoint's
+    dtype are written as the bytes arrive; all others, and those in DRAM, are copied or cast from
+    read windows, whose memory does not grow with the model. No gradient is recorded, and autograd
+    sees the write, as with `copy_`.
+
+    Everything is checked before the first byte is written: names, shapes, dtypes, devices, and
+    that no two targets overlap.
+
+    Args:
+        tensors: The tensors to write to: by name, as (name, tensor) pairs, or a torch module, with
+            its parameters and the buffers that it saves. They may be views and not contiguous. Of
+            names that share one tensor, one is read.
+        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        device: Where all tensors must be. None: anywhere, also on several devices.
+        names: The tensors of the checkpoint to read, as for `load_file`. Other targets stay as they
+            are, and are not missing.
+        slices: The parts of these tensors to read, as for `load_file`.
+        rename: Where a tensor of the checkpoint belongs: a mapping of its name, or a function of
+            it, to the name of a target; to (name, index) for a part of a target, such as one with
+            fused weights; or to None for a tensor to be left out. A name that the mapping lacks is
+            that of the target.
+        strict: Whether it is an error if a target is missing in the checkpoint, or a tensor is
+            without a target; otherwise the report has their names. Also as for `load_file`.
+        backend: As for `load_file`. For tensors in DRAM, a backend that cannot read there is
+            "auto".
+        cache: As for `load_file`.
+        page_cache: As for `load_file`.
+        options: As for `load_file`.
+        progress: As for `load_file`.
+        stall_seconds: Seconds without a new byte after which the load fails.
+        revision: As for `load_file`.
+        subfolder: As for `load_file`.
+        variant: As for `load_file`.
+        cache_dir: As for `load_file`.
+        header_limit: Largest accepted header, in bytes.
+
+    Returns:
+        The report of this load.
+
+    Raises:
+        PartialLoad: The load failed after it had begun to write. The error says which targets are
+            complete, undefined or unchanged.
+        CheckpointError: The checkpoint is missing or damaged, or a name, shape or dtype does not
+            fit. Nothing was written.
+        PlacementError: A target has no memory, is on another device or overlaps another one.
+            Nothing was written.
+        BackendUnavailable: No allowed backend works here. Nothing was written.
+        ReadError: A read failed before anything was written.
+
+    Example:
+        >>> report = gdsload.load_into(model, "model")
+        >>> rows = {"gate_proj": slice(0, 3072), "up_proj": slice(3072, 6144)}
+        >>> def fused(name):
+        ...     *module, part, _ = name.split(".")
+        ...     target = ".".join([*module, "gate_up_proj.weight"])
+        ...     return (target, rows[part]) if part in rows else name
+        >>> report = gdsload.load_into(engine.named_parameters(), "model", rename=fused)
+    """
+    from gdsload.loading import destinations, into
+
+    how = backend, cache, page_cache, options, stall_seconds
+    only = None if device is None else ReadSettings(device, *how).device
+    require_cache(cache, page_cache)
+    targets = destinations.named_tensors(tensors)
+    report = LoadReport(os.fspath(source))
+    with report.whole(), ExitStack() as stack:
+        with report.phase("open"):
+            lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+            checkpoint = stack.enter_context(lookup.open(source))
+        with report.phase("match"):
+            wanted = wanted_tensors(checkpoint.infos(names), slices)
+            found = destinations.matched(wanted, targets, rename)
+            report.missing = found.missing if names is None else []
+            report.unexpected = found.unexpected
+            if strict:
+                destinations.require_all(checkpoint.source, report.missing, report.unexpected)
+            by_device = destinations.by_device(found.destinations, only)
+        report.device = ",".join(by_device)
+        report.fates = found.fates()
+        report.count([each.wanted for each in found.destinations])
+        advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
+        state = into.Progress(found.destinations)
+        try:
+            for where, group in by_device.items():
+                settings = ReadSettings(where, *how)
+                if settings.device == "cpu" and len(by_device) > 1 and not reaches(backend, DRAM):
+                    settings.backend, settings.options = "auto", None
+                nbytes = sum(each.wanted.slice.nbytes for each in group)
+                with settings.session(checkpoint, report, nbytes) as session:
+                    into.write_all(session, group, state, advance)
+        except BaseException as error:
+            partial = into.partial_load(checkpoint.source, error, state, found.aliases)
+            if partial is None:
+                raise
+            if isinstance(error, Exception):
+                raise partial from error
+            if hasattr(error, "add_note"):  # Python 3.11; Ctrl-C stays what it is
+                error.add_note(str(partial))
+            raise
+    return report
 
 
 def stream(
     source: str | os.PathLike[str],
     device: str | int | torch.device = "cpu",
     *,
-    names: Iterable[str] | None = None,
+    names: Names = None,
+    slices: Mapping[str, Any] | None = None,
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
@@ -253,7 +397,8 @@ def stream(
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`.
         device: Where the tensors are needed, as for `load_file`.
-        names: The tensors to load, in this order. None yields all.
+        names: As for `load_file`. None yields all.
+        slices: As for `load_file`.
         order: "file" for the order of `names` or the files; "layers" for the order in which a model
             uses the tensors: embeddings, layer after layer, norms, heads.
         backend: As for `load_file`.
@@ -287,10 +432,43 @@ def stream(
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        with _opened(source, settings, lookup, names, progress, order) as (session, infos, advance):
-            yield from _windows(session, infos, window_bytes, settings.device, advance)
+        opened = _opened(source, settings, lookup, names, slices, progress, order)
+        with opened as (session, wanted, advance):
+            pairs = _windows(session, wanted.parts, window_bytes, settings.device, advance)
+            with closing(pairs):
+                yield from wanted.assembled(pairs)
 
     return read()
+
+
+class _Wanted:
+    """The tensors that a load returns, and `parts`: what it reads, in that order."""
+
+    def __init__(self, infos: list[TensorInfo], slices: Mapping[str, Any] | None) -> None:
+        self._whole = not slices
+        self._tensors = [] if self._whole else wanted_tensors(infos, slices)
+        self.parts = infos
+        if slices:
+            self.parts = [part for each in self._tensors for part in each.slice.parts]
+
+    def count(self, report: LoadReport) -> None:
+        """Records their number and size."""
+        report.count(self.parts if self._whole else self._tensors)
+
+    def assembled(
+        self, pairs: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of what is wanted, from (name, tensor) of the parts in their order."""
+        if self._whole:
+            yield from pairs
+            return
+        pairs = iter(pairs)
+        for wanted in self._tensors:
+            parts = [tensor for _, tensor in islice(pairs, len(wanted.slice.parts))]
+            tensor = assembled(wanted.slice, parts)
+            del parts
+            yield wanted.info.name, tensor.squeeze(wanted.removed) if wanted.removed else tensor
+            del tensor
 
 
 @contextmanager
@@ -298,11 +476,12 @@ def _opened(
     source: str | os.PathLike[str],
     settings: ReadSettings,
     lookup: Lookup,
-    names: Iterable[str] | None,
+    names: Names,
+    slices: Mapping[str, Any] | None,
     progress: bool | None,
     order: str = "file",
-) -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
-    """A session for one load, the tensors to read, and the function for its progress bar."""
+) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
+    """A session for one load, what it reads, and the function for its progress bar."""
     report = LoadReport(os.fspath(source), device=settings.device)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
@@ -312,10 +491,11 @@ def _opened(
                 from gdsload.planning.layer_order import in_layers
 
                 infos = in_layers(infos)
-        report.count(infos)
+            wanted = _Wanted(infos, slices)
+        wanted.count(report)
         session = stack.enter_context(settings.session(checkpoint, report, report.wanted_bytes))
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
-        yield session, infos, advance
+        yield session, wanted, advance
 
 
 def _windows(
@@ -324,7 +504,7 @@ def _windows(
     window_bytes: int,
     device: str,
     advance: Callable[[int], None],
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Reads window by window, one ahead of the window that is handed out."""
     windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
     posted = deque(islice(windows, 1))
@@ -350,8 +530,9 @@ def _windows(
 
 def plan(
     source: str | os.PathLike[str],
-    names: Iterable[str] | None = None,
+    names: Names = None,
     *,
+    slices: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     window_bytes: int = 0,
     gap_bytes: int = GAP_BYTES,
@@ -366,7 +547,8 @@ def plan(
 
     Args:
         source: A file, a directory, an index file, or a model id, as for `load_file`.
-        names: The wanted tensors, in the order of use. None plans all, in file order.
+        names: As for `load_file`, in the order of use. None plans all, in file order.
+        slices: As for `load_file`.
         limits: What the backend allows. None: the limits of the posix backend.
         window_bytes: Size of a read window in bytes; 0 plans one window.
         gap_bytes: Largest gap in bytes that is read to merge two ranges.
@@ -381,8 +563,9 @@ def plan(
         The ordered reads, with offsets and sizes in bytes.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged or inconsistent, or has no tensor of
-            that name.
+        CheckpointError: The checkpoint is missing, damaged or inconsistent, or no tensor has a name
+            or matches a pattern.
+        IndexError: An index in `slices` is outside its tensor.
 
     Example:
         >>> print(gdsload.plan("model").summary())
@@ -393,7 +576,7 @@ def plan(
     with lookup.open(source) as checkpoint:
         alignments = [direct_alignment(shard.fd) for shard in checkpoint.shards]
         return plan_reads(
-            byte_ranges_of(checkpoint, names),
+            ranges_of(_Wanted(checkpoint.infos(names), slices).parts),
             [shard.size for shard in checkpoint.shards],
             limits or Limits(),
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],

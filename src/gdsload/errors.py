@@ -8,6 +8,7 @@
     │       └── CheckpointAccessError(PermissionError)
     ├── PlacementError(ValueError)              it does not fit, and by how many bytes
     ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and a hint
+    ├── PartialLoad(RuntimeError)               a load into existing tensors failed in the middle
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
         ├── ShortRead
         ├── StallError
@@ -146,6 +147,35 @@ class BackendUnavailable(GdsloadError, RuntimeError):
     def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.reasons = dict(reasons or {})
+
+
+class PartialLoad(GdsloadError, RuntimeError):
+    """A load into existing tensors failed after it had begun to write. `__cause__` is the reason.
+
+    Attributes:
+        complete: The names of the targets that have all their bytes from the checkpoint.
+        undefined: Those that may hold any bytes, and must be loaded again.
+        unchanged: Those that nothing was written to.
+
+    Example:
+        >>> try:
+        ...     gdsload.load_into(model, "model")
+        ... except gdsload.PartialLoad as error:
+        ...     print(error.undefined)
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        complete: tuple[str, ...] = (),
+        undefined: tuple[str, ...] = (),
+        unchanged: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(one_line(message))
+        self.complete = complete
+        self.undefined = undefined
+        self.unchanged = unchanged
 
 
 class ReadError(GdsloadError, OSError):

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
+    from gdsload.planning.tensor_slices import WantedTensor
 
 
 class Span(NamedTuple):
@@ -61,8 +63,10 @@ class LoadReport:
         integration_reason: Why it was not "hook", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
-        fates: For a model, the number of tensors by fate: "keep" (used as they are), "convert"
-            (converted or cast), "skip" (not read).
+        fates: For a model and `load_into`, the number of tensors by fate: "keep" (used as they
+            are), "convert" (converted or cast), "skip" (not read).
+        missing: For `load_into`, the names of targets that nothing, or not all, was read for.
+        unexpected: For `load_into`, the names in the checkpoint that belong to no target.
         spans: Time intervals for `trace`.
     """
 
@@ -94,6 +98,8 @@ class LoadReport:
         self.integration_reason = ""
         self.modules_ready = ""
         self.fates: dict[str, int] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
         self.spans: list[Span] = []
 
     def __repr__(self) -> str:
@@ -104,19 +110,25 @@ class LoadReport:
         """Wanted bytes per second over the whole load; 0.0 before its end."""
         return self.wanted_bytes / self.seconds if self.seconds else 0.0
 
-    def count(self, infos: Collection[TensorInfo]) -> None:
+    @property
+    def read_ratio(self) -> float:
+        """Bytes read for each wanted byte: above 1 for gaps and aligned edges, below it for bytes
+        that were in memory already; 0.0 if nothing was wanted."""
+        return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 0.0
+
+    def count(self, infos: Collection[TensorInfo | WantedTensor]) -> None:
         """Records the number and the size of the wanted tensors."""
         self.tensors = len(infos)
         self.wanted_bytes = sum(info.nbytes for info in infos)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the spans, and `bytes_per_second`."""
+        """All fields except the spans, and `bytes_per_second` and `read_ratio`."""
         facts = {
-            name: dict(value) if isinstance(value, dict) else value
+            name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
             if name != "spans"
         }
-        return {**facts, "bytes_per_second": self.rate}
+        return {**facts, "bytes_per_second": self.rate, "read_ratio": self.read_ratio}
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
@@ -150,6 +162,10 @@ class LoadReport:
             why = f" ({self.integration_reason})" if self.integration_reason else ""
             fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items()) or "no fates"
             lines.append(f"path into transformers: {self.integration}{why}; {fates}")
+        for kind in ("missing", "unexpected"):
+            if names := getattr(self, kind):
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                lines.append(f"{kind}: {', '.join(names[:3])}{more}")
         lines += [f"refused: {name}: {why}" for name, why in self.refusals.items()]
         if self.failure:
             lines.append(f"failed: {self.failure}")

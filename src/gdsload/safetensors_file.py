@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload.api import ReadSettings, load
@@ -23,6 +23,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
+
+    from gdsload.checkpoint.selection import Names
 
 
 class safe_open:
@@ -128,17 +130,17 @@ class safe_open:
         return self.get_tensors([name])[name]
 
     @safetensors_errors()
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def get_tensors(self, names: Names = None) -> dict[str, Any]:
         """Reads several tensors together.
 
         Args:
-            names: The tensors to read. None reads all, in file order.
+            names: The tensors to read, as for `load_file`. None reads all, in file order.
 
         Returns:
             Torch tensors on the device, or arrays, by name.
 
         Raises:
-            CheckpointError: There is no tensor of that name.
+            CheckpointError: No tensor has a name or matches a pattern.
             ReadError: A read failed.
         """
         infos = self._open().infos(names)

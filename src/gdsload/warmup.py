@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
+
+    from gdsload.checkpoint.selection import Names
 
 __all__ = [
     "Hook",
@@ -175,7 +177,7 @@ def hook(
     wait: bool = False,
     device: str | int | torch.device = "cpu",
     tier: str = "memory",
-    names: Iterable[str] | None = None,
+    names: Names = None,
     limit_bytes: int | None = None,
     keep: bool = False,
     backend: str = "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from command import EMBEDDING, answer, run
 from gdsload import api
+from gdsload.checkpoint import Checkpoint
 from gdsload.cli.loading import checksum, load
 from gdsload.doctor.storage import filesystem
 from gdsload.loading.session import CACHES
@@ -196,3 +198,34 @@ def test_cold_drops_the_page_cache_first(
     monkeypatch.setattr(page_cache, "evict", lambda path: steps.append(Path(path).name) or 0)
     assert run("load", tiny_checkpoint, "--cold").exit_code == 0
     assert steps == ["drop", *sorted(p.name for p in tiny_checkpoint.glob("*.safetensors"))]
+
+
+# --- filters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        (["--layers", "0"], lambda name: ".layers.0." in name),
+        (["--layers", "3:"], lambda name: ".layers.3." in name),
+        (["--names", r"re:\.experts\.[01]\."], lambda name: re.search(r"\.experts\.[01]\.", name)),
+        (
+            ["--layers", "0:1", "--experts", "1:3", "--names", "*.weight"],
+            lambda name: re.search(r"layers\.0\..*experts\.[12]\.", name),
+        ),
+    ],
+)
+def test_filters_select_tensors(
+    tiny_moe_checkpoint: Path, options: list[str], fits: Callable[[str], Any]
+) -> None:
+    with Checkpoint.open(tiny_moe_checkpoint) as checkpoint:
+        expected = [name for name in checkpoint.tensors if fits(name)]
+    assert 0 < len(expected) < len(checkpoint.tensors)
+    facts = answer("load", tiny_moe_checkpoint, "--verify", *options)
+    assert facts["runs"][0]["tensors"] == len(expected)
+    assert answer("plan", tiny_moe_checkpoint, *options)["tensors"] == len(expected)
+
+
+@pytest.mark.parametrize("option", ["--layers=3:2", "--layers=a", "--experts=-1", "--names=re:("])
+def test_wrong_filter_is_a_usage_error(tiny_checkpoint: Path, option: str) -> None:
+    assert run("plan", tiny_checkpoint, option).exit_code == 2

@@ -143,7 +143,7 @@ def test_writer_copies_each_tensor_to_its_parameter(
     dtype: torch.dtype,
 ) -> None:
     """Whatever is asked for first, by tensors larger and smaller than a window and a copy."""
-    monkeypatch.setattr("gdsload.integrations.transformers.parameter_writer._MOVED_BYTES", elements)
+    monkeypatch.setattr("gdsload.loading.window_writer._MOVED_BYTES", elements)
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
         Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,

@@ -258,8 +258,8 @@ def test_invalid_arguments_raise(path: Path) -> None:
         gdsload.load_file(path, cache="warm")
     with pytest.raises(TypeError, match="no option"):
         gdsload.load_file(path, cache="direct", options={"nonsense": 1})
-    with pytest.raises(TypeError, match="list of tensor names"):
-        gdsload.load_file(path, names="t1")
+    with pytest.raises(TypeError, match="functions, not 5"):
+        gdsload.load_file(path, names=[5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="framework"):
         gdsload.safe_open(path, framework="tf")
     with pytest.raises(gdsload.BackendUnavailable):

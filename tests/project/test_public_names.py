@@ -16,10 +16,11 @@ from gdsload import backends, warmup
 NAMES = {
     gdsload: [
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
-        "GdsloadError", "LoadReport", "PlacementError", "Prefetch", "ReadError", "ShortRead",
-        "StallError", "TensorInfo", "__version__", "accelerated", "afrom_pretrained", "astream",
-        "from_pretrained", "install", "last_report", "load_file", "plan", "prefetch", "quiesce",
-        "resume", "safe_open", "stream", "uninstall", "warmup",
+        "GdsloadError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch", "ReadError",
+        "ShortRead", "StallError", "TensorInfo", "__version__", "accelerated", "afrom_pretrained",
+        "astream", "experts", "from_pretrained", "install", "last_report", "layers", "load_file",
+        "load_into", "plan", "prefetch", "quiesce", "resume", "safe_open", "stream", "uninstall",
+        "warmup",
     ],
     warmup: [
         "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",
@@ -50,7 +51,8 @@ def test_public_names_are_exactly_these(module: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [
-    gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.plan, gdsload.prefetch,
+    gdsload.load_file, gdsload.load_into, gdsload.stream, gdsload.safe_open, gdsload.plan,
+    gdsload.prefetch,
     gdsload.astream, warmup.hook, gdsload.Checkpoint.open,
 ], ids=lambda function: function.__qualname__)  # fmt: skip
 def test_parameters_are_explicit(function: Any) -> None:

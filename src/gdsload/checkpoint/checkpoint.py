@@ -10,7 +10,7 @@ the format of a header that of `header`. Tensor data is not read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -25,6 +25,7 @@ from gdsload.checkpoint.header import (
     parse_header,
 )
 from gdsload.checkpoint.locate import CheckpointFiles, PathLike, ShardPath, locate, path_text
+from gdsload.checkpoint.selection import Names, chosen
 from gdsload.checkpoint.shard import Identity, Shard
 from gdsload.errors import CheckpointError, shown
 from gdsload.system import quiesce
@@ -201,16 +202,12 @@ class Checkpoint:
                 shard.close()
             raise
 
-    def infos(self, names: Iterable[str] | None = None) -> list[TensorInfo]:
-        """The tensors of these names, each once, in that order; all, in file order, if None.
+    def infos(self, names: Names = None) -> list[TensorInfo]:
+        """The tensors that `names` chooses, each once, in that order; all, in file order, if None.
 
-        Raises CheckpointError for a name that the checkpoint does not have.
+        Raises CheckpointError for a name or a pattern that no tensor has.
         """
-        if names is None:
-            return list(self.tensors.values())
-        if isinstance(names, str):
-            raise TypeError(f"names is a list of tensor names, not the string {names!r}")
-        return [self.info(name) for name in dict.fromkeys(names)]
+        return chosen(self.tensors, names, self.source)
 
     def info(self, name: str) -> TensorInfo:
         """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""

@@ -82,11 +82,18 @@ def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
 @terminal.json_of
 @terminal.common
 def plan(
-    source: str, patterns: Sequence[str], window: int, listed: bool, as_json: bool, **where: Any
+    source: str,
+    patterns: Sequence[str],
+    layers: tuple[int, int | None] | None,
+    experts: tuple[int, int | None] | None,
+    window: int,
+    listed: bool,
+    as_json: bool,
+    **where: Any,
 ) -> None:
     """Prints the reads of a load with an empty page cache. Reads headers only."""
+    names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
-        names = terminal.chosen(checkpoint, patterns)
         files = [shard.name for shard in checkpoint.shards]
         planned = plan_reads(source, names, window_bytes=window, **where)
     keys = ("offset", "length", "wanted", "target", "target_offset")

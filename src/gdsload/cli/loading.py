@@ -52,6 +52,8 @@ _OPTION = "An option of the backend; may be repeated."
 def load(
     source: str,
     patterns: Sequence[str],
+    layers: tuple[int, int | None] | None,
+    experts: tuple[int, int | None] | None,
     device: str,
     backend: str,
     engine: str | None,
@@ -67,8 +69,8 @@ def load(
 ) -> None:
     """Loads a checkpoint and reports the time and the I/O path of the bytes."""
     settings = settings_of(options) | ({"engine": engine} if engine else {})
+    names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
-        names = terminal.chosen(checkpoint, patterns)
         paths = [shard.path for shard in checkpoint.shards]
     import torch  # noqa: F401  not part of the measured time of the first load
 

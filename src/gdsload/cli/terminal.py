@@ -6,7 +6,6 @@ escaped before it is printed, because a name may contain control sequences of a 
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import logging
 import os
@@ -14,14 +13,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from gdsload.errors import CheckpointError, GdsloadError, one_line, shown
-
-if TYPE_CHECKING:
-    from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.selection import Names, Selection, experts, layers
+from gdsload.errors import GdsloadError, one_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
 DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
@@ -105,8 +102,6 @@ source_of = _options(
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
     click.option("--cache-dir", help="The hub's cache, if not in its usual place."),
 )
-_NAMES = "Only tensors of this name, or that match this glob; may be repeated."
-names_of = click.option("--names", "patterns", multiple=True, metavar="PATTERN", help=_NAMES)
 json_of = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
 
 
@@ -124,30 +119,62 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         return int(float(number) * factor)
 
 
+class Pattern(click.ParamType):  # type: ignore[type-arg]
+    """A name, a glob, or re:REGEX."""
+
+    name = "pattern"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value).startswith("re:"):
+            return value
+        try:
+            return re.compile(value[3:])
+        except re.error as error:
+            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """The first number and the one after the last: 3, 0:16, or 16: for all from 16."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = re.fullmatch(r"(\d+)(:(\d*))?", str(value))
+        if found is None or (found[3] and int(found[3]) <= int(found[1])):
+            self.fail(f"{value!r} is not FIRST:END, such as 0:16", param, ctx)
+        first = int(found[1])
+        return first, int(found[3]) if found[3] else None if found[2] else first + 1
+
+
+names_of = _options(
+    click.option("--names", "patterns", multiple=True, metavar="PATTERN", type=Pattern(),
+                 help="Only tensors of this name, or that match this glob or re:REGEX; may be"
+                 " repeated."),
+    click.option("--layers", metavar="FIRST:END", type=Numbers(),
+                 help="Only tensors of these layers."),
+    click.option("--experts", metavar="FIRST:END", type=Numbers(),
+                 help="Only tensors of these experts."),
+)  # fmt: skip
+
+
+def chosen(
+    patterns: Sequence[str | re.Pattern[str]],
+    layer_numbers: tuple[int, int | None] | None,
+    expert_numbers: tuple[int, int | None] | None,
+) -> Names:
+    """The argument `names` of a load, for `names_of`: tensors that fit all options given."""
+    wanted: Selection | None = None
+    for make, numbers in ((layers, layer_numbers), (experts, expert_numbers)):
+        if numbers is not None:
+            wanted = make(*numbers) if wanted is None else wanted & make(*numbers)
+    if wanted is None:
+        return list(patterns) or None
+    return [wanted & pattern for pattern in patterns] or wanted
+
+
 def bytes_option(name: str, text: str) -> Callable[[Any], Any]:
     """An option that takes a number of bytes, 0 by default."""
     return click.option(name, type=Bytes(), default="0", metavar="BYTES", help=text)
-
-
-def chosen(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[str] | None:
-    """The matching names, in the order of the patterns; None (all tensors) without patterns.
-
-    Raises CheckpointError for a pattern that matches no tensor.
-    """
-    if not patterns:
-        return None
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        exact = pattern in checkpoint.tensors
-        hits = [pattern] if exact else fnmatch.filter(checkpoint.tensors, pattern)
-        if not hits:
-            raise CheckpointError(
-                f"{checkpoint.source}: no tensor has the name or matches the pattern"
-                f" {shown(pattern)}",
-                tensor=pattern,
-            )
-        found.update(dict.fromkeys(hits))
-    return list(found)
 
 
 def show_json(facts: object) -> None:

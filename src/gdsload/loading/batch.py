@@ -21,6 +21,7 @@ from gdsload.loading.claims import LOST, READING
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
+from gdsload.planning.tensor_slices import TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
     from gdsload.planning.tensor_slices import TensorSlice
 
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
+
+
+def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of a slice, from the tensors of its parts, or from one of all parts."""
+    import torch
+
+    tensor = parts[0] if len(parts) == 1 else torch.stack(list(parts))
+    if tensor_slice.shape is not None:
+        tensor = tensor.view(tensor_slice.shape)
+    # A copy if the index drops something: a view would keep the rest alive.
+    return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
 
 class Batch:

@@ -408,6 +408,13 @@ def after_torch(device: str, follow: Callable[[int], bool]) -> None:
         stream.synchronize()
 
 
+def synchronize(device: str) -> None:
+    """Waits for the work that torch's current stream of a device has now."""
+    cuda = _torch_cuda()
+    if cuda.is_initialized():
+        cuda.current_stream(device).synchronize()
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Memory for a tensor from torch's allocator, aligned to 512 bytes."""
     import torch

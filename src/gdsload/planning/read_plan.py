@@ -20,6 +20,7 @@ from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint, TensorInfo
+    from gdsload.checkpoint.selection import Names
 
 # Byte ranges are read together if the gap between them is at most this: at 2 to 14 GB/s it costs 5
 # to 30 us, as much as one more request (benchmarks/gap.py).
@@ -173,10 +174,10 @@ def grouped(
         yield group
 
 
-def byte_ranges_of(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> list[ByteRange]:
+def byte_ranges_of(checkpoint: Checkpoint, names: Names = None) -> list[ByteRange]:
     """The byte ranges of whole tensors, in the order of `names`; all, in file order, if None.
 
-    Raises CheckpointError for a name that the checkpoint does not have.
+    Raises CheckpointError for a name or a pattern that no tensor has.
     """
     return ranges_of(checkpoint.infos(names))
 

@@ -11,13 +11,14 @@ block more at either end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
-from operator import mul
+from operator import index as whole_number, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.dtypes import DTYPES
+from gdsload.errors import CheckpointError, shown
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ranges_of
 
 if TYPE_CHECKING:
@@ -130,6 +131,97 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
         for number, outer in enumerate(product(*(range(*ends) for ends in ranges[:depth])))
     )
     return TensorSlice(key, parts, (*lengths[: depth + 1], *shape[depth + 1 :]), index)
+
+
+class WantedTensor(NamedTuple):
+    """A tensor that a caller wants, or a slice of one.
+
+    Attributes:
+        info: The whole tensor.
+        slice: What is read of it.
+        kept: The shape of the slice, with the dimensions that a number in the index removes.
+        removed: These dimensions, each of length 1 in `kept`.
+    """
+
+    info: TensorInfo
+    slice: TensorSlice
+    kept: tuple[int, ...]
+    removed: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result, in elements as in the header."""
+        return tuple(n for d, n in enumerate(self.kept) if d not in self.removed)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the result in bytes, at most what is read."""
+        return prod(self.kept) * DTYPES[self.info.dtype].bits // 8
+
+
+def wanted_tensors(
+    infos: Sequence[TensorInfo], slices: Mapping[str, Any] | None = None
+) -> list[WantedTensor]:
+    """What is wanted of each tensor.
+
+    Args:
+        infos: The tensors.
+        slices: The index of each tensor that is not wanted as a whole, by name: a number, a range,
+            an ellipsis, or a tuple of these.
+
+    Raises:
+        CheckpointError: A tensor with an index is not among `infos`, or has elements of less than
+            a byte and an index in its last dimension.
+        IndexError: An index is outside its tensor, or has too many dimensions.
+        TypeError: An index is of another type.
+    """
+    rest = dict(slices or {})
+    wanted = []
+    for info in infos:
+        if info.name in rest:
+            wanted.append(_indexed(info, rest.pop(info.name)))
+        else:
+            wanted.append(WantedTensor(info, whole(info), info.shape))
+    for name in rest:
+        raise CheckpointError(
+            f"slices has an index for {shown(name)}, which is not among the tensors to load",
+            tensor=name,
+        )
+    return wanted
+
+
+def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
+    items = index if isinstance(index, tuple) else (index,)
+    shape = info.shape
+    text = f"the index {index!r} of tensor {shown(info.name)}, of shape {list(shape)}"
+    if Ellipsis in items:
+        before = items.index(Ellipsis)
+        after = len(items) - before - 1
+        middle = (slice(None),) * (len(shape) - before - after)
+        items = (*items[:before], *middle, *items[before + 1 :])
+    if len(items) > len(shape):
+        raise IndexError(f"{text}, has too many dimensions")
+    ranges, removed = [], []
+    for dimension, (item, size) in enumerate(zip(items, shape, strict=False)):
+        if isinstance(item, slice):
+            if item.step is not None and item.step < 1:
+                raise IndexError(f"{text}, goes backwards")
+            ranges.append(slice(*item.indices(size)))
+            continue
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise TypeError(f"{text}, has {item!r}: numbers, ranges and one ellipsis are allowed")
+        number = whole_number(item)
+        if not -size <= number < size:
+            raise IndexError(f"{text}, is outside it")
+        ranges.append(slice(number % size, number % size + 1, 1))
+        removed.append(dimension)
+    kept = (*(len(range(*r.indices(n))) for r, n in zip(ranges, shape, strict=False)),
+            *shape[len(ranges):])  # fmt: skip
+    if DTYPES[info.dtype].bits % 8 and kept[-1:] != shape[-1:]:
+        raise CheckpointError(f"{text}: its elements share bytes in the last dimension",
+                              tensor=info.name)  # fmt: skip
+    found = slice_of(info, tuple(ranges))
+    return WantedTensor(info, found, kept, tuple(removed))
 
 
 def rows_of(info: TensorInfo, start: int, stop: int) -> TensorInfo:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.checkpoint.selection import is_single
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
@@ -37,6 +38,7 @@ from gdsload.system.threads import start_thread
 if TYPE_CHECKING:
     import torch
 
+    from gdsload.checkpoint.selection import Names
     from gdsload.readahead.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
@@ -102,7 +104,7 @@ class Prefetch(quiesce.Holder):
         device: str,
         tier: str,
         session: dict[str, Any],
-        names: Iterable[str] | None,
+        names: Names,
         limit_bytes: int | None,
         keep: bool,
         where: dict[str, Any],
@@ -112,7 +114,8 @@ class Prefetch(quiesce.Holder):
         self.tier = tier
         self.report = LoadReport(source, device=device)
         self._session, self._where = session, where
-        self._names = None if names is None else tuple(names)
+        # A list may change, and an iterator end, before the thread reads it.
+        self._names = names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
         self._limit_bytes = limit_bytes
         self._checkpoint = checkpoint  # the caller's, who closes it
         self._offer = claims.Offer(source, keep=keep)
@@ -446,7 +449,7 @@ def prefetch(
     device: str | int | torch.device = "cpu",
     *,
     tier: str = "memory",
-    names: Iterable[str] | None = None,
+    names: Names = None,
     limit_bytes: int | None = None,
     keep: bool = False,
     backend: str = "auto",
@@ -481,7 +484,7 @@ def prefetch(
         tier: "memory" reads into memory that a load takes over. "pool" reads into the open
             `warmup.HostPool`, for every later load. "pagecache" fills the page cache, for all
             processes.
-        names: The tensors to read, in this order. None reads all.
+        names: The tensors to read, as for `load_file`. None reads all.
         limit_bytes: For "pagecache": bytes to read at most. None: the available memory.
         keep: Whether bytes that the first load does not take are held until `close`.
         backend: As for `load_file`.
@@ -503,7 +506,7 @@ def prefetch(
     Raises:
         ValueError: `tier`, `cache`, `page_cache` or `limit_bytes` has no such value, or tier "pool"
             finds no open pool.
-        TypeError: `names` is a string.
+        TypeError: `names` is of another type.
 
     Example:
         >>> ahead = gdsload.prefetch("model", "cuda:0")
@@ -517,8 +520,6 @@ def prefetch(
     require_cache(cache, page_cache)
     if tier == "pagecache" and page_cache == "drop":
         raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
-    if isinstance(names, str):
-        raise TypeError(f"names is a list of tensor names, not the string {names!r}")
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)

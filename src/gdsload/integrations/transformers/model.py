@@ -19,9 +19,9 @@ from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
 from gdsload.integrations.transformers.monkeypatch import held
-from gdsload.integrations.transformers.readahead_queue import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.loading.session import STALL_SECONDS
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock

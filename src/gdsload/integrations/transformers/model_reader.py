@@ -27,14 +27,11 @@ from gdsload.integrations.transformers.load_plan import SKIP, LoadPlan, load_pla
 from gdsload.integrations.transformers.monkeypatch import Misfit
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
-from gdsload.integrations.transformers.readahead_queue import (
-    AHEAD_BYTES,
-    WINDOW_BYTES,
-    ReadaheadQueue,
-)
+from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.claims import READ
 from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.memory.host_buffers import BufferView, hand_over
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
@@ -33,10 +34,6 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     import torch
 
-# The size of one window, and the limit for all windows in flight. With half of it a cast begins to
-# wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
-WINDOW_BYTES = 32 << 20
-AHEAD_BYTES = 128 << 20
 _POLL_SECONDS = 0.1  # the longest delay of Ctrl-C, and of an error that another thread saw
 _HANDED_OVER_AT_ONCE = 256  # tensors
 
@@ -148,16 +145,6 @@ class ReadWindow(Batch):
         except CheckpointError:  # before any tensor was made
             self.views.update(views)
             raise
-
-    def assembled(self, tensor_slice: TensorSlice, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The tensor of a slice, from the tensors of its parts."""
-        import torch
-
-        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
-        if tensor_slice.shape is not None:
-            tensor = tensor.view(tensor_slice.shape)
-        # A copy if the index drops something: a view would keep the rest alive.
-        return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
 
     def end(self) -> None:
         """Releases the request and all tensors that were not taken."""
@@ -298,7 +285,7 @@ class ReadaheadQueue:
             with self._lock:
                 if self._end(window):
                     self._advance()
-        return reads.assembled(tensor_slice, parts)
+        return assembled(tensor_slice, parts)
 
     def _given(
         self, window: _Window, reads: ReadWindow, tensor_slice: TensorSlice

@@ -1,0 +1,259 @@
+"""Reads into tensors that exist already, without a second copy of the model.
+
+    destinations ──► VRAM, same dtype, contiguous ──► the backend writes there  (`TargetBatch`)
+                 ──► all others ──► windows, copied or cast from there  (`WindowWriter`)
+
+A read that hangs may write to its memory at any later time. On the host, the caller's memory is
+therefore written by copies from windows, never by reads that cannot be cancelled; on the way to
+VRAM all bytes pass a staging ring anyway. Not responsible for checking destinations
+(`destinations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+
+from gdsload.backends.base import Memory
+from gdsload.errors import GdsloadError, PartialLoad, shown
+from gdsload.loading.batch import Batch
+from gdsload.loading.destinations import Destination
+from gdsload.loading.session import Session
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Piece, WindowWriter
+from gdsload.memory.host_buffers import BufferView, bytes_at
+from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
+
+COMPLETE, UNDEFINED, UNCHANGED = "complete", "undefined", "unchanged"
+_MOST_NAMED = 5
+
+
+class TargetBatch(Batch):
+    """Destinations in the memory of a device that bytes of files are being read to as they are."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: ReadPlan,
+        views: dict[str, BufferView],
+        destinations: Sequence[Destination],
+    ) -> None:
+        self._destinations = destinations
+        super().__init__(session, plan, views)
+
+    def _take_memory(self) -> list[Memory]:
+        from gdsload.loading.device_batch import follow, memory_of
+
+        follow(self.session)
+        placed = []
+        for destination in self._destinations:
+            address = destination.tensor.data_ptr()
+            for part in destination.wanted.slice.parts:
+                placed.append((part.name, part.nbytes, address))
+                address += part.nbytes
+        return memory_of(self.session.device, self.plan, placed, self._destinations)
+
+    def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
+        from gdsload.loading.device_batch import read_to_blocks
+
+        return read_to_blocks(self.session, ranges)
+
+    def copy_views(self) -> None:
+        """Copies what a prefetch or the host pool had in memory already."""
+        import torch
+
+        for destination in self._destinations:
+            offset = 0
+            for part in destination.wanted.slice.parts:
+                view = self.views.pop(part.name, None)
+                if view is not None and part.nbytes:
+                    raw = destination.tensor.reshape(-1).view(torch.uint8)
+                    raw[offset : offset + part.nbytes].copy_(bytes_at(view, part.nbytes))
+                offset += part.nbytes
+
+    def has(self, destination: Destination) -> bool:
+        """Whether all bytes of a destination have arrived by reads."""
+        for part in destination.wanted.slice.parts:
+            location = self.plan.locations.get(part.name)
+            if location is None and part.nbytes:
+                return False
+            if location and self._arrived.find(0, location.first, location.last + 1) >= 0:
+                return False
+        return True
+
+
+def partial_load(
+    source: str, error: BaseException, progress: Progress, aliases: Mapping[str, str]
+) -> PartialLoad | None:
+    """The error for a load that failed in the middle; None if nothing was written before."""
+    states = progress.by_target(aliases)
+    names = {
+        state: tuple(name for name in states if states[name] == state)
+        for state in (COMPLETE, UNDEFINED, UNCHANGED)
+    }
+    if len(names[UNCHANGED]) == len(states):
+        return None
+    undefined = ", ".join(shown(name) for name in names[UNDEFINED][:_MOST_NAMED])
+    more = len(names[UNDEFINED]) - _MOST_NAMED
+    return PartialLoad(
+        f"{source}: the load into existing tensors failed: {error}. {len(names[COMPLETE])} tensors"
+        f" are complete, {len(names[UNCHANGED])} are unchanged, and {len(names[UNDEFINED])} hold"
+        f" undefined bytes{': ' if undefined else ''}{undefined}"
+        f"{f' and {more} more' if more > 0 else ''}",
+        **names,
+    )
+
+
+class Progress:
+    """Which destinations of a load are complete, undefined or unchanged."""
+
+    def __init__(self, destinations: Sequence[Destination]) -> None:
+        self._state = {each.wanted.info.name: UNCHANGED for each in destinations}
+        self._destinations = destinations
+
+    def set(self, destination: Destination, state: str) -> None:
+        self._state[destination.wanted.info.name] = state
+
+    def by_target(self, aliases: Mapping[str, str]) -> dict[str, str]:
+        """The state of each target. One that is written in parts is undefined between them."""
+        found: dict[str, set[str]] = {}
+        for each in self._destinations:
+            found.setdefault(each.name, set()).add(self._state[each.wanted.info.name])
+        states = {
+            name: of_parts.pop() if len(of_parts) == 1 else UNDEFINED
+            for name, of_parts in found.items()
+        }
+        for name, other in aliases.items():
+            states.setdefault(name, states.get(other, UNCHANGED))
+        return states
+
+
+def write_all(
+    session: Session,
+    destinations: Sequence[Destination],
+    progress: Progress,
+    advance: Callable[[int], None],
+) -> None:
+    """Reads all destinations of one device.
+
+    Args:
+        session: Reads to this device, or to the host on the way to it.
+        destinations: What to write.
+        progress: Is kept up to date, also if this raises.
+        advance: Called with the number of bytes that have arrived.
+
+    Raises:
+        GdsloadError: A read failed, or a file changed.
+    """
+    import torch
+
+    places = [each for each in destinations if session.device != "cpu" and each.in_place]
+    kept = {id(each) for each in places}
+    others = [each for each in destinations if id(each) not in kept]
+    # Tensors of inference mode can be written to only inside of it, and count no versions.
+    for inference in (False, True):
+        with torch.inference_mode() if inference else torch.no_grad():
+            _read_in_place(
+                session, [each for each in places if each.tensor.is_inference() == inference],
+                progress, advance,
+            )  # fmt: skip
+            _write_windows(
+                session, [each for each in others if each.tensor.is_inference() == inference],
+                progress, advance,
+            )  # fmt: skip
+
+
+def _read_in_place(
+    session: Session,
+    destinations: Sequence[Destination],
+    progress: Progress,
+    advance: Callable[[int], None],
+) -> None:
+    if not destinations:
+        return
+    parts = [part for each in destinations for part in each.wanted.slice.parts]
+    batch = TargetBatch(session, *session.arrange(ranges_of(parts)), destinations)
+    for each in destinations:
+        progress.set(each, UNDEFINED)
+    try:
+        batch.wait(advance)
+        batch.copy_views()
+        _finish_copies(session)
+        session.checkpoint.verify_unchanged()
+        for each in destinations:
+            progress.set(each, COMPLETE)
+    except GdsloadError:
+        session.checkpoint.verify_unchanged()
+        for each in destinations:
+            if batch.has(each):
+                progress.set(each, COMPLETE)
+        raise
+    finally:
+        batch.views.clear()
+        batch.release()
+        for each in destinations:
+            _count_version(each)
+
+
+def _write_windows(
+    session: Session,
+    destinations: Sequence[Destination],
+    progress: Progress,
+    advance: Callable[[int], None],
+) -> None:
+    if not destinations:
+        return
+    by_key = {each.wanted.info.name: each for each in destinations}
+    pieces = [piece for each in destinations for piece in _pieces_of(each)]
+    writer = WindowWriter(
+        session, pieces, lambda key: by_key[key].tensor,
+        window_bytes=WINDOW_BYTES, ahead_bytes=AHEAD_BYTES,
+    )  # fmt: skip
+    verified = False
+    try:
+        while writer.copied < len(writer.windows):
+            writer.copy_next(advance)
+        _finish_copies(session)
+        session.checkpoint.verify_unchanged()
+        verified = True
+    except GdsloadError:
+        session.checkpoint.verify_unchanged()
+        verified = True
+        raise
+    finally:
+        begun = writer.windows[: writer.copied + writer.copying]
+        for key in {piece.key for window in begun for piece in window}:
+            whole = verified and writer.window_of[key] < writer.copied
+            progress.set(by_key[key], COMPLETE if whole else UNDEFINED)
+            _count_version(by_key[key])
+        writer.close()
+
+
+def _count_version(destination: Destination) -> None:
+    """Tells autograd of a write that it has not seen, as `copy_` does."""
+    import torch
+
+    if not destination.tensor.is_inference():
+        torch.autograd.graph.increment_version(destination.tensor)
+
+
+def _finish_copies(session: Session) -> None:
+    """Waits for torch's copies on the device: others may use the tensors on any stream."""
+    if session.device != "cpu":
+        from gdsload.loading.device_batch import synchronize
+
+        synchronize(session.device)
+
+
+def _pieces_of(destination: Destination) -> Iterator[Piece]:
+    """The pieces that a destination is copied from."""
+    found = destination.wanted.slice
+    key = destination.wanted.info.name
+    if found.shape is None:
+        yield Piece(found.parts[0], key, index=found.index)
+        return
+    # Parts are stacked along the outer dimensions; the index begins with all of these.
+    depth = len(found.shape) - len(found.parts[0].shape)
+    index = None if found.index is None else found.index[depth:]
+    outer = product(*(range(count) for count in found.shape[:depth]))
+    for part, at in zip(found.parts, outer, strict=True):
+        yield Piece(part, key, at, index)

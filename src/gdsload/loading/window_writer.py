@@ -1,0 +1,228 @@
+"""Copies tensors into memory that exists already, in the order of the files.
+
+    windows, in file order    window     window      window     window
+                              [copied]   [posted]    [posted]   [over the limit]
+                                 `-- its memory is reused by the next one
+
+The reads are one sequential stream, and their memory does not grow with the model. Not responsible
+for the memory that is written to, nor for threads that wait for a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload._native.memory import Pool
+from gdsload.backends.base import DRAM, Memory
+from gdsload.checkpoint import TensorInfo
+from gdsload.dtypes import known_dtype
+from gdsload.errors import GdsloadError
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
+from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
+from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
+from gdsload.planning.tensor_slices import rows_of
+
+if TYPE_CHECKING:
+    import torch
+
+# The size of one window, and the limit for all windows in flight. With half of it a cast begins to
+# wait for storage; with twice as much, page faults of fresh memory cost more than the reads.
+WINDOW_BYTES = 32 << 20
+AHEAD_BYTES = 128 << 20
+# Tensors up to this size that are not cast need no torch, which copies them with one thread too.
+_MOVED_BYTES = 64 << 10
+
+
+class Piece(NamedTuple):
+    """Bytes of a file, described as a tensor, and where they are copied to.
+
+    Attributes:
+        info: The tensor that is read; its name differs from those of other pieces.
+        key: The tensor that is written to.
+        at: The index of the part of that tensor.
+        index: If not None: the index of the part of the read tensor that is copied.
+    """
+
+    info: TensorInfo
+    key: str
+    at: tuple[Any, ...] = ()
+    index: Any = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether rows of it are pieces, too."""
+        index = self.index
+        return index is None or (isinstance(index, tuple) and index[:1] == (slice(None),))
+
+
+class _WindowBatch(Batch):
+    """A window in host memory that is reused by later windows."""
+
+    def __init__(
+        self, session: Session, plan: ReadPlan, views: dict[str, BufferView], pool: Pool
+    ) -> None:
+        self._pool = pool
+        super().__init__(session, plan, views)
+
+    def _take_memory(self) -> list[Memory]:
+        if current_pool() is not None:  # the host pool stores the bytes for later loads
+            return super()._take_memory()
+        buffers = HostBuffers(self.plan, self._pool)
+        self.views.update(buffers.views(self.plan))
+        return [Memory(DRAM, region.address, region.length, region) for region in buffers.regions]
+
+
+class WindowWriter:
+    """Writes tensors window by window. Must be closed. One thread at a time may use it.
+
+    Attributes:
+        window_of: The number of the window with the last piece of each key.
+        copied: The number of windows that were copied completely.
+        copying: Whether a copy is under way, or was interrupted by an error.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pieces: Sequence[Piece],
+        part_of: Callable[[str], torch.Tensor],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        """Reads nothing before `advance`.
+
+        Args:
+            session: Reads to its device, from where the tensors are copied.
+            pieces: What to read and where to copy it.
+            part_of: Returns the tensor of a key.
+            window_bytes: Size of a window in bytes.
+            ahead_bytes: Limit in bytes for the windows in flight. At least one is.
+        """
+        self.session = session
+        self.waited_seconds = 0.0
+        self.taken_bytes = 0
+        self.windows = _windows_of(pieces, window_bytes)
+        self.window_of = {
+            piece.key: number for number, window in enumerate(self.windows) for piece in window
+        }
+        self.copied = 0
+        self.copying = False
+        self._part_of = part_of
+        self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
+        self._pool = Pool(ahead_bytes + 2 * window_bytes)
+        self._in_flight: deque[tuple[Batch, list[Piece]]] = deque()
+
+    def _advance(self) -> None:
+        """Posts windows up to the limit."""
+        while (number := self.copied + len(self._in_flight)) < len(self.windows):
+            window = self.windows[number]
+            # Without prefetched and mapped bytes.
+            held_bytes = sum(batch.plan.read_bytes for batch, _ in self._in_flight)
+            held_bytes += sum(piece.info.nbytes for piece in window)
+            if self._in_flight and held_bytes > self._ahead_bytes:
+                return
+            self._in_flight.append((self._post(window), window))
+
+    def _post(self, window: list[Piece]) -> Batch:
+        infos = [piece.info for piece in window]
+        if self.session.device != "cpu":
+            from gdsload.loading.device_batch import start
+
+            return start(self.session, infos)
+        found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes)
+        return _WindowBatch(self.session, *found, self._pool)
+
+    def copy_next(
+        self,
+        moved: Callable[[int], None] | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits for the next window, copies it, and posts others.
+
+        Args:
+            moved: As for `Batch.wait`.
+            watch: As for `Batch.wait`.
+
+        Raises:
+            GdsloadError: A read failed, or a copy was interrupted before.
+        """
+        if self.copying:
+            # Tensors of the window have released their bytes: it cannot be copied again.
+            source = self.session.checkpoint.source
+            raise GdsloadError(f"{source}: copying to parameters was interrupted by an error")
+        if not self._in_flight:  # the first one, or posting failed before
+            self._advance()
+        batch, window = self._in_flight[0]
+        start = time.monotonic()
+        batch.wait(moved, watch)
+        self.waited_seconds += time.monotonic() - start
+        self.copying = True
+        self._write(window, batch)
+        self._release_first()
+        self.taken_bytes += sum(piece.info.nbytes for piece in window)
+        self.copied += 1
+        self.copying = False
+        self._advance()
+
+    def _write(self, window: Sequence[Piece], batch: Batch) -> None:
+        on_host = self.session.device == "cpu"
+        copies = []
+        for piece in window:
+            info, part = piece.info, self._part_of(piece.key)
+            if piece.at:
+                part = part[piece.at]
+            view = batch.views.get(info.name)
+            if (
+                on_host
+                and view is not None
+                and piece.index is None
+                and info.nbytes <= _MOVED_BYTES
+                and part.dtype == known_dtype(info.dtype)
+                and part.is_cpu
+                and part.is_contiguous()
+                and not (part.is_conj() or part.is_neg())
+            ):
+                ctypes.memmove(part.data_ptr(), view.region.address + view.offset, info.nbytes)
+            else:
+                copies.append((piece, part))
+        tensors = batch.tensors_of([piece.info for piece, _ in copies])
+        for piece, part in copies:
+            tensor = tensors.pop(piece.info.name)
+            part.copy_(tensor if piece.index is None else tensor[piece.index])
+
+    def _release_first(self) -> None:
+        batch, _ = self._in_flight.popleft()
+        batch.views.clear()
+        batch.release()
+
+    def close(self) -> None:
+        """Ends all reads and releases their memory. May be called again."""
+        while self._in_flight:
+            self._release_first()
+        self._pool.close()
+
+
+def _windows_of(pieces: Sequence[Piece], window_bytes: int) -> list[list[Piece]]:
+    ordered = sorted(pieces, key=lambda piece: FILE_ORDER(piece.info))
+    rows = (row for piece in ordered for row in _split(piece, window_bytes))
+    return list(grouped(rows, window_bytes, size=lambda piece: piece.info.nbytes))
+
+
+def _split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
+    """A piece; by rows if it is larger than a window."""
+    info = piece.info
+    count = info.shape[0] if info.shape else 1
+    if info.nbytes <= limit_bytes or count == 1 or not piece.splits:
+        yield piece
+        return
+    step = max(limit_bytes // (info.nbytes // count), 1)
+    for first in range(0, count, step):
+        end = min(first + step, count)
+        rows = rows_of(info, first, end)._replace(name=f"{info.name}[{first}:{end}]")
+        yield piece._replace(info=rows, at=(*piece.at, slice(first, end)))

@@ -1,0 +1,87 @@
+"""Which tensors `names` selects."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gdsload
+from gdsload.checkpoint import TensorInfo
+from gdsload.checkpoint.selection import Names, chosen
+from gdsload.errors import CheckpointError
+
+ALL = [
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.mlp.experts.0.up.weight",
+    "model.layers.0.mlp.experts.11.up.weight",
+    "model.layers.1.mlp.shared_experts.up.weight",
+    "model.layers.1.mlp.experts.gate_up_proj",
+    "model.layers.10.norm.weight",
+    "lm_head.weight",
+    "odd[0]",
+]
+
+
+def names_of(names: Names) -> list[str]:
+    tensors = {name: TensorInfo(name, "F32", (1,), 0, 0, 4) for name in ALL}
+    return [info.name for info in chosen(tensors, names, "model")]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (None, ALL),
+        ([], []),
+        ("lm_head.weight", ALL[7:8]),
+        (["lm_head.weight", "model.embed_tokens.weight"], [ALL[7], ALL[0]]),
+        ("*.up.weight", ALL[2:5]),
+        ("odd[0]", ["odd[0]"]),
+        (re.compile(r"experts\.\d"), ALL[2:4]),
+        (lambda name: name.endswith("norm.weight"), ALL[6:7]),
+        (["lm*", re.compile("^model.embed"), "lm_head.weight"], [ALL[7], ALL[0]]),
+        (gdsload.layers(0, 2), ALL[1:6]),
+        (gdsload.layers(1), ALL[4:7]),
+        (gdsload.experts(), ALL[2:4]),
+        (gdsload.experts(10, 12), ALL[3:4]),
+        (gdsload.experts(0, 1) | ~gdsload.experts(), ALL[:3] + ALL[4:]),
+        (gdsload.layers(0, 2) & "*.gate.*", ALL[1:2]),
+        ("*.gate.*" & gdsload.layers(0, 2), ALL[1:2]),
+        ([gdsload.layers(10), "model.embed*"], [ALL[6], ALL[0]]),
+    ],
+)
+def test_names_select_tensors_in_order(names: Names, expected: list[str]) -> None:
+    assert names_of(names) == expected
+
+
+@pytest.mark.parametrize(
+    "names", ["gone", "gone*", re.compile("gone"), gdsload.layers(11), ["lm_head.weight", "x[yz]"]]
+)
+def test_choice_that_nothing_fits_raises_checkpoint_error(names: Names) -> None:
+    with pytest.raises(CheckpointError, match=r"gone|x\[yz\]|layers\(11, None\)"):
+        names_of(names)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 2), (3, 3), (4, 2)])
+def test_empty_range_of_layers_raises_value_error(numbers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="there are none"):
+        gdsload.layers(*numbers)
+
+
+def test_only_selected_tensors_are_read(tiny_moe_checkpoint: Path) -> None:
+    everything = gdsload.load_file(tiny_moe_checkpoint, cache="direct")
+    read = gdsload.last_report().read_bytes
+    wanted = gdsload.layers(0, 1) & gdsload.experts(0, 1)
+    some = gdsload.load_file(tiny_moe_checkpoint, names=wanted, cache="direct")
+    assert some and all(".layers.0." in name and ".experts.0." in name for name in some)
+    assert all(some[name].equal(everything[name]) for name in some)
+    assert gdsload.last_report().read_bytes < read / 4
+    assert dict(gdsload.stream(tiny_moe_checkpoint, names=wanted)).keys() == some.keys()
+    assert gdsload.plan(tiny_moe_checkpoint, wanted).locations.keys() == some.keys()
+    with gdsload.safe_open(tiny_moe_checkpoint) as opened:
+        assert opened.get_tensors(wanted).keys() == some.keys()
+    with gdsload.prefetch(tiny_moe_checkpoint, names=wanted) as ahead:
+        ahead.wait()
+        assert ahead.report.tensors == len(some)

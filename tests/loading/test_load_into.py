@@ -1,0 +1,488 @@
+"""load_into: exact bytes in tensors that exist already, checks before the first byte, faults."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from devicetensors import ROADS, device_tensor, odd_tensors, raw
+from gated import gated
+from gdsload.errors import CheckpointError, FileChanged, PartialLoad, PlacementError, ReadError
+from gdsload.loading import destinations, device_batch, into
+from gdsload.loading.batch import Batch
+from gdsload.loading.window_writer import WindowWriter
+from gpudoubles import ERRNO, Doubles
+
+Tensors = dict[str, torch.Tensor]
+SMALL = 20_000  # bytes of a window: tensors are split, and several windows are in flight
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(into, "WINDOW_BYTES", SMALL)
+    monkeypatch.setattr(into, "AHEAD_BYTES", 2 * SMALL)
+
+
+@pytest.fixture(scope="module")
+def saved() -> Tensors:
+    torch.manual_seed(0)
+    return {
+        "q": torch.randn(60, 64),
+        "k": torch.randn(20, 64),
+        "v": torch.randn(20, 64),
+        "norm": torch.randn(64).bfloat16(),
+        "large": torch.randn(3, 100, 100),
+        "step": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+    }
+
+
+@pytest.fixture(scope="module")
+def path(saved: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("into") / "model.safetensors"
+    safetensors.torch.save_file(saved, file)
+    return file
+
+
+def zeros(saved: Tensors, **dtypes: torch.dtype) -> Tensors:
+    return {
+        name: torch.zeros(tensor.shape, dtype=dtypes.get(name, tensor.dtype))
+        for name, tensor in saved.items()
+    }
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors over the double's memory are those of cuda:0 from now on."""
+    monkeypatch.setattr(destinations, "device_of", lambda tensor: "cuda:0")
+
+
+def require_equal(got: Tensors, wanted: Tensors) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(raw(got[name]), raw(tensor)), name
+
+
+# --- exact bytes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["auto", "direct", "buffered", "mapped"])
+def test_tensors_get_the_bytes_of_the_file_at_their_addresses(
+    cache: str, path: Path, saved: Tensors
+) -> None:
+    targets = zeros(saved)
+    before = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    report = gdsload.load_into(targets, path, cache=cache)
+    require_equal(targets, saved)
+    assert {name: tensor.data_ptr() for name, tensor in targets.items()} == before
+    assert report is gdsload.last_report()
+    assert (report.device, report.tensors) == ("cpu", len(saved))
+    assert report.fates == {"keep": len(saved), "convert": 0, "skip": 0}
+
+
+def test_tensors_of_every_size_and_dtype_are_exact(tmp_path: Path) -> None:
+    saved = odd_tensors() | {"n": torch.arange(3).to(torch.complex64)}
+    file = tmp_path / "odd.safetensors"
+    safetensors.torch.save_file(saved, file)
+    targets = zeros(saved)
+    gdsload.load_into(targets.items(), file)
+    require_equal(targets, saved)
+
+
+@pytest.mark.parametrize("cache", ["direct", "mapped"])
+def test_other_dtype_is_cast(cache: str, path: Path, saved: Tensors) -> None:
+    targets = zeros(saved, q=torch.float16, norm=torch.float32, step=torch.float64)
+    report = gdsload.load_into(targets, path, cache=cache)
+    for name, tensor in targets.items():
+        assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
+    assert report.fates["convert"] == 3
+
+
+def test_parts_of_fused_targets_are_written(path: Path, saved: Tensors) -> None:
+    fused = torch.zeros(100, 64)
+    rows = {"q": slice(0, 60), "k": slice(60, 80), "v": slice(80, None)}
+    gdsload.load_into(
+        {"layer.qkv": fused, "layer.norm": torch.zeros(64)},
+        path,
+        names=["q", "k", "v", "norm"],
+        rename=lambda name: ("layer.qkv", rows[name]) if name in rows else f"layer.{name}",
+    )
+    assert torch.equal(fused, torch.cat([saved[name] for name in "qkv"]))
+
+
+def test_views_that_are_not_contiguous_are_written(path: Path, saved: Tensors) -> None:
+    columns = torch.zeros(60, 130)
+    swapped = torch.zeros(100, 3, 100)
+    views = {
+        "q": columns[:, 1:65],
+        "large": swapped.transpose(0, 1),
+        "step": torch.zeros(3).long()[1],
+    }
+    gdsload.load_into(views, path, names=list(views))
+    assert torch.equal(columns[:, 1:65], saved["q"])
+    assert not columns[:, 0].any() and not columns[:, 65:].any()
+    assert torch.equal(swapped, saved["large"].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [1, slice(1, 3), (slice(None), slice(10, 90)), (0, slice(5, 50)), (..., slice(0, 100, 7)),
+     (slice(None), 3), (1, 2, 3)],
+)  # fmt: skip
+@pytest.mark.parametrize("transposed", [False, True])
+def test_slices_of_the_checkpoint_are_written(
+    index: Any, transposed: bool, path: Path, saved: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdsload.planning.tensor_slices.GAP_BYTES", 1000)  # several byte ranges
+    wanted = saved["large"][index]
+    target = torch.zeros(wanted.shape[::-1]).permute(tuple(reversed(range(wanted.dim()))))
+    target = target if transposed else target.contiguous()
+    gdsload.load_into({"large": target}, path, names="large", slices={"large": index})
+    assert torch.equal(target, wanted)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = torch.nn.Parameter(torch.zeros(60, 64))
+        self.head = torch.nn.Linear(64, 60, bias=False)
+        self.head.weight = self.q
+        self.register_buffer("norm", torch.zeros(64, dtype=torch.bfloat16))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+def test_module_with_tied_parameters_reads_them_once(path: Path, saved: Tensors) -> None:
+    model = Model()
+    version = model.q._version
+    report = gdsload.load_into(model, path, names=["q", "norm"], cache="direct")
+    assert torch.equal(model.head.weight, saved["q"]) and torch.equal(model.norm, saved["norm"])
+    assert model.q.requires_grad and model.q.is_leaf and model.q._version > version
+    assert bool((model.cache == 1).all())
+    assert report.missing == []
+
+
+def test_tied_names_that_are_both_in_the_checkpoint_are_read_once(
+    tmp_path: Path, saved: Tensors
+) -> None:
+    file = tmp_path / "tied.safetensors"
+    safetensors.torch.save_file({"q": saved["q"], "head.weight": saved["q"].clone()}, file)
+    model = Model()
+    report = gdsload.load_into(model.named_parameters(remove_duplicate=False), file)
+    assert torch.equal(model.head.weight, saved["q"])
+    assert report.tensors == 1 and report.wanted_bytes == saved["q"].nbytes
+
+
+def test_saved_value_that_backward_needs_is_seen_to_change(path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    loss = (weight * weight).sum()
+    gdsload.load_into({"norm": weight}, path, names="norm")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_inference_mode_are_written(path: Path, saved: Tensors) -> None:
+    with torch.inference_mode():
+        targets = zeros(saved)
+    gdsload.load_into(targets, path)
+    require_equal(targets, saved)
+
+
+# --- checks before the first byte ---------------------------------------------------------------
+
+
+def test_names_on_one_side_only_raise_or_are_reported(path: Path, saved: Tensors) -> None:
+    targets = zeros(saved) | {"extra": torch.ones(2)}
+    del targets["q"]
+    with pytest.raises(CheckpointError, match=r"nothing for 'extra'.*no target for 'q'"):
+        gdsload.load_into(targets, path)
+    assert not any(tensor.any() for name, tensor in targets.items() if name != "extra")
+    report = gdsload.load_into(targets, path, strict=False)
+    assert (report.missing, report.unexpected) == (["extra"], ["q"])
+    assert "missing: extra" in report.summary() and report.to_dict()["unexpected"] == ["q"]
+    require_equal(targets, {name: saved[name] for name in targets.keys() - {"extra"}})
+
+
+def test_fused_target_with_a_part_left_out_is_missing(path: Path) -> None:
+    rows: dict[str, Any] = {"q": ("qkv", slice(0, 60)), "k": ("qkv", slice(60, 80))}
+    rename = dict.fromkeys(["v", "norm", "large", "step", "empty"]) | rows
+    with pytest.raises(CheckpointError, match="nothing for 'qkv'"):
+        gdsload.load_into({"qkv": torch.zeros(100, 64)}, path, rename=rename)
+
+
+fused = torch.zeros(100, 64)
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "text"),
+    [
+        ({"q": torch.zeros(60, 63)}, CheckpointError, r"shape \[60, 64\]"),
+        ({"q": torch.zeros(60, 64, dtype=torch.int32)}, CheckpointError, "not cast"),
+        ({"q": torch.zeros(60, 64, device="meta")}, PlacementError, "no memory"),
+        ({"q": torch.zeros(1, 64).expand(60, 64)}, PlacementError, "overlaps itself"),
+        ({"q": torch.zeros(60, 64).to_sparse()}, PlacementError, "layout"),
+        ({"q": fused[:60], "k": fused[59:79]}, PlacementError, "shares memory"),
+        ({"q": fused[:60], "norm": fused.view(torch.bfloat16)[0, :64]}, PlacementError, "shares"),
+        ({"q": 5}, TypeError, "int, and no tensor"),
+        ([("q", fused[:60]), ("q", fused[:60])], ValueError, "have the name 'q'"),
+    ],
+)  # fmt: skip
+def test_unfit_target_raises_before_anything_is_written(
+    targets: Any, error: type[Exception], text: str, path: Path
+) -> None:
+    names = list(targets) if isinstance(targets, dict) else ["q"]
+    good = torch.zeros(3, 100, 100)
+    if isinstance(targets, dict):
+        targets = {"large": good} | targets
+    with pytest.raises(error, match=text):
+        gdsload.load_into(targets, path, names=["large", *names])
+    assert not good.any()
+
+
+def test_columns_of_one_matrix_do_not_overlap(path: Path, saved: Tensors) -> None:
+    matrix = torch.zeros(20, 128)
+    gdsload.load_into({"k": matrix[:, :64], "v": matrix[:, 64:]}, path, names=["k", "v"])
+    assert torch.equal(matrix, torch.cat([saved["k"], saved["v"]], dim=1))
+    with pytest.raises(PlacementError, match="shares memory"):
+        gdsload.load_into({"k": matrix[:, :64], "v": matrix[:, 63:127]}, path, names=["k", "v"])
+
+
+def test_two_tensors_for_one_place_raise(path: Path) -> None:
+    with pytest.raises(CheckpointError, match="belong to the same place"):
+        gdsload.load_into({"k": torch.zeros(20, 64)}, path, names=["k", "v"], rename={"v": "k"})
+
+
+def test_target_on_another_device_than_asked_raises(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device(monkeypatch)
+    with pytest.raises(PlacementError, match="is on cuda:0, not cpu"):
+        gdsload.load_into({"q": torch.zeros(60, 64)}, path, device="cpu", names="q")
+
+
+def test_index_that_would_copy_raises_type_error(path: Path) -> None:
+    target = torch.zeros(100, 64)
+    with pytest.raises(TypeError, match="numbers and ranges"):
+        gdsload.load_into({"f": target}, path, names="k", rename=lambda name: ("f", [1, 2]))
+
+
+# --- faults in the middle -----------------------------------------------------------------------
+
+
+def same_length(count: int, folder: Path) -> Path:
+    tensors = {f"t{n}": torch.full((5000,), n + 1, dtype=torch.int32) for n in range(count)}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("good", range(4))
+def test_failed_read_tells_which_tensors_are_complete(good: int, tmp_path: Path) -> None:
+    file = same_length(4, tmp_path)
+    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    calls = []
+    with gated() as gate, pytest.MonkeyPatch.context() as patch:
+        real = Batch.wait
+
+        def wait(self: Batch, *words: Any, **named: Any) -> None:
+            number = len(calls)
+            calls.append(self)
+            gate.open(number, error=0 if number < good else 5)
+            real(self, *words, **named)
+
+        patch.setattr(Batch, "wait", wait)
+        with pytest.raises(ReadError if good == 0 else PartialLoad, match="t") as caught:
+            gdsload.load_into(targets, file, backend="gated", cache="buffered")
+    for n in range(good):
+        assert bool((targets[f"t{n}"] == n + 1).all())
+    assert not any(targets[f"t{n}"].any() for n in range(good, 4))
+    if good:
+        error = caught.value
+        assert isinstance(error, PartialLoad) and isinstance(error.__cause__, ReadError)
+        assert error.complete == tuple(f"t{n}" for n in range(good))
+        assert error.undefined == ()
+        assert error.unchanged == tuple(f"t{n}" for n in range(good, 4))
+        assert pickle.loads(pickle.dumps(error)).complete == error.complete
+    assert "failed: " in gdsload.last_report().summary()
+
+
+def test_failed_copy_leaves_its_window_undefined(
+    path: Path, saved: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = WindowWriter._write
+
+    def write(self: WindowWriter, window: Any, batch: Batch) -> None:
+        real(self, window, batch)
+        if any(piece.key == "large" for piece in window):
+            raise RuntimeError("the copy broke")
+
+    monkeypatch.setattr(WindowWriter, "_write", write)
+    rows: dict[str, Any] = {"q": ("fused", slice(0, 60)), "k": ("fused", slice(60, 80))}
+    targets = zeros(saved) | {"fused": torch.zeros(80, 64)}
+    del targets["q"], targets["k"]
+    with pytest.raises(PartialLoad, match="the copy broke") as caught:
+        gdsload.load_into(targets, path, rename=rows)
+    error = caught.value
+    assert "large" in error.undefined
+    assert sorted(error.complete + error.undefined + error.unchanged) == sorted(targets)
+    for name in error.complete:
+        require_equal(targets, {name: saved[name]})
+    for name in error.unchanged:
+        assert not targets[name].any()
+
+
+def test_interrupt_is_raised_as_it_is(path: Path, saved: Tensors, monkeypatch: Any) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WindowWriter, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        gdsload.load_into(zeros(saved), path)
+    assert "undefined bytes: " in "".join(getattr(caught.value, "__notes__", ["undefined bytes: "]))
+
+
+def test_file_that_changes_leaves_all_undefined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = same_length(4, tmp_path)
+    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    real = WindowWriter._release_first
+
+    def touch(self: WindowWriter) -> None:
+        real(self)
+        os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(WindowWriter, "_release_first", touch)
+    with pytest.raises(PartialLoad) as caught:
+        gdsload.load_into(targets, file, cache="direct")
+    assert isinstance(caught.value.__cause__, FileChanged)
+    assert caught.value.complete == ()
+    assert len(caught.value.undefined) == 4
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_targets(
+    loading: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Tensors], Tensors]]:
+    on_device(monkeypatch)
+
+    def made(saved: Tensors, **dtypes: torch.dtype) -> Tensors:
+        return {
+            name: device_tensor(tensor.shape, dtypes.get(name, tensor.dtype), "cuda:0").fill_(0)
+            for name, tensor in saved.items()
+        }
+
+    yield made
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS)
+def test_tensors_in_vram_are_written_in_place(
+    backend: str,
+    options: dict[str, Any],
+    device_targets: Callable[..., Tensors],
+    loading: Doubles,
+    path: Path,
+    saved: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(*_: object) -> torch.Tensor:
+        raise AssertionError("memory of the device was allocated for a tensor")
+
+    targets = device_targets(saved)
+    monkeypatch.setattr(device_batch, "empty", none)
+    versions = {name: tensor._version for name, tensor in targets.items()}
+    report = gdsload.load_into(targets, path, device="cuda:0", backend=backend, options=options)
+    require_equal(targets, saved)
+    assert report.device == "cuda:0" and report.backend == backend
+    assert all(tensor._version > versions[name] for name, tensor in targets.items())
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS[1:3])
+def test_casts_and_views_in_vram_are_exact(
+    backend: str,
+    options: dict[str, Any],
+    device_targets: Callable[..., Tensors],
+    path: Path,
+    saved: Tensors,
+) -> None:
+    targets = device_targets(saved, q=torch.bfloat16, norm=torch.float32)
+    wide = device_tensor((3, 100, 120), torch.float32, "cuda:0").fill_(0)
+    targets["large"] = wide[:, :, 10:110]
+    gdsload.load_into(targets, path, backend=backend, options=options)
+    for name, tensor in targets.items():
+        assert torch.equal(tensor, saved[name].to(tensor.dtype)), name
+    assert not wide[:, :, :10].any() and not wide[:, :, 110:].any()
+
+
+def test_fused_parts_and_column_slices_go_to_vram_in_place(
+    device_targets: Callable[..., Tensors], path: Path, saved: Tensors, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("gdsload.planning.tensor_slices.GAP_BYTES", 1000)
+    fused = device_tensor((100, 64), torch.float32, "cuda:0")
+    part = device_tensor((3, 40, 100), torch.float32, "cuda:0")
+    rows: dict[str, Any] = {
+        "q": ("fused", slice(0, 60)), "k": ("fused", slice(60, 80)), "v": ("fused", slice(80, 100))
+    }  # fmt: skip
+    gdsload.load_into(
+        {"fused": fused, "large": part},
+        path,
+        names=["q", "k", "v", "large"],
+        slices={"large": (slice(None), slice(10, 50))},
+        rename=rows,
+        options=ROADS[1][1],
+    )
+    assert torch.equal(fused, torch.cat([saved[name] for name in "qkv"]))
+    assert torch.equal(part, saved["large"][:, 10:50])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_prefetched_bytes_are_written(
+    device: str, device_targets: Callable[..., Tensors], path: Path, saved: Tensors
+) -> None:
+    targets = device_targets(saved)
+    with gdsload.prefetch(path, device, options=ROADS[1][1]) as ahead:
+        ahead.wait()
+        report = gdsload.load_into(targets, path, options=ROADS[1][1])
+    require_equal(targets, saved)
+    assert report.paths["prefetched"] and not report.read_bytes
+
+
+def test_failed_copy_to_vram_tells_what_is_undefined(
+    device_targets: Callable[..., Tensors], loading: Doubles, tmp_path: Path
+) -> None:
+    file = same_length(4, tmp_path)
+    saved = safetensors.torch.load_file(file)
+    targets = device_targets(saved)
+    options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 4096, "depth": 1}
+    loading.fault("cuFileRead", ERRNO, 5, skip=6, times=-1)
+    options = {"threads": 1, "ring_bytes": 1 << 20, "request_bytes": 4096}
+    with pytest.raises(PartialLoad) as caught:
+        gdsload.load_into(targets, file, backend="gds_mt", options=options)
+    error = caught.value
+    assert isinstance(error.__cause__, ReadError)
+    assert error.undefined
+    for name in error.complete:
+        require_equal(targets, {name: saved[name]})
+    assert copy.copy(error).undefined == error.undefined
+
+
+def test_targets_on_host_and_device_are_read_by_one_call(
+    loading: Doubles, path: Path, saved: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = zeros(saved)
+    targets["large"] = device_tensor((3, 100, 100), torch.float32, "cuda:0")
+    on = {targets["large"].data_ptr()}
+    monkeypatch.setattr(
+        destinations, "device_of", lambda tensor: "cuda:0" if tensor.data_ptr() in on else "cpu"
+    )
+    report = gdsload.load_into(targets, path, backend="gds_mt", options=ROADS[2][1])
+    require_equal(targets, saved)
+    assert set(report.device.split(",")) == {"cpu", "cuda:0"}

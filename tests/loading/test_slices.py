@@ -1,0 +1,107 @@
+"""Loads of parts of tensors: the values, and the bytes that are read for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gdsload
+from devicetensors import ROADS, raw
+from gdsload.errors import CheckpointError
+from gpudoubles import Doubles
+
+Load = Callable[..., dict[str, torch.Tensor]]
+SHAPE = (6, 40, 1500)
+
+
+def streamed(*words: Any, **named: Any) -> dict[str, torch.Tensor]:
+    return dict(gdsload.stream(*words, window_bytes=50_000, **named))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    count = torch.Size(SHAPE).numel()
+    tensors = {
+        "a": torch.arange(count, dtype=torch.int32).view(SHAPE),
+        "b": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
+        "c": torch.tensor(3),
+    }
+    file = tmp_path_factory.mktemp("slices") / "model.safetensors"
+    save_file(tensors, file)
+    return file
+
+
+INDEXES: list[Any] = [
+    2, -1, slice(1, 3), slice(None), slice(4, 2), ..., (..., 7), (2, slice(3, 5)),
+    (slice(None), slice(20, 40)), (slice(2, 4), slice(0, 20), slice(10, 20)),
+    (slice(None), 3), (slice(None), slice(None), slice(0, 1400, 7)), (slice(0, 6, 2), 1),
+    (1, 2, 3), (slice(1, 3), ..., slice(1, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", [gdsload.load_file, streamed])
+@pytest.mark.parametrize("index", INDEXES)
+def test_slice_is_the_index_of_the_whole(path: Path, load: Load, index: Any) -> None:
+    whole = gdsload.load_file(path)
+    got = load(path, slices={"a": index}, cache="direct")
+    assert list(got) == list(whole)
+    assert torch.equal(got["a"], whole["a"][index]) and torch.equal(got["b"], whole["b"])
+    report = gdsload.last_report()
+    assert report.wanted_bytes == sum(tensor.nbytes for tensor in got.values())
+    assert report.read_ratio == report.read_bytes / report.wanted_bytes
+    assert report.to_dict()["read_ratio"] == report.read_ratio
+
+
+@pytest.mark.parametrize(
+    ("index", "most"), [(2, 1 / 6), (slice(0, 3), 3 / 6), ((slice(None), slice(0, 10)), 1 / 4)]
+)
+def test_slice_reads_only_its_own_byte_ranges(path: Path, index: Any, most: float) -> None:
+    gdsload.load_file(path, names="a", slices={"a": index}, cache="direct")
+    report = gdsload.last_report()
+    nbytes = 4 * torch.Size(SHAPE).numel()
+    assert report.read_bytes <= most * nbytes + 6 * 8192
+    planned = gdsload.plan(path, "a", slices={"a": index})
+    assert planned.read_bytes == report.read_bytes
+
+
+@pytest.mark.parametrize(("backend", "options"), ROADS[1:3])
+def test_slice_to_a_device_is_exact(
+    path: Path, backend: str, options: dict[str, Any], loading: Doubles
+) -> None:
+    whole = gdsload.load_file(path)["a"]
+    for index in INDEXES:
+        got = gdsload.load_file(
+            path, "cuda:0", names="a", slices={"a": index}, backend=backend, options=options
+        )
+        assert torch.equal(raw(got["a"]), raw(whole[index].contiguous())), index
+        assert got["a"].shape == whole[index].shape
+
+
+@pytest.mark.parametrize(
+    ("slices", "error", "text"),
+    [
+        ({"a": 6}, IndexError, "outside"),
+        ({"b": (0, 0, 0)}, IndexError, "too many dimensions"),
+        ({"a": slice(None, None, -1)}, IndexError, "backwards"),
+        ({"a": [1, 2]}, TypeError, "numbers, ranges"),
+        ({"a": (True,)}, TypeError, "numbers, ranges"),
+        ({"gone": 1}, CheckpointError, "'gone'"),
+    ],
+)
+def test_wrong_index_raises_before_anything_is_read(
+    path: Path, slices: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        gdsload.load_file(path, slices=slices)
+    assert gdsload.last_report().requests == 0
+
+
+def test_stream_in_layer_order_assembles_slices(path: Path) -> None:
+    index = (slice(None), slice(0, 10))
+    got = dict(gdsload.stream(path, slices={"a": index}, order="layers", window_bytes=1))
+    assert torch.equal(got["a"], gdsload.load_file(path)["a"][index])
