@@ -16,7 +16,8 @@ from gdsload._native import threads
 from gdsload._native.pump import traffic
 from gdsload.backends.base import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
-from gdsload.backends.staging import DRAIN_SECONDS, StagedRequest, StagingPipeline
+from gdsload.backends.pump_request import DRAIN_SECONDS
+from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
