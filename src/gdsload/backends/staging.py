@@ -171,8 +171,13 @@ class StagedRequest(PumpedRequest):
     def _is_in_file(self, transfer: Transfer) -> bool:
         """Whether the file has the bytes of a transfer: cuFile may report an end that is none."""
         file = self._files[transfer.shard].what
-        end = transfer.offset + transfer.wanted
-        return isinstance(file, OpenFile) and os.fstat(file.fd).st_size >= end
+        if not isinstance(file, OpenFile):
+            return False
+        try:
+            size = os.fstat(file.fd).st_size
+        except OSError:  # nobody knows better than cuFile
+            return False
+        return size >= transfer.offset + transfer.wanted
 
     def end(self) -> None:
         if self.pipeline.pump.pid != os.getpid() or self._ended:

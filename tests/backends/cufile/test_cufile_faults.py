@@ -7,6 +7,7 @@ written after it was freed, a batch handle used after an error.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import time
 from pathlib import Path
@@ -53,6 +54,32 @@ def test_slow_copies_keep_their_slots(
         load = Load(backend, file)
         assert load.finish() == {}
         assert load.bytes() == bytes_of(0)
+        backend.release(load.request)
+
+
+def test_end_of_file_that_is_none_is_an_error_of_cufile(doubles: Doubles, file: OpenFile) -> None:
+    doubles.fault("cuFileRead", SHORT, 0, times=-1)
+    with GdsMtBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        failures = load.finish()
+        assert failures and all("the file goes on" in each.text for each in failures.values())
+        backend.release(load.request)
+
+
+def test_end_of_file_of_unknown_size_is_a_short_read(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubles.fault("cuFileRead", SHORT, 0, times=-1)
+
+    def refuse(fd: int) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with GdsMtBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        with monkeypatch.context() as patch:
+            patch.setattr("gdsload.backends.staging.os.fstat", refuse)
+            failures = load.finish()
+        assert failures and all(not each.text for each in failures.values())
         backend.release(load.request)
 
 
