@@ -20,6 +20,7 @@ from pathlib import Path
 from . import places
 from .records import Refused
 
+CGROUPS = Path("/sys/fs/cgroup")
 KINDS = ("fuse", "xfs", "btrfs", "overlay", "tmpfs")
 SPARE_BYTES = 512 << 20  # of a loop device, for metadata and the log; xfs has a minimum
 _MKFS = {"xfs": ["mkfs.xfs", "-q", "-f"], "btrfs": ["mkfs.btrfs", "-q", "-f"]}
@@ -117,6 +118,42 @@ def cgroup(parent: Path, **limits: str) -> Iterator[Path]:
         folder.rmdir()
 
 
+@contextmanager
+def cgroup_root(controller: str) -> Iterator[Path]:
+    """The root of the cgroups of version 2, whose children then have this controller.
+
+    Raises Refused, with the reason, if this machine does not allow it.
+    """
+    if os.geteuid():
+        raise Refused("cgroups: only root can divide them")
+    with ExitStack() as stack:
+        root = CGROUPS
+        if not (root / "cgroup.controllers").exists():
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(".cgroup2")))
+            _run("mount", "-t", "cgroup2", "none", root)
+            stack.callback(_run, "umount", "--lazy", root)
+        if controller not in (root / "cgroup.controllers").read_text().split():
+            raise Refused(f"cgroups: version 2 has no controller {controller!r} on this machine")
+        enabled = root / "cgroup.subtree_control"
+        if controller not in enabled.read_text().split():
+            _write(enabled, f"+{controller}")
+            stack.callback(_write, enabled, f"-{controller}")
+        yield root
+
+
+def disk_of(path: Path) -> str:
+    """The device number of the whole disk below a path, such as "259:0", as limits need it.
+
+    Raises Refused if the path is on none.
+    """
+    device = os.stat(path).st_dev
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not entry.exists():
+        raise Refused(f"{path} is on no block device")
+    disk = entry.resolve().parent if (entry / "partition").exists() else entry
+    return (disk / "dev").read_text().strip()
+
+
 def _limit(folder: Path, name: str, value: str) -> None:
     known = {
         "memory.max": [("memory.max", value), ("memory.limit_in_bytes", value)],
@@ -127,9 +164,17 @@ def _limit(folder: Path, name: str, value: str) -> None:
     }
     for file, text in known[name]:
         if (folder / file).exists():
-            (folder / file).write_text(text)
+            _write(folder / file, text)
             return
     raise Refused(f"{folder.parent}: its controller for {name} is not enabled")
+
+
+def _write(file: Path, text: str) -> None:
+    """Raises Refused if the kernel refuses the text."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise Refused(f"{file}: {text!r} is refused: {error.strerror}") from error
 
 
 def _run(*command: str | Path) -> None:

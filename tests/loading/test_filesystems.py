@@ -1,7 +1,7 @@
 """Loads from other filesystems than that of the test directory, and under limits of a cgroup.
 
-Mounting needs root. Cgroups need a directory that the tests may divide, in GDSLOAD_TEST_CGROUP;
-with version 1 of cgroups one for each controller, separated by ":".
+Mounting, and dividing the cgroups of version 2, need root. GDSLOAD_TEST_CGROUP names another cgroup
+to divide, which may be of version 1.
 """
 
 from __future__ import annotations
@@ -207,24 +207,22 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
     folder, tensors = expected
     path = folder / NAME
     page_cache.evict(path)
-    device = os.stat(path).st_dev
     # The page cache of the cgroup is smaller than the file and the process.
-    value = {
-        "memory_max": str(400 << 20),
-        "io_max": f"{os.major(device)}:{os.minor(device)} rbps={20 << 20}",
-    }[limit]
-    why = "GDSLOAD_TEST_CGROUP names no cgroup that the tests may divide"
-    for parent in filter(None, os.environ.get("GDSLOAD_TEST_CGROUP", "").split(":")):
+    with ExitStack() as stack:
         try:
-            with mounts.cgroup(Path(parent), **{limit: value}) as members:
-                printed = python(CGROUP_LOAD, path, cache, members)
+            parent = os.environ.get("GDSLOAD_TEST_CGROUP") or stack.enter_context(
+                mounts.cgroup_root(limit.partition("_")[0])
+            )
+            value = {
+                "memory_max": str(400 << 20),
+                "io_max": f"{mounts.disk_of(path)} rbps={20 << 20}",
+            }[limit]
+            members = stack.enter_context(mounts.cgroup(Path(parent), **{limit: value}))
         except records.Refused as refused:
-            why = str(refused)
-            continue
-        sums = sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in tensors.items())
-        assert printed == str(sums)
-        return
-    pytest.skip(why)
+            pytest.skip(str(refused))
+        printed = python(CGROUP_LOAD, path, cache, members)
+    sums = sorted((name, zlib.crc32(tensor.numpy())) for name, tensor in tensors.items())
+    assert printed == str(sums)
 
 
 @pytest.mark.parametrize(
