@@ -1727,7 +1727,9 @@ def check(wanted: argparse.Namespace) -> int:
                     log.write(f"\n==== {section.name}\n".encode())
                     log.flush()
                     began = time.monotonic()
-                    verdict = start_section(section, min(section.seconds, left), wanted, log)
+                    # A busy machine without a GPU is no hang.
+                    seconds = left if wanted.gpu else min(section.seconds, left)
+                    verdict = start_section(section, seconds, wanted, log)
                     row = {"name": "end", "verdict": verdict, "seconds": time.monotonic() - began}
                 print(f"---- {section.name}: {row['verdict']}", flush=True)
                 append(wanted.out, section.name, row)

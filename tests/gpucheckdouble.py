@@ -1,12 +1,24 @@
-"""The GPU of `scripts/gpu_check.py --gpu` in the tests: the doubles, in a process of their own."""
+"""Stands for torch's CUDA in `scripts/gpu_check.py --gpu`: the doubles, in a process of its own.
+
+    python gpucheckdouble.py --gpu gpucheckdouble.py ...    # the script, with these arguments
+
+As a program it runs the script, whose children are then forked from a process that has imported
+torch: importing it again in twenty processes takes most of the time of the test.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +86,64 @@ def gpu(base: type[Any], device: str) -> Any:
 
 
 _alive: list[Any] = []
+
+
+# ---- the script, with children that are forked ---------------------------------------------------
+
+SCRIPT = str(Path(__file__).resolve().parents[1] / "scripts/gpu_check.py")
+
+
+def run_script(arguments: list[str]) -> None:
+    """Runs the script in this process as Python would, its names in `__main__` until the end."""
+    sys.argv = [SCRIPT, *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = SCRIPT
+    exec(compile(Path(SCRIPT).read_text(), SCRIPT, "exec"), main.__dict__)
+
+
+def run_child(arguments: list[str], environment: dict[str, str] | None) -> int:
+    """The exit status of the script in a child process."""
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    try:
+        run_script(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else end.code is not None
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """Forks where the script starts itself; other programs start as always."""
+
+    def _execute_child(self, *facts: Any) -> None:
+        command, environment, pipes, new_session = facts[0], facts[6], facts[10:16], facts[21]
+        if list(map(str, command[:2])) != [sys.executable, SCRIPT]:
+            super()._execute_child(*facts)  # type: ignore[misc]
+            return
+        faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if new_session:
+            os.setsid()
+        for target, fd in enumerate((pipes[0], pipes[3], pipes[5])):
+            if fd != -1:
+                os.dup2(fd, target)
+        for fd in (pipes[1], pipes[2], pipes[4]):  # the parent's ends
+            if fd != -1:
+                os.close(fd)
+        # Not through the frames of the parent, whose `finally` clauses are not the child's.
+        ctypes.pythonapi.Py_Exit(run_child(list(map(str, command[2:])), environment))
+
+
+if __name__ == "__main__":
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    run_script(sys.argv[1:])
