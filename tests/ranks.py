@@ -13,8 +13,10 @@ HERE = Path(__file__).parent
 PATIENCE_SECONDS = 240
 
 
-def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
-    """What each process of a program printed last, as JSON.
+def spawned(
+    count: int, program: Path, *arguments: str | Path, meet: Path
+) -> list[tuple[int, str, str]]:
+    """The exit status, the output and the errors of each process of a program.
 
     They find each other by the file GROUP, which is not there yet: a port that was free a moment
     ago may be somebody else's. MASTER_PORT is for a process that is alone.
@@ -35,7 +37,13 @@ def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list
     finally:
         for rank in running:
             rank.kill()
-    ended = [rank.returncode for rank in running]
+    return [(rank.returncode, *texts) for rank, texts in zip(running, told, strict=True)]
+
+
+def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
+    """What each process of a program printed last, as JSON. None of them may fail."""
+    told = spawned(count, program, *arguments, meet=meet)
+    ended = [code for code, _, _ in told]
     # When one dies the others complain of it.
-    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, errors in told)
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, _, errors in told)
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in told]

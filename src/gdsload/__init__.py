@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         FileChanged as FileChanged,
         GdsloadError as GdsloadError,
         PlacementError as PlacementError,
+        RankError as RankError,
         ReadError as ReadError,
         ShortRead as ShortRead,
         StallError as StallError,
@@ -43,7 +44,7 @@ _MODULES = {
     "api": "load_file plan stream",
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
-    " PlacementError ReadError ShortRead StallError",
+    " PlacementError RankError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",
