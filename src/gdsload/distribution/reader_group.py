@@ -121,7 +121,6 @@ class ReaderGroup:
             early = isinstance(error, GeneratorExit)
             self._tell("it closed the stream" if early else f"{type(error).__name__}: {error}")
             raise
-        self._talks = False
 
     def _tell(self, failure: str) -> None:
         if self._talks:
