@@ -13,8 +13,10 @@ HERE = Path(__file__).parent
 PATIENCE_SECONDS = 240
 
 
-def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
-    """The last line that each process of a program printed, parsed as JSON.
+def spawned(
+    count: int, program: Path, *arguments: str | Path, meet: Path
+) -> list[tuple[int, str, str]]:
+    """The exit status, the output and the errors of each process of a program.
 
     The processes meet by the file GROUP, which does not exist yet: another program may have taken a
     port that was free a moment ago. MASTER_PORT is for a single process.
@@ -45,7 +47,13 @@ def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list
     finally:
         for rank in running:
             rank.kill()
-    ended = [rank.returncode for rank in running]
+    return [(rank.returncode, *texts) for rank, texts in zip(running, outputs, strict=True)]
+
+
+def ranks(count: int, program: Path, *arguments: str | Path, meet: Path) -> list[Any]:
+    """What each process of a program printed last, as JSON. None of them may fail."""
+    outputs = spawned(count, program, *arguments, meet=meet)
+    ended = [code for code, _, _ in outputs]
     # When one dies the others complain of it.
-    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, errors in outputs)
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert not any(ended), f"{ended}: " + "\n".join(errors[-2000:] for _, _, errors in outputs)
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in outputs]

@@ -60,6 +60,9 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
     with gdsload.accelerated(cache="buffered", window_bytes=8192, ahead_bytes=16384):
         ours = transformers.AutoModelForCausalLM.from_pretrained(directory, **words)
     report = gdsload.last_report()
+    together = {}
+    if not distributed:
+        together = {"parts": shared(directory, stock, **words), "whole": shared(directory)}
     wrong, held = [], 0
     one, other = stock.state_dict(), ours.state_dict()
     for name in one:
@@ -83,6 +86,36 @@ def compared(directory: str, distributed: str = "") -> dict[str, Any]:
         "tensors": report.tensors,
         "wanted_bytes": report.wanted_bytes,
         "held_bytes": held,
+        "shared": together,
+    }
+
+
+def shared(directory: str, stock: Any = None, **words: Any) -> dict[str, Any]:
+    """A model whose bytes the ranks read together."""
+    if stock is None:
+        stock = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    ours = gdsload.from_pretrained(
+        directory,
+        cls=transformers.AutoModelForCausalLM,
+        group=torch.distributed.group.WORLD,
+        **words,
+    )
+    report = gdsload.last_report()
+    one, other = stock.state_dict(), ours.state_dict()
+    return {
+        "wrong": [
+            name
+            for name in one
+            if not tinymodels.same_bytes(
+                *(getattr(t, "_local_tensor", t) for t in (one[name], other[name]))
+            )
+        ],
+        "same_keys": list(one) == list(other),
+        "path": report.integration,
+        "ranks": report.ranks,
+        "read_bytes": report.read_bytes + report.paths.get("mapped", 0),
+        "received_bytes": report.received_bytes,
+        "wanted_bytes": report.wanted_bytes,
     }
 
 

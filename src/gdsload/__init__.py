@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         GdsloadError as GdsloadError,
         PartialLoad as PartialLoad,
         PlacementError as PlacementError,
+        RankError as RankError,
         ReadError as ReadError,
         ShortRead as ShortRead,
         StallError as StallError,
@@ -51,7 +52,7 @@ _MODULES = {
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
     "checkpoint.selection": "experts layers",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
-    " PartialLoad PlacementError ReadError ShortRead StallError",
+    " PartialLoad PlacementError RankError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.api import WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.distribution.exchange import Shards
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.loading.session import STALL_SECONDS
@@ -22,6 +23,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from gdsload.checkpoint.selection import Names
 
@@ -58,6 +60,9 @@ async def astream(
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
+    group: ProcessGroup | None = None,
+    shards: Shards | None = None,
+    readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     revision: str | None = None,
@@ -83,8 +88,11 @@ async def astream(
         page_cache: As for `load_file`.
         options: As for `load_file`.
         window_bytes: Bytes that are read together, as for `stream`.
+        group: As for `stream`.
+        shards: As for `load_file`.
+        readers: As for `load_file`.
         progress: As for `load_file`.
-        stall_seconds: Seconds without a new byte after which the load fails.
+        stall_seconds: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.

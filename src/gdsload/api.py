@@ -12,7 +12,8 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
+from gdsload.distribution.exchange import Shards
+from gdsload.distribution.shared_load import Sharing, shared_tensors
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
@@ -40,6 +43,7 @@ from gdsload.system.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from gdsload.checkpoint.selection import Names
     from gdsload.loading.destinations import Rename, Targets
@@ -166,6 +170,9 @@ def load_file(
     cache: str = "auto",
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
+    group: ProcessGroup | None = None,
+    shards: Shards | None = None,
+    readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     revision: str | None = None,
@@ -201,8 +208,17 @@ def load_file(
             The kernel allows it only for files that the user owns or may write to;
             `report.refusals` names others.
         options: Options of the backend, such as `{"engine": "threads"}`.
+        group: A group of torch.distributed whose ranks load this checkpoint together: each of them
+            reads a share, and they exchange the bytes. All its ranks make the same call; `device`,
+            `names` and `shards` may differ. None: this process reads alone.
+        shards: With `group`: what this rank wants of each tensor. A mapping from names, or a
+            function of a `TensorInfo`, to the dimension of which each rank gets its part (divided
+            as `torch.chunk` divides it), to an index of slices, or to None for all of the tensor.
+        readers: With `group`: "node" reads the checkpoint once for the ranks of each node; "group"
+            reads it once for all ranks, so that bytes cross the network between nodes.
         progress: Whether a progress bar is shown on stderr. None: if stderr is a terminal.
-        stall_seconds: Seconds without a new byte after which the load fails.
+        stall_seconds: Seconds without a new byte, or without an answer of another rank, after which
+            the load fails.
         revision: Branch, tag or commit of a model in the hub cache. None is "main".
         subfolder: Folder inside the model.
         variant: Such as "fp16", for model.fp16.safetensors.
@@ -220,6 +236,7 @@ def load_file(
         BackendUnavailable: No allowed backend works here.
         ReadError: A read failed.
         FileChanged: A file was modified during the load.
+        RankError: Another rank of `group` has failed, has ended, or does not answer.
         ValueError: An argument has no such value.
         IndexError: An index in `slices` is outside its tensor.
 
@@ -232,8 +249,11 @@ def load_file(
     """
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
-    opened = _opened(filename, settings, lookup, names, slices, progress)
-    with opened as (session, wanted, advance):
+    opened = partial(_opened, filename, settings, lookup, names, slices, progress)
+    sharing = Sharing.of(group, shards, readers)
+    if sharing is not None:
+        return dict(_shared(sharing, opened, slices, settings, "file", WINDOW_BYTES))
+    with opened() as (session, wanted, advance):
         infos = wanted.parts
         if session.device != settings.device:  # torch moves the tensors there
             pairs = _windows(session, infos, WINDOW_BYTES, settings.device, advance)
@@ -380,6 +400,9 @@ def stream(
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
+    group: ProcessGroup | None = None,
+    shards: Shards | None = None,
+    readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     revision: str | None = None,
@@ -406,8 +429,13 @@ def stream(
         page_cache: As for `load_file`.
         options: As for `load_file`.
         window_bytes: Bytes that are read together. A larger tensor is a window of its own.
+        group: As for `load_file`. The ranks read window by window together: a rank that takes no
+            tensors for `stall_seconds` ends the load of all. The order is that of `names` if all
+            ranks want the same tensors, else of the files or layers.
+        shards: As for `load_file`.
+        readers: As for `load_file`.
         progress: As for `load_file`.
-        stall_seconds: Seconds without a new byte after which the load fails.
+        stall_seconds: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -431,9 +459,13 @@ def stream(
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
+    sharing = Sharing.of(group, shards, readers)
+    opened = partial(_opened, source, settings, lookup, names, slices, progress, order)
+    if sharing is not None:
+        return _shared(sharing, opened, slices, settings, order, window_bytes)
+
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        opened = _opened(source, settings, lookup, names, slices, progress, order)
-        with opened as (session, wanted, advance):
+        with opened() as (session, wanted, advance):
             pairs = _windows(session, wanted.parts, window_bytes, settings.device, advance)
             with closing(pairs):
                 yield from wanted.assembled(pairs)
@@ -486,16 +518,48 @@ def _opened(
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
-            infos = checkpoint.infos(names)
-            if order == "layers":
-                from gdsload.planning.layer_order import in_layers
-
-                infos = in_layers(infos)
-            wanted = _Wanted(infos, slices)
+            wanted = _Wanted(_arranged(order, checkpoint.infos(names)), slices)
         wanted.count(report)
         session = stack.enter_context(settings.session(checkpoint, report, report.wanted_bytes))
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         yield session, wanted, advance
+
+
+def _arranged(order: str, infos: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """Tensors in the order that `order` of `stream` names; "file" leaves them as they are."""
+    if order == "layers":
+        from gdsload.planning.layer_order import in_layers
+
+        return in_layers(infos)
+    return list(infos)
+
+
+def _shared(
+    sharing: Sharing,
+    opened: Callable[[], AbstractContextManager[tuple[Session, _Wanted, Callable[[int], None]]]],
+    slices: Mapping[str, Any] | None,
+    settings: ReadSettings,
+    order: str,
+    window_bytes: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a load that the ranks of a group share. Raises ValueError."""
+    if slices:
+        raise ValueError("slices= and group= cannot be combined: shards= divides tensors")
+
+    @contextmanager
+    def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
+        with opened() as (session, wanted, advance):
+            yield session, wanted.parts, advance
+
+    return shared_tensors(
+        sharing,
+        whole,
+        post,
+        partial(_arranged, order),
+        window_bytes,
+        settings.device,
+        settings.stall_seconds,
+    )
 
 
 def _windows(

@@ -7,6 +7,7 @@
     │       ├── CheckpointNotFound(FileNotFoundError)
     │       └── CheckpointAccessError(PermissionError)
     ├── PlacementError(ValueError)              it does not fit, and by how many bytes
+    ├── RankError(RuntimeError)                 .rank: another rank of a shared load failed
     ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and a hint
     ├── PartialLoad(RuntimeError)               a load into existing tensors failed in the middle
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
@@ -218,6 +219,18 @@ class ShortRead(ReadError):
 
 class StallError(ReadError):
     """The storage has not answered for longer than the limit."""
+
+
+class RankError(GdsloadError, RuntimeError):
+    """Another rank of a shared load has failed, has ended, or does not answer.
+
+    Attributes:
+        rank: The number of that rank in torch.distributed, or None if unknown.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(one_line(message))
+        self.rank = rank
 
 
 class CuFileError(ReadError):

@@ -44,6 +44,8 @@ class LoadReport:
         tensors: Number of tensors.
         wanted_bytes: Size of these tensors, in bytes.
         read_bytes: Bytes that were read, gaps between tensors included.
+        ranks: The number of ranks that shared the reads, 0 if this process read alone.
+        received_bytes: Bytes that this rank received from other ranks.
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
@@ -79,6 +81,8 @@ class LoadReport:
         self.tensors = 0
         self.wanted_bytes = 0
         self.read_bytes = 0
+        self.ranks = 0
+        self.received_bytes = 0
         self.requests = 0
         self.short_reads = 0
         self.retries = 0
@@ -145,6 +149,11 @@ class LoadReport:
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
         if self.filesystem:
             lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
+        if self.ranks:
+            lines.append(
+                f"shared by {self.ranks} ranks: {self.read_bytes / 1e9:.3f} GB read here,"
+                f" {self.received_bytes / 1e9:.3f} GB received"
+            )
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")

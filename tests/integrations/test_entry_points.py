@@ -340,6 +340,26 @@ def test_rank_reads_only_its_part(two_ranks: tuple[list[Path], list[Any]]) -> No
         pytest.skip(alone)
 
 
+@needs_new
+@pytest.mark.parametrize("how", ["parts", "whole"])
+def test_ranks_read_each_byte_once_together(
+    two_ranks: tuple[list[Path], list[Any]], how: str
+) -> None:
+    """With tensor parallelism and without."""
+    models, found_by = two_ranks
+    for number, model in enumerate(models):
+        found = [told[number].get("shared", {}).get(how) for told in found_by]
+        if not IS_SURE and None in found:
+            pytest.skip(f"transformers {transformers.__version__} cannot load it alone")
+        whole = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+        for rank in found:
+            assert rank["wrong"] == [], model.name
+            assert rank["same_keys"]
+            assert (rank["path"], rank["ranks"]) == ("hook", 2)
+            assert rank["received_bytes"] > 0.2 * whole
+        assert 0.9 < sum(rank["read_bytes"] for rank in found) / whole < 1.1
+
+
 @pytest.mark.skipif(
     not WRITES_DCP, reason="transformers before 5.20 writes distributed checkpoints of FSDP alone"
 )

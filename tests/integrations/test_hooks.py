@@ -93,8 +93,8 @@ def test_load_plan_equals_the_requests_in_order(
         asked.append(cut.key)
         return take(self, cut)
 
-    def noted_plan(*args: Any) -> Any:
-        found = load_plan_of(*args)
+    def noted_plan(*args: Any, **named: Any) -> Any:
+        found = load_plan_of(*args, **named)
         foreseen.extend(cut.key for cut in found.slices["cpu"])
         return found
 

@@ -23,7 +23,7 @@ LAYERS = (
     "memory",
     "backends",
     "loading",
-    "readahead",
+    "readahead distribution",
     "api safetensors_file",
     "integrations",
     "warmup aio",

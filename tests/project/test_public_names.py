@@ -16,11 +16,11 @@ from gdsload import backends, warmup
 NAMES = {
     gdsload: [
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
-        "GdsloadError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch", "ReadError",
-        "ShortRead", "StallError", "TensorInfo", "__version__", "accelerated", "afrom_pretrained",
-        "astream", "experts", "from_pretrained", "install", "last_report", "layers", "load_file",
-        "load_into", "plan", "prefetch", "quiesce", "resume", "safe_open", "stream", "uninstall",
-        "warmup",
+        "GdsloadError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch", "RankError",
+        "ReadError", "ShortRead", "StallError", "TensorInfo", "__version__", "accelerated",
+        "afrom_pretrained", "astream", "experts", "from_pretrained", "install", "last_report",
+        "layers", "load_file", "load_into", "plan", "prefetch", "quiesce", "resume", "safe_open",
+        "stream", "uninstall", "warmup",
     ],
     warmup: [
         "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdsload.checkpoint import TensorInfo
+from gdsload.distribution.exchange import box_of
+from gdsload.distribution.shares import Box
 from gdsload.dtypes import known_dtype
 from gdsload.integrations.transformers.parameter_buffers import (
     Kind,
@@ -38,6 +40,7 @@ class LoadPlan:
 
     fates: dict[str, str] = field(default_factory=dict)
     slices: dict[str, list[TensorSlice]] = field(default_factory=dict)  # by device, in order
+    boxes: dict[str, tuple[str, Box]] = field(default_factory=dict)  # tensor and box, by slice
     devices: dict[str, str] = field(default_factory=dict)  # of tensors that are read to a device
     kept: set[str] = field(default_factory=set)  # keys of slices
     parameters: dict[str, str] = field(default_factory=dict)  # of kept tensors
@@ -95,6 +98,8 @@ def load_plan_of(
     load_config: Any,
     infos: Mapping[str, TensorInfo],
     reached: Callable[[str], str] = lambda device: "cpu",
+    *,
+    writes: bool = True,
 ) -> LoadPlan:
     """Predicts what `convert_and_load_state_dict_in_model` will request of these tensors.
 
@@ -105,6 +110,7 @@ def load_plan_of(
         load_config: transformers' LoadStateDictConfig.
         infos: All tensors of the checkpoint, by name.
         reached: The device that reads can go to, given the device of a parameter: itself or "cpu".
+        writes: Whether parameters may be read into buffers of their own.
 
     Raises:
         AttributeError, ImportError, LookupError, TypeError: transformers' internals have changed.
@@ -136,12 +142,15 @@ def load_plan_of(
         patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
         dtype = dtypes[key] = dtype_of(name, param)
         share = [whole(info)]
+        plan.boxes[key] = key, box_of(info, None)
         if shard_operation is not None and _is_dtensor(param):
             number = None
             if pattern is not None:
                 number = members[name, pattern]
                 members[name, pattern] += 1
-            share = _share_of(shard_operation(param), info, number)
+            share, boxes = _share_of(shard_operation(param), info, number)
+            del plan.boxes[key]
+            plan.boxes.update(boxes)
         elif pattern in naming.on_cpu:
             place = "cpu"
         device = reached(place)
@@ -165,7 +174,7 @@ def load_plan_of(
         plan.deferred = False
         plan.kept.clear()
         slices.clear()
-    elif load_config.hf_quantizer is None:
+    elif load_config.hf_quantizer is None and writes:
         merged_by = _merged_patterns(loading, load_config)
         buffers = (
             _buffer(patterns, merged_by, dtypes, plan.fates, infos)
@@ -266,6 +275,7 @@ class _Probe:
     def __init__(self, info: TensorInfo) -> None:
         self._info = info
         self.slices: list[TensorSlice] = []
+        self.boxes: dict[str, tuple[str, Box]] = {}  # of indices that have one, by slice
 
     def get_shape(self) -> list[int]:
         return list(self._info.shape)
@@ -274,11 +284,18 @@ class _Probe:
         import torch
 
         self.slices.append(slice_of(self._info, index))
+        items = () if index is Ellipsis else index
+        if isinstance(items, tuple) and all(
+            isinstance(item, slice) and item.step in (None, 1) for item in items
+        ):
+            self.boxes[self.slices[-1].key] = self._info.name, box_of(self._info, items)
         return torch.empty(self._info.shape, device="meta")[index]
 
 
-def _share_of(operation: Any, info: TensorInfo, number: int | None) -> list[TensorSlice]:
-    """The slices that this rank will request of a sharded tensor."""
+def _share_of(
+    operation: Any, info: TensorInfo, number: int | None
+) -> tuple[list[TensorSlice], dict[str, tuple[str, Box]]]:
+    """The slices that this rank will request of a sharded tensor, and their boxes."""
     probe = _Probe(info)
     operation.shard_tensor(probe, tensor_idx=number, device="meta")
-    return probe.slices
+    return probe.slices, probe.boxes

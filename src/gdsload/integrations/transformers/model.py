@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers import hooks
@@ -25,6 +25,9 @@ from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Keywords of from_pretrained by which a config is found; the others are for the model.
 _CONFIG_WORDS = (
@@ -40,6 +43,8 @@ def from_pretrained(
     cls: Any = None,
     backend: str = "auto",
     page_cache: str = "keep",
+    group: ProcessGroup | None = None,
+    readers: str = "node",
     on_module_ready: Callable[[str, Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -55,6 +60,10 @@ def from_pretrained(
             architecture that the config names.
         backend: "auto" or the name of a backend.
         page_cache: As for `load_file`.
+        group: A group of torch.distributed whose ranks load this model together: each of them reads
+            a share, and they exchange the bytes that each needs: all, or with tensor parallelism
+            its parts. All its ranks make the same call. None: this process reads alone.
+        readers: As for `load_file`.
         on_module_ready: Called as `on_module_ready(name, module)` once for every module, as soon as
             all parameters and buffers in it are final: inner modules before outer ones, in the
             order in which transformers loads, by the calling thread, so that loading continues
@@ -71,6 +80,7 @@ def from_pretrained(
     Raises:
         CheckpointError, ReadError, PlacementError, FileChanged: The weights cannot be loaded.
         BackendUnavailable: A backend that was asked for by name does not work here.
+        RankError: Another rank of `group` has failed, has ended, or does not answer.
         Exception: Any exception of transformers.
 
     Example:
@@ -81,6 +91,8 @@ def from_pretrained(
         inherited = replace(inherited, backend=backend)
     if page_cache != "keep":
         inherited = replace(inherited, page_cache=page_cache)
+    if group is not None:
+        inherited = replace(inherited, group=group, readers=readers)
     report = LoadReport(str(source))
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)

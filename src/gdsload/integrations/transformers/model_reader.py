@@ -16,6 +16,8 @@ from typing import Any
 
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint, Identity
+from gdsload.distribution.reader_group import ReaderGroup, require_readers
+from gdsload.distribution.shares import Box
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
@@ -28,6 +30,7 @@ from gdsload.integrations.transformers.monkeypatch import Misfit
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
@@ -52,9 +55,12 @@ class Options:
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
+    group: Any = None  # of torch.distributed: its ranks share the reads
+    readers: str = "node"
 
     def __post_init__(self) -> None:
         require_cache(self.cache, self.page_cache)
+        require_readers(self.readers)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
 
@@ -116,12 +122,19 @@ class ModelReader:
         """
         with self.report.phase("label"), collector_paused():
             try:
-                plan = load_plan_of(model, load_config, self.checkpoint.tensors, self._reached)
+                plan = load_plan_of(
+                    model,
+                    load_config,
+                    self.checkpoint.tensors,
+                    self._reached,
+                    writes=self.options.group is None,
+                )
             except (AttributeError, ImportError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
         self.plan, options = plan, self.options
         self.report.fates = plan.count()
         devices = sorted(set(plan.devices.values()))
+        shared = self._shared_device()
         if not devices and not reaches(options.backend, DRAM):
             choose("cpu", options.backend, options.options)  # raises with the reasons
         for device in devices:
@@ -136,11 +149,17 @@ class ModelReader:
                 )
             )
             session.open()  # its reads begin after transformers has warmed up the allocator
-            self._device_queues[device] = self._queue(session, slices)
+            self._device_queues[device] = (
+                self._shared_queue(session) if device == shared else self._queue(session, slices)
+            )
         if devices:
             read = len(plan.fates) - plan.count()[SKIP]
             self.report.device = ",".join(["cpu"] * (len(plan.devices) < read) + devices)
-        self.queue = self._queue(self.session, plan.slices.get("cpu", []))
+        self.queue = (
+            self._shared_queue(self.session)
+            if shared == "cpu"
+            else self._queue(self.session, plan.slices.get("cpu", []))
+        )
         self._begin(self.queue)
         with self.report.phase("prepare"):
             self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers))
@@ -182,6 +201,50 @@ class ModelReader:
                 ahead_bytes=self.options.ahead_bytes,
             )
         )
+
+    def _shared_device(self) -> str | None:
+        """The device of the slices that the ranks read together: that of most bytes. None if this
+        rank reads alone."""
+        if self.options.group is None:
+            return None
+        sizes = {
+            device: sum(one.nbytes for one in slices) for device, slices in self.plan.slices.items()
+        }
+        return max(sizes, key=lambda device: sizes[device], default="cpu")
+
+    def _shared_queue(self, alone: Session) -> SharedQueue:
+        """The queue of slices that the ranks read together; `alone` reads the unpredicted ones."""
+        plan, options = self.plan, self.options
+        wanted: dict[str, tuple[str, Box]] = {}
+        names: set[str] = set()
+        for one in plan.slices.get(alone.device, ()):
+            name, box = plan.boxes.get(one.key, ("", ()))
+            if name and name not in names:  # of another box of it this rank reads its own bytes
+                names.add(name)
+                wanted[one.key] = name, box
+        session = self._stack.enter_context(
+            self._session(
+                device=alone.device,
+                backend=options.backend,
+                options=options.options,
+                expected_bytes=sum(one.nbytes for one in plan.slices.get(alone.device, ())),
+            )
+        )
+        readers = ReaderGroup(options.group, options.readers, options.stall_seconds)
+        try:
+            queue = SharedQueue(
+                session,
+                alone,
+                readers,
+                wanted,
+                kept=plan.kept,
+                ahead_bytes=options.ahead_bytes,
+            )
+        except BaseException:
+            readers.close()
+            raise
+        self._stack.enter_context(queue)
+        return queue
 
     def _begin(self, reads: ReadaheadQueue | ParameterWriter) -> None:
         """Posts the first reads; a cancellation ends them."""
@@ -240,6 +303,8 @@ class ModelReader:
     def finish(self) -> None:
         """Completes the report. To be called after the last tensor was taken, before the model is
         returned. Raises FileChanged if a file was modified meanwhile."""
+        for queue in (self.queue, *self._device_queues.values()):
+            queue.finish()
         self.checkpoint.verify_unchanged()
         report = self.report
         reads: list[ReadaheadQueue | ParameterWriter] = [self.queue, self.writer]

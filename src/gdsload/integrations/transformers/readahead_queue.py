@@ -312,6 +312,9 @@ class ReadaheadQueue:
         if self._closed:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
 
+    def finish(self) -> None:
+        """Called after the last tensor was taken, before `close`. Nothing is left to do here."""
+
     def close(self) -> None:
         """Ends all reads and releases their memory; waiting threads get QueueClosed."""
         with self._lock:

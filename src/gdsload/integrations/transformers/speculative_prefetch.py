@@ -96,6 +96,7 @@ def _open(
         or kwargs.get("use_safetensors") is False
         or any(kwargs.get(word) is not None for word in _UNKNOWN)
         or options.cache not in ("auto", "direct")
+        or options.group is not None  # the ranks share the reads
     ):
         return None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}

@@ -1,0 +1,327 @@
+"""A load by several ranks: every window is read by all of them, then exchanged.
+
+    rank 0   read share of window k+1 ──────────────►
+             agree, exchange window k ──► tensors
+
+The reads of the next window are posted before a window is exchanged: native threads read while
+torch.distributed sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from gdsload.checkpoint import TensorInfo
+from gdsload.distribution.reader_group import ReaderGroup
+from gdsload.distribution.shares import (
+    Box,
+    Layout,
+    Message,
+    Rows,
+    even_part,
+    info_of,
+    layout_of,
+    messages_of,
+    shares_of,
+    windows_of,
+)
+from gdsload.errors import CheckpointError, PlacementError
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
+from gdsload.memory.host_buffers import packed_shape, torch_dtype_of
+
+if TYPE_CHECKING:
+    import torch
+
+# What a rank wants of a tensor: a dimension of which it gets its part, an index of slices, or all.
+Shard = int | tuple[slice, ...] | None
+Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
+Post = Callable[[Session, Sequence[TensorInfo]], Batch]
+
+
+def box_of(info: TensorInfo, shard: Shard, number: int = 0, parts: int = 1) -> Box:
+    """The box of `tensor[shard]`, or of part `number` of `parts` if `shard` is a dimension.
+
+    Raises ValueError if the tensor has no such dimension, or a slice has a step.
+    """
+    shape = info.shape
+    if shard is None:
+        return tuple((0, size) for size in shape)
+    if isinstance(shard, int):
+        if not -len(shape) <= shard < len(shape):
+            raise ValueError(f"tensor {info.name!r} of shape {list(shape)} has no dim {shard}")
+        dim = shard % len(shape)
+        return tuple(
+            even_part(size, number, parts) if each == dim else (0, size)
+            for each, size in enumerate(shape)
+        )
+    if len(shard) > len(shape):
+        raise ValueError(
+            f"tensor {info.name!r} has {len(shape)} dimensions, the index of its shard {len(shard)}"
+        )
+    ends = []
+    for item, size in zip((*shard, *[slice(None)] * (len(shape) - len(shard))), shape, strict=True):
+        start, stop, step = item.indices(size)
+        if step != 1:
+            raise ValueError(f"the slice {item} of tensor {info.name!r} has a step")
+        ends.append((start, max(start, stop)))
+    return tuple(ends)
+
+
+def boxes_of(infos: Iterable[TensorInfo], shards: Shards, number: int, parts: int) -> list[Box]:
+    """What `shards` asks for of each tensor, on rank `number` of `parts`. Raises ValueError."""
+    if callable(shards):
+        return [box_of(info, shards(info), number, parts) for info in infos]
+    return [box_of(info, shards.get(info.name), number, parts) for info in infos]
+
+
+def agreed_layouts(
+    readers: ReaderGroup,
+    session: Session,
+    wanted: Mapping[str, Box],
+    arrange: Callable[[Iterable[TensorInfo]], list[TensorInfo]] = list,
+) -> list[Layout]:
+    """The layouts of all tensors that a rank wants, the same on every rank. Connects the devices.
+
+    Args:
+        readers: The ranks.
+        session: The open session of this rank.
+        wanted: The box of each tensor that this rank wants, in its order.
+        arrange: Puts the tensors in order if not all ranks want the same ones.
+
+    Raises:
+        RankError: Another rank has failed.
+        CheckpointError: The ranks have opened different checkpoints.
+        PlacementError: Some ranks read to devices, others to CPU memory.
+        ValueError: A box is no part of its tensor.
+    """
+    tensors, memory = session.checkpoint.tensors, session.device.partition(":")[0]
+    # A box of a whole tensor is not sent: usually these are most of them.
+    mine = {
+        name: None if box == box_of(tensors[name], None) else box for name, box in wanted.items()
+    }
+    facts = repr([tuple(info) for info in tensors.values()])
+    digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
+    answers = readers.agree((digest, memory, mine))
+    if any(other != digest for other, _, _ in answers):
+        raise CheckpointError(
+            f"{session.checkpoint.source}: the ranks have opened different checkpoints:"
+            " their headers differ"
+        )
+    if any(other != memory for _, other, _ in answers):
+        kinds = ", ".join(sorted({other for _, other, _ in answers}))
+        raise PlacementError(f"the ranks of one load read to different kinds of memory: {kinds}")
+    if memory != "cpu":
+        readers.connect_devices()
+    wants = [want for _, _, want in answers]
+    names = list(mine)
+    if any(list(want) != names for want in wants):
+        union = {name for want in wants for name in want}
+        names = [info.name for info in arrange(tensors.values()) if info.name in union]
+    layouts = []
+    for name in names:
+        info = tensors[name]
+        boxes = [None if name not in want else want[name] or box_of(info, None) for want in wants]
+        layouts.append(layout_of(info, boxes))
+    return layouts
+
+
+@dataclass(slots=True)
+class _Window:
+    """One window: the rows that each rank reads, and the reads of this rank."""
+
+    shares: list[list[Rows]]
+    infos: list[TensorInfo]  # of this rank's share
+    batch: Batch
+
+
+class Exchange:
+    """The tensors of one load, from the windows of all ranks. Closed after the last of them."""
+
+    def __init__(
+        self,
+        readers: ReaderGroup,
+        session: Session,
+        layouts: Sequence[Layout],
+        window_bytes: int,
+        post: Post,
+    ) -> None:
+        """Reads nothing before `windows`.
+
+        Args:
+            readers: The ranks that read.
+            session: The open session of this rank.
+            layouts: From `agreed_layouts`.
+            window_bytes: Bytes that all ranks together read at a time.
+            post: Posts the reads of tensors, given a session.
+        """
+        self._readers, self._session, self._layouts = readers, session, layouts
+        self._post = post
+        self._planned = windows_of(layouts, window_bytes)
+        self._posted: deque[_Window] = deque()
+        self._tensors: dict[int, torch.Tensor] = {}  # not yet complete
+        self._left = [len(layout.rows_of(readers.rank)) for layout in layouts]
+        self._next = 0  # the first tensor that was not handed out
+        session.report.ranks = readers.size
+
+    def start(self) -> None:
+        """Posts the reads of the next window, if there is one."""
+        for window in islice(self._planned, 1):
+            shares = shares_of(self._layouts, window, self._readers.size)
+            infos = [info_of(self._layouts, rows) for rows in shares[self._readers.rank]]
+            self._posted.append(_Window(shares, infos, self._post(self._session, infos)))
+
+    def windows(self) -> Iterator[list[tuple[Layout, torch.Tensor]]]:
+        """Yields the tensors that are complete after each window, in the order of the layouts.
+
+        Raises:
+            RankError: Another rank has failed.
+            GdsloadError: As for `load_file`.
+        """
+        if not self._posted:
+            self.start()
+        if not self._posted:
+            self._readers.finish()
+        while self._posted:
+            self.start()
+            window = self._posted[0]
+            window.batch.wait()
+            self._session.checkpoint.verify_unchanged()
+            with self._session.report.phase("allocate"):
+                received = self._receiving(window)
+            self._readers.agree()
+            with self._session.report.phase("exchange"), self._readers.exchanging():
+                self._exchange(window, received)
+            self._posted.popleft()
+            if not self._posted:
+                self._readers.finish()
+            yield self._complete()
+        yield self._complete()
+
+    def _complete(self) -> list[tuple[Layout, torch.Tensor]]:
+        done = []
+        while self._next < len(self._layouts) and not self._left[self._next]:
+            number, layout = self._next, self._layouts[self._next]
+            self._next += 1
+            if layout.boxes[self._readers.rank] is not None:
+                tensor = self._tensors.pop(number, None)
+                done.append((layout, self._empty(layout) if tensor is None else tensor))
+        return done
+
+    def _empty(self, layout: Layout) -> torch.Tensor:
+        import torch
+
+        shape = layout.shapes[self._readers.rank] or ()
+        info = layout.info._replace(shape=shape)
+        if info.dtype == "F4":
+            shape = packed_shape(info)
+        return torch.empty(shape, dtype=torch_dtype_of(info), device=self._session.device)
+
+    def _rows(self, rows: Rows) -> torch.Tensor:
+        """The memory of these rows in the tensor of this rank, as bytes."""
+        import torch
+
+        layout = self._layouts[rows.tensor]
+        tensor = self._tensors.get(rows.tensor)
+        if tensor is None:
+            tensor = self._tensors[rows.tensor] = self._empty(layout)
+        wanted = layout.rows_of(self._readers.rank)
+        raw = tensor.reshape(-1).view(torch.uint8).view(len(wanted), -1)
+        return raw[rows.start - wanted.start : rows.stop - wanted.start]
+
+    def _receiving(self, window: _Window) -> list[tuple[int, Message, torch.Tensor]]:
+        """For each message to this rank its reader, and the memory that it is received in.
+
+        Allocated before the ranks agree: a rank without memory fails before others wait for it.
+        """
+        import torch
+
+        received = []
+        for reader, share in enumerate(window.shares):
+            for message in messages_of(self._layouts, share, self._readers.rank):
+                for _, rows in message.pieces:
+                    self._rows(rows)
+                if reader == self._readers.rank:
+                    continue
+                if len(message.pieces) == 1:
+                    memory = self._rows(message.pieces[0][1]).view(-1)
+                else:
+                    memory = torch.empty(
+                        message.nbytes, dtype=torch.uint8, device=self._session.device
+                    )
+                received.append((reader, message, memory))
+        return received
+
+    def _exchange(self, window: _Window, received: list[tuple[int, Message, torch.Tensor]]) -> None:
+        read = window.batch.tensors_of(window.infos)
+        window.batch.release()
+        sources = {
+            rows: read[info.name].view(-1, *self._layouts[rows.tensor].row_shape)
+            for rows, info in zip(window.shares[self._readers.rank], window.infos, strict=True)
+        }
+        packed: dict[Any, torch.Tensor] = {}  # ranks that want the same get the same memory
+        sent = []
+        share = window.shares[self._readers.rank]
+        for rank in range(self._readers.size):
+            for message in messages_of(self._layouts, share, rank):
+                if rank == self._readers.rank:
+                    for piece in message.pieces:
+                        self._copy(self._wanted(sources, piece, rank), piece[1])
+                    continue
+                boxes = [self._layouts[rows.tensor].boxes[rank] for _, rows in message.pieces]
+                key = message.pieces, tuple(box and box[1:] for box in boxes)
+                if key not in packed:
+                    packed[key] = self._packed(sources, message, rank)
+                sent.append((rank, packed[key]))
+        self._readers.exchange(
+            sent, [(reader, memory) for reader, _, memory in received], self._session.device
+        )
+        for _, message, memory in received:
+            self._session.report.received_bytes += message.nbytes
+            self._unpack(message, memory)
+        for share in window.shares:
+            for message in messages_of(self._layouts, share, self._readers.rank):
+                for _, rows in message.pieces:
+                    self._left[rows.tensor] -= rows.stop - rows.start
+
+    def _wanted(
+        self, sources: Mapping[Rows, torch.Tensor], piece: tuple[Rows, Rows], rank: int
+    ) -> torch.Tensor:
+        """What a rank wants of rows that were read here."""
+        read, rows = piece
+        within = slice(rows.start - read.start, rows.stop - read.start)
+        box = self._layouts[rows.tensor].boxes[rank] or ()
+        return sources[read][(within, *[slice(*ends) for ends in box[1:]])]
+
+    def _packed(
+        self, sources: Mapping[Rows, torch.Tensor], message: Message, rank: int
+    ) -> torch.Tensor:
+        import torch
+
+        pieces = [self._wanted(sources, piece, rank).reshape(-1) for piece in message.pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _unpack(self, message: Message, memory: torch.Tensor) -> None:
+        if len(message.pieces) == 1:  # it was received where it belongs
+            return
+        start = 0
+        for _, rows in message.pieces:
+            into = self._rows(rows)
+            self._copy(memory[start : start + into.numel()], rows)
+            start += into.numel()
+
+    def _copy(self, source: torch.Tensor, rows: Rows) -> None:
+        into = self._rows(rows)
+        into.copy_(source.reshape(into.shape))
+
+    def close(self) -> None:
+        """Ends the reads that are in flight, and releases memory."""
+        for window in self._posted:
+            window.batch.release()
+        self._posted.clear()
+        self._tensors.clear()

@@ -1,0 +1,81 @@
+"""Tensors of a checkpoint that several ranks load together: the `group=` of `load_file`, `stream`.
+
+Not responsible for opening the checkpoint: the caller passes a context that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdsload.checkpoint import TensorInfo
+from gdsload.distribution.exchange import Exchange, Post, Shards, agreed_layouts, boxes_of
+from gdsload.distribution.reader_group import ReaderGroup, require_readers
+from gdsload.loading.session import Session
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+Opened = AbstractContextManager[tuple[Session, list[TensorInfo], Callable[[int], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How ranks share a load: the arguments `group`, `shards` and `readers` of `load_file`."""
+
+    group: ProcessGroup
+    shards: Shards
+    readers: str
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, shards: Shards | None, readers: str) -> Sharing | None:
+        """The checked arguments; None if this process reads alone. Raises ValueError."""
+        require_readers(readers)
+        if group is None and shards is not None:
+            raise ValueError("shards= needs group=: the ranks that the tensors are divided among")
+        return None if group is None else cls(group, shards or {}, readers)
+
+
+def shared_tensors(
+    sharing: Sharing,
+    opened: Callable[[], Opened],
+    post: Post,
+    arrange: Callable[[Iterable[TensorInfo]], list[TensorInfo]],
+    window_bytes: int,
+    device: str,
+    stall_seconds: float,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what this rank wants, tensor by tensor. All ranks of the group iterate together.
+
+    Args:
+        sharing: The group, and what this rank wants.
+        opened: Opens the checkpoint: the session, the wanted tensors, a function for progress.
+        post: Posts the reads of tensors.
+        arrange: Puts the tensors in order if not all ranks want the same ones.
+        window_bytes: Bytes that the ranks of a node read at a time, together.
+        device: Where the tensors are needed.
+        stall_seconds: Every wait for another rank ends after this time.
+    """
+    with (
+        ReaderGroup(sharing.group, sharing.readers, stall_seconds) as readers,
+        readers.together(),
+        opened() as (session, infos, advance),
+    ):
+        rank = readers.rank
+        boxes = boxes_of(infos, sharing.shards, readers.numbers[rank], readers.whole_size)
+        wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
+        layouts = agreed_layouts(readers, session, wanted, arrange)
+        session.report.wanted_bytes = sum(layout.wanted_bytes(rank) for layout in layouts)
+        exchange = Exchange(readers, session, layouts, window_bytes, post)
+        try:
+            for complete in exchange.windows():
+                advance(sum(layout.wanted_bytes(rank) for layout, _ in complete))
+                while complete:  # a tensor is freed as soon as the caller drops it
+                    layout, tensor = complete.pop(0)
+                    yield layout.info.name, tensor.to(device)
+                    del tensor
+        finally:
+            exchange.close()

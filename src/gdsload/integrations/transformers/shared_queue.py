@@ -1,0 +1,180 @@
+"""A readahead queue whose windows are read by several ranks together.
+
+A thread reads and exchanges window after window, because all ranks have to take part at the same
+time, whenever each of them needs its tensors. It pauses while many tensors wait to be taken, except
+when one is requested that has not arrived: so ranks that request in different orders do not wait
+for each other for ever. Slices that were not predicted are read by this rank alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING
+
+from gdsload.api import post
+from gdsload.distribution.exchange import Exchange, agreed_layouts
+from gdsload.distribution.reader_group import ReaderGroup
+from gdsload.distribution.shares import Box, Layout
+from gdsload.errors import GdsloadError
+from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
+from gdsload.loading.session import Session
+from gdsload.planning.layer_order import in_layers
+from gdsload.planning.tensor_slices import TensorSlice
+
+if TYPE_CHECKING:
+    import torch
+
+_POLL_SECONDS = 0.1  # the longest delay of Ctrl-C
+
+
+class SharedQueue(ReadaheadQueue):
+    """Hands out slices to any number of threads of this rank. Must be closed."""
+
+    def __init__(
+        self,
+        session: Session,
+        alone: Session,
+        readers: ReaderGroup,
+        wanted: Mapping[str, tuple[str, Box]],
+        *,
+        kept: Container[str],
+        ahead_bytes: int,
+    ) -> None:
+        """Agrees with the other ranks on who reads what; reads nothing before `start`.
+
+        Args:
+            session: For the shared reads. Closed by the caller, after the queue.
+            alone: For slices that were not predicted, on the same device.
+            readers: The ranks. The queue closes it.
+            wanted: By key of a slice: the tensor and its box, one box of each tensor.
+            kept: Keys of the slices whose memory becomes the model's. They do not count as ahead.
+            ahead_bytes: The size of a window, and of other tensors that wait to be taken.
+
+        Raises:
+            RankError, CheckpointError, ValueError: As `agreed_layouts` does.
+        """
+        super().__init__(alone, (), ahead_bytes=ahead_bytes)
+        self._readers, self._kept = readers, kept
+        self._key_of = {name: key for key, (name, _) in wanted.items()}
+        self._expected = set(wanted)
+        self._arrived: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0  # arrived and not kept
+        self._waiting = 0  # threads
+        self._ending = ""  # "": reading; else how the thread shall end
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        boxes = dict(wanted.values())
+        with readers.together():
+            layouts = agreed_layouts(readers, session, boxes, in_layers)
+            self._exchange = Exchange(readers, session, layouts, ahead_bytes, post)
+
+    def start(self) -> None:
+        """Starts the thread that reads. Raises GdsloadError if there is none to be had."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._read, name="gdsload-exchange", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise GdsloadError(f"no thread can be started to exchange tensors: {error}") from error
+        self._thread = thread
+
+    def _read(self) -> None:
+        try:
+            with self._readers, self._readers.together():
+                try:
+                    self._require_unfinished()
+                    self._exchange_windows()
+                finally:
+                    self._exchange.close()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            with self._changed:
+                self._ending = self._ending or "ended"
+                self._changed.notify_all()
+
+    def _exchange_windows(self) -> None:
+        device = self.session.device
+        if device != "cpu":
+            import torch
+
+            torch.cuda.set_device(device)  # of this thread
+        for complete in self._exchange.windows():
+            with self._changed:
+                while complete:
+                    self._arrive(*complete.pop())
+                self._changed.notify_all()
+                while (
+                    self._held_bytes > self._ahead_bytes and not self._waiting and not self._ending
+                ):
+                    self._changed.wait(_POLL_SECONDS)
+            self._require_unfinished()
+
+    def _arrive(self, layout: Layout, tensor: torch.Tensor) -> None:
+        key = self._key_of[layout.info.name]
+        self._arrived[key] = tensor
+        self._held_bytes += 0 if key in self._kept else tensor.nbytes
+
+    def _require_unfinished(self) -> None:
+        if self._ending == "closed":
+            raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended early")
+
+    def take(self, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Waits for a slice and returns its tensor, which owns its memory.
+
+        Raises:
+            GdsloadError: This rank or another one has failed. Later calls fail in the same way.
+            QueueClosed: The load ended meanwhile.
+        """
+        key = tensor_slice.key
+        start = time.monotonic()
+        with self._changed:
+            if key in self._expected:
+                self._waiting += 1
+                try:
+                    while key not in self._arrived and not self._ending:
+                        self._changed.notify_all()
+                        self._changed.wait(_POLL_SECONDS)
+                finally:
+                    self._waiting -= 1
+                self.waited_seconds += time.monotonic() - start
+                tensor = self._arrived.pop(key, None)
+                if tensor is not None:
+                    self._expected.discard(key)
+                    self._held_bytes -= 0 if key in self._kept else tensor.nbytes
+                    self.taken_tensors += 1
+                    self.taken_bytes += tensor.nbytes
+                    self._changed.notify_all()
+                    return tensor
+                if self._failure is not None and self._ending != "closed":
+                    raise self._failure
+                raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
+        return super().take(tensor_slice)
+
+    def finish(self) -> None:
+        """Takes part until the last window, so that the other ranks get theirs. Raises the error
+        that ended the exchange, if any."""
+        self.start()
+        self._stop("finished")
+        if self._failure is not None:
+            raise self._failure
+
+    def _stop(self, how: str) -> None:
+        with self._changed:
+            self._ending = self._ending or how
+            self._changed.notify_all()
+        if self._thread is None:
+            self._read()  # tells the other ranks
+        else:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Ends the reads on all ranks, if they have not finished."""
+        if not self._closed:
+            self._stop("closed")
+            self._arrived.clear()
+        super().close()

@@ -1,0 +1,159 @@
+"""load_file and stream with `group=`: 2 and 4 processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from ranks import HERE, ranks, spawned
+
+PROGRAM = HERE / "shared_ranks.py"
+
+
+def build(folder: Path) -> int:
+    """Writes a checkpoint of two shards with awkward sizes. Returns the bytes of its tensors."""
+    generator = torch.Generator().manual_seed(7)
+
+    def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    shards = {
+        "a": {
+            "rows": values(1000, 333),
+            "columns": values(700, 514),
+            "experts": values(8, 96, 130),
+            "odd": values(37, 1001, dtype=torch.float32),
+            "scalar": values(),
+            "flags": values(4099) > 0,
+        },
+        "b": {
+            "few": values(3, 100),
+            "eighths": values(64, 640).to(torch.float8_e4m3fn),
+            "none": values(0, 5),
+            "large": values(3_000_001),
+            "last": values(17, dtype=torch.float64),
+        },
+    }
+    folder.mkdir()
+    for name, tensors in shards.items():
+        safetensors.torch.save_file(tensors, folder / f"{name}.safetensors")
+    (folder / "other").mkdir()
+    safetensors.torch.save_file(shards["b"], folder / "other" / "model.safetensors")
+    return sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    folder = tmp_path_factory.mktemp("shared") / "model"
+    return folder, build(folder)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(
+    request: pytest.FixtureRequest,
+    checkpoint: tuple[Path, int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    folder, _ = checkpoint
+    shutil.rmtree(folder / "copy", ignore_errors=True)
+    return ranks(request.param, PROGRAM, "all", folder, meet=tmp_path_factory.mktemp("meet"))
+
+
+@pytest.mark.parametrize(
+    "case", ["whole", "warm", "windows", "dimensions", "slices", "experts", "again"]
+)
+def test_shared_load_gives_the_bytes_of_a_single_process(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    for rank in found:
+        assert rank[case]["differing"] == []
+        assert rank[case]["wanted_bytes"] == rank[case]["held_bytes"]
+        assert rank[case]["ranks"] == len(found)
+        assert rank[case].get("in_order", True)
+
+
+@pytest.mark.parametrize("case", ["whole", "windows", "dimensions", "experts"])
+def test_shared_load_reads_each_byte_once(
+    found: list[dict[str, Any]], case: str, checkpoint: tuple[Path, int]
+) -> None:
+    read = [rank[case]["read_bytes"] for rank in found]
+    # Blocks of direct I/O at the ends of shares are read by two ranks.
+    assert 1.0 <= sum(read) / checkpoint[1] < 1.02
+    assert max(read) < 1.2 * checkpoint[1] / len(found)
+    for rank in found:
+        received = rank[case]["received_bytes"]
+        assert received <= rank[case]["wanted_bytes"]
+        assert received >= rank[case]["wanted_bytes"] - rank[case]["read_bytes"]
+
+
+def test_shared_load_per_node_reads_each_byte_once_on_every_node(
+    found: list[dict[str, Any]], checkpoint: tuple[Path, int]
+) -> None:
+    for rank in found:
+        assert (rank["nodes"]["node"]["differing"], rank["nodes"]["group"]["differing"]) == ([], [])
+        assert rank["nodes"]["node"]["ranks"] == 2
+        assert rank["nodes"]["group"]["ranks"] == len(found)
+    for how, times in (("node", len(found) // 2), ("group", 1)):
+        read = sum(rank["nodes"][how]["read_bytes"] for rank in found)
+        assert times <= read / checkpoint[1] < 1.02 * times
+
+
+@pytest.mark.parametrize(
+    "case,own,text",
+    [
+        ("missing_file", "CheckpointNotFound", "rank 1 failed: CheckpointNotFound: "),
+        ("unknown_name", "CheckpointError", "rank 1 failed: CheckpointError: "),
+        ("failed_read", "", "rank 1 failed: "),
+        ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),
+        ("silent_rank", "", "a rank has ended, or does not join the load in time"),
+    ],
+)
+def test_failure_of_a_rank_ends_all_ranks_with_its_reason(
+    found: list[dict[str, Any]], case: str, own: str, text: str
+) -> None:
+    for number, rank in enumerate(found):
+        if number != 1:
+            assert rank[case]["error"] == "RankError"
+            assert rank[case]["text"].startswith(text)
+        elif case == "failed_read":
+            assert rank[case]["error"] in ("ShortRead", "FileChanged")
+        elif own:
+            assert rank[case]["error"] == own
+
+
+def test_ranks_with_different_checkpoints_are_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["other_checkpoint"]["error"] == "CheckpointError"
+        assert "different checkpoints" in rank["other_checkpoint"]["text"]
+
+
+def test_stream_that_all_ranks_close_early_is_no_error(found: list[dict[str, Any]]) -> None:
+    assert {rank["closed_by_all"] for rank in found} == {found[0]["closed_by_all"]}
+    assert "error" not in found[0]["closed_by_all"]
+
+
+def test_death_of_a_rank_ends_all_others(checkpoint: tuple[Path, int], tmp_path: Path) -> None:
+    told = spawned(3, PROGRAM, "killed", checkpoint[0], meet=tmp_path)
+    for number, (code, out, errors) in enumerate(told):
+        if number == 1:
+            assert code < 0
+            continue
+        assert code == 0, errors[-2000:]
+        error = json.loads(out.splitlines()[-1])
+        assert error["error"] == "RankError"
+        assert error["text"].startswith("a rank has ended, or does not answer in time: ")
+
+
+def test_shards_without_a_group_are_refused(checkpoint: tuple[Path, int]) -> None:
+    with pytest.raises(ValueError, match="shards= needs group="):
+        gdsload.load_file(checkpoint[0], shards={"rows": 0})
+    with pytest.raises(ValueError, match="readers='rack' is none of"):
+        gdsload.stream(checkpoint[0], readers="rack")

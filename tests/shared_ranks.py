@@ -1,0 +1,259 @@
+"""One rank of several that load a checkpoint together. Run by the tests (`ranks.py`).
+
+Prints one line of JSON: for each case what this rank found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+import gdsload
+from gdsload.checkpoint import TensorInfo
+
+WINDOW_BYTES = 1_000_000
+Tensors = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{os.environ['GROUP']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    found = {"all": every_case, "killed": killed}[case](folder)
+    print(json.dumps(found))
+    if case == "all":
+        dist.destroy_process_group()
+
+
+def every_case(folder: Path) -> dict[str, Any]:
+    # A failing case must not leave the ranks of the next one out of step.
+    return {case.__name__: ended(case, folder) for case in CASES}
+
+
+def ended(case: Callable[[Path], Any], folder: Path) -> Any:
+    try:
+        return case(folder)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+def expected(folder: Path) -> Tensors:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: t for file in files for name, t in safetensors.torch.load_file(file).items()}
+
+
+def differing(ours: Tensors, want: Tensors) -> list[str]:
+    """Names of tensors that are not the same, bit for bit."""
+    return sorted(ours.keys() ^ want.keys()) + [
+        name for name, tensor in ours.items() if name in want and raw(tensor) != raw(want[name])
+    ]
+
+
+def raw(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.dtype, tensor.shape, flat.numpy().tobytes()
+
+
+def facts(ours: Tensors, want: Tensors) -> dict[str, Any]:
+    report = gdsload.last_report()
+    return {
+        "differing": differing(ours, want),
+        "read_bytes": report.read_bytes,
+        "received_bytes": report.received_bytes,
+        "wanted_bytes": report.wanted_bytes,
+        "held_bytes": sum(tensor.nbytes for tensor in ours.values()),
+        "ranks": report.ranks,
+    }
+
+
+def whole(folder: Path) -> Any:
+    ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+    found = facts(ours, expected(folder))
+    return {**found, "in_order": list(ours) == list(gdsload.load_file(folder))}
+
+
+def warm(folder: Path) -> Any:
+    """From the page cache: the bytes are mapped."""
+    ours = gdsload.load_file(folder, group=dist.group.WORLD)
+    return facts(ours, expected(folder))
+
+
+def windows(folder: Path) -> Any:
+    order = [name for name, _ in gdsload.stream(folder, order="layers")]
+    pairs = gdsload.stream(
+        folder,
+        order="layers",
+        group=dist.group.WORLD,
+        window_bytes=WINDOW_BYTES,
+        cache="direct",
+    )
+    ours = dict(pairs)
+    return {**facts(ours, expected(folder)), "in_order": list(ours) == order}
+
+
+def chunk(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    step = -(-tensor.shape[dim] // size)
+    start = min(rank * step, tensor.shape[dim])
+    return tensor.narrow(dim, start, min(step, tensor.shape[dim] - start))
+
+
+def dimensions(folder: Path) -> Any:
+    want = expected(folder)
+    shards = {"rows": 0, "columns": -1, "experts": 1, "odd": 1, "few": 0, "eighths": 1, "none": 0}
+    for name, dim in shards.items():
+        want[name] = chunk(want[name], dim)
+    group = dist.group.WORLD
+    pairs = gdsload.stream(
+        folder, group=group, shards=shards, window_bytes=WINDOW_BYTES, cache="direct"
+    )
+    return facts(dict(pairs), want)
+
+
+def slices(folder: Path) -> Any:
+    """Every rank wants another column of one tensor and other rows of all others."""
+    rank = dist.get_rank()
+
+    def wanted(info: TensorInfo) -> Any:
+        if info.name == "columns":
+            return slice(None), slice(rank, rank + 1)
+        return (slice(rank, rank + 40),) if info.shape else None
+
+    want = expected(folder)
+    for name, tensor in want.items():
+        if name == "columns":
+            want[name] = tensor[:, rank : rank + 1]
+        elif tensor.ndim:
+            want[name] = tensor[rank : rank + 40]
+    return facts(gdsload.load_file(folder, group=dist.group.WORLD, shards=wanted), want)
+
+
+def experts(folder: Path) -> Any:
+    want = expected(folder)
+    names = sorted(want)[dist.get_rank() :: dist.get_world_size()]
+    ours = gdsload.load_file(folder, names=names, group=dist.group.WORLD, cache="direct")
+    found = facts(ours, {name: want[name] for name in names})
+    return {**found, "in_order": list(ours) == names}
+
+
+def nodes(folder: Path) -> Any:
+    """Two ranks on each node."""
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    try:
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+        apart = facts(ours, expected(folder))
+        ours = gdsload.load_file(
+            folder, group=dist.group.WORLD, cache="direct", readers="group", shards={"rows": 0}
+        )
+        want = expected(folder)
+        want["rows"] = chunk(want["rows"], 0)
+        return {"node": apart, "group": facts(ours, want)}
+    finally:
+        os.environ["LOCAL_RANK"] = os.environ["RANK"]
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def missing_file(folder: Path) -> Any:
+    source = folder / "gone" if dist.get_rank() == 1 else folder
+    gdsload.load_file(source, group=dist.group.WORLD)
+
+
+def other_checkpoint(folder: Path) -> Any:
+    source = folder / "other" if dist.get_rank() == 1 else folder
+    gdsload.load_file(source, group=dist.group.WORLD)
+
+
+def unknown_name(folder: Path) -> Any:
+    names = ["gone"] if dist.get_rank() == 1 else None
+    gdsload.load_file(folder, names=names, group=dist.group.WORLD)
+
+
+def interrupted(tensors: Iterable[tuple[str, torch.Tensor]], act: Callable[[], None]) -> Iterator:
+    for number, pair in enumerate(tensors):
+        if number == 0 and dist.get_rank() == 1:
+            act()
+        yield pair
+
+
+def failed_read(folder: Path) -> Any:
+    """Rank 1 has a copy of its own, which ends early after the first window."""
+    source = folder
+    if dist.get_rank() == 1:
+        source = folder / "copy"
+        shutil.copytree(folder, source, ignore=shutil.ignore_patterns("copy", "other"))
+
+    def cut() -> None:
+        for file in source.glob("*.safetensors"):
+            os.truncate(file, 5000)
+
+    group = dist.group.WORLD
+    pairs = gdsload.stream(source, group=group, window_bytes=WINDOW_BYTES, cache="direct")
+    dict(interrupted(pairs, cut))
+
+
+def failed_consumer(folder: Path) -> Any:
+    def fail() -> None:
+        raise RuntimeError("the consumer is out of paper")
+
+    pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=WINDOW_BYTES)
+    try:
+        dict(interrupted(pairs, fail))
+    finally:
+        pairs.close()  # type: ignore[attr-defined]
+
+
+def silent_rank(folder: Path) -> Any:
+    """Rank 1 does not take part."""
+    if dist.get_rank() != 1:
+        gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=3)
+
+
+def closed_by_all(folder: Path) -> Any:
+    pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=WINDOW_BYTES)
+    name, _ = next(pairs)
+    pairs.close()  # type: ignore[attr-defined]
+    return name
+
+
+def again(folder: Path) -> Any:
+    dist.barrier()
+    return whole(folder)
+
+
+def killed(folder: Path) -> Any:
+    """Rank 1 dies after the first window."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=WINDOW_BYTES)
+    try:
+        dict(interrupted(pairs, die))
+    except gdsload.RankError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+CASES = (
+    whole, warm, windows, dimensions, slices, experts, nodes, missing_file, other_checkpoint,
+    unknown_name, failed_read, failed_consumer, closed_by_all, again,
+    silent_rank,  # the last one: the ranks are out of step
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
