@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import sys
@@ -47,6 +48,7 @@ class LoadReport:
         retries: Number of repeated operations.
         filesystem: The type of the network or FUSE filesystem that was read, or "".
         depth: Reads in flight at most, 0 if nothing was read.
+        page_cache: Whether the reads filled the page cache, and why; "" if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
@@ -80,6 +82,7 @@ class LoadReport:
         self.retries = 0
         self.filesystem = ""
         self.depth = 0
+        self.page_cache = ""
         self.paths: dict[str, int] = {}
         self.rates: dict[str, float] = {}
         self.failovers: dict[str, int] = {}
@@ -133,6 +136,8 @@ class LoadReport:
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
         if self.filesystem:
             lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
+        if self.page_cache:
+            lines.append(f"page cache: {self.page_cache}")
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
@@ -201,8 +206,13 @@ class LoadReport:
             self.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             with _lock:
                 _last[:] = [self]
+            first, *others = self.summary().splitlines()
+            _log.info("%s", first)
+            for line in others:
+                _log.debug("%s", line)
 
 
+_log = logging.getLogger("gdsload")
 _lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
 
