@@ -28,6 +28,7 @@ from . import (
     pipeline,
     pool,
     records,
+    restarts,
     start,
     states,
     sweep,
@@ -69,6 +70,7 @@ KINDS = {
     "first-read": Shown(first_read.title, first_read.table, first_read.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
+    "restarts": Shown(restarts.title, restarts.table, restarts.notes),
 }
 
 

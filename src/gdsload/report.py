@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
 
 
+def size(nbytes: float) -> str:
+    """A rounded size in powers of 1000, such as "1.50 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
 class Span(NamedTuple):
     """A time interval on a named track of the trace; `start` and `end` are monotonic seconds."""
 
@@ -103,9 +112,42 @@ class LoadReport:
         return f"LoadReport({self.to_dict()})"
 
     @property
+    def reading_seconds(self) -> float:
+        """Seconds from the first post of a read to the end of the last read; 0.0 without reads."""
+        reads = [span for span in self.spans if span.track != "phases"]
+        if not reads:
+            return self.phases.get("read", 0.0) if self.read_bytes else 0.0
+        return max(span.end for span in reads) - min(span.start for span in reads)
+
+    @property
     def rate(self) -> float:
-        """Wanted bytes per second over the whole load; 0.0 before its end."""
-        return self.wanted_bytes / self.seconds if self.seconds else 0.0
+        """Bytes per second that were read in `reading_seconds`; 0.0 without reads."""
+        seconds = self.reading_seconds
+        return self.read_bytes / seconds if seconds else 0.0
+
+    @property
+    def import_seconds(self) -> float:
+        """Seconds of the load in which torch and transformers were imported."""
+        return sum(took for name, took in self.phases.items() if name.startswith("import "))
+
+    def exclusive_phases(self) -> dict[str, float]:
+        """Seconds of each phase without the phases inside it, and of the rest of the load as
+        "other": together `seconds`. Phases of other threads come on top."""
+        found: dict[str, float] = {}
+        around: list[Span] = []
+        outermost = 0.0
+        phases = (span for span in self.spans if span.track == "phases")
+        for span in sorted(phases, key=lambda span: (span.start, -span.end)):
+            while around and around[-1].end < span.end:
+                around.pop()
+            took = span.end - span.start
+            found[span.name] = found.get(span.name, 0.0) + took
+            if around:
+                found[around[-1].name] -= took
+            else:
+                outermost += took
+            around.append(span)
+        return {**found, "other": max(self.seconds - outermost, 0.0)}
 
     def count(self, infos: Collection[TensorInfo]) -> None:
         """Records the number and the size of the wanted tensors."""
@@ -113,7 +155,7 @@ class LoadReport:
         self.wanted_bytes = sum(info.nbytes for info in infos)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the spans, and `bytes_per_second`."""
+        """All fields except the spans, and `bytes_per_second`, which is `rate`."""
         facts = {
             name: dict(value) if isinstance(value, dict) else value
             for name, value in vars(self).items()
@@ -127,13 +169,18 @@ class LoadReport:
 
     def summary(self) -> str:
         """A few lines of text for a person."""
+        imports = self.import_seconds
         lines = [
-            f"{self.source} -> {self.device}: {self.tensors} tensors,"
-            f" {self.wanted_bytes / 1e9:.3f} GB in {self.seconds:.3f} s"
-            f" ({self.rate / 1e9:.2f} GB/s), {self.cpu_seconds:.2f} s CPU"
+            f"{self.source} -> {self.device}: {self.tensors} tensor{'s' * (self.tensors != 1)},"
+            f" {size(self.wanted_bytes)} in {self.seconds:.3f} s"
+            + (f", imports {imports:.3f} s of them" if imports >= 0.0005 else "")
+            + f"; {self.cpu_seconds:.2f} s CPU"
         ]
-        paths = [f"{path} {size / 1e9:.3f} GB" for path, size in self.paths.items() if size]
+        paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items() if nbytes]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
+        if self.rate:
+            took = self.reading_seconds
+            lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {size(self.rate)}/s")
         if self.filesystem:
             lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
         if self.page_cache:
@@ -142,9 +189,9 @@ class LoadReport:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
         lines += [
-            f"failover: {backends}, {size:,} bytes" for backends, size in self.failovers.items()
+            f"failover: {backends}, {nbytes:,} bytes" for backends, nbytes in self.failovers.items()
         ]
-        phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
+        phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.exclusive_phases().items())
         lines.append(f"phases: {phases}")
         if self.requests:
             lines.append(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gdsload.errors import CheckpointError, GdsloadError, one_line, shown
+from gdsload.report import size as size  # the one of the commands, too
 
 if TYPE_CHECKING:
     from gdsload.checkpoint import Checkpoint
@@ -164,12 +165,3 @@ def show_table(rows: Iterable[Sequence[str]]) -> None:
 
 def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size(nbytes: float) -> str:
-    """A rounded size in powers of 1000, such as "1.50 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"

@@ -35,8 +35,8 @@ class Diagnosis:
     def exit_code(self) -> int:
         """0: the fastest I/O path to DRAM works; 1: only slower ones work; 2: none works.
 
-        The fastest path is direct I/O with the first engine. Direct I/O that could not be tried, and
-        that of no path, is assumed to work.
+        The fastest path is direct I/O with the first engine. Direct I/O that could not be tried is
+        assumed to work.
         """
         verdicts = {each.name: each.verdict for each in self.findings}
         works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]
