@@ -29,6 +29,7 @@ from . import (
     pipeline,
     pool,
     records,
+    restarts,
     start,
     states,
     sweep,
@@ -71,6 +72,7 @@ KINDS = {
     "load-into": Shown(load_into.title, load_into.table, load_into.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
+    "restarts": Shown(restarts.title, restarts.table, restarts.notes),
 }
 
 

@@ -64,13 +64,15 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = sorted([*_MODULE_OF, "warmup"])
 
 
-def __getattr__(name: str) -> Any:
-    if name == "warmup":
-        return import_module("gdsload.warmup")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"gdsload.{_MODULE_OF[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        if name == "warmup":
+            return import_module("gdsload.warmup")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"gdsload.{_MODULE_OF[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ anything.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import sys
@@ -21,6 +22,15 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
     from gdsload.planning.tensor_slices import WantedTensor
+
+
+def size(nbytes: float) -> str:
+    """A rounded size in powers of 1000, such as "1.50 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
 
 
 class Span(NamedTuple):
@@ -51,6 +61,7 @@ class LoadReport:
         retries: Number of repeated operations.
         filesystem: The type of the network or FUSE filesystem that was read, or "".
         depth: Reads in flight at most, 0 if nothing was read.
+        page_cache: Whether the reads filled the page cache, and why; "" if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.
@@ -88,6 +99,7 @@ class LoadReport:
         self.retries = 0
         self.filesystem = ""
         self.depth = 0
+        self.page_cache = ""
         self.paths: dict[str, int] = {}
         self.rates: dict[str, float] = {}
         self.failovers: dict[str, int] = {}
@@ -110,9 +122,42 @@ class LoadReport:
         return f"LoadReport({self.to_dict()})"
 
     @property
+    def reading_seconds(self) -> float:
+        """Seconds from the first post of a read to the end of the last read; 0.0 without reads."""
+        reads = [span for span in self.spans if span.track != "phases"]
+        if not reads:
+            return self.phases.get("read", 0.0) if self.read_bytes else 0.0
+        return max(span.end for span in reads) - min(span.start for span in reads)
+
+    @property
     def rate(self) -> float:
-        """Wanted bytes per second over the whole load; 0.0 before its end."""
-        return self.wanted_bytes / self.seconds if self.seconds else 0.0
+        """Bytes per second that were read in `reading_seconds`; 0.0 without reads."""
+        seconds = self.reading_seconds
+        return self.read_bytes / seconds if seconds else 0.0
+
+    @property
+    def import_seconds(self) -> float:
+        """Seconds of the load in which torch and transformers were imported."""
+        return sum(took for name, took in self.phases.items() if name.startswith("import "))
+
+    def exclusive_phases(self) -> dict[str, float]:
+        """Seconds of each phase without the phases inside it, and of the rest of the load as
+        "other": together `seconds`. Phases of other threads come on top."""
+        found: dict[str, float] = {}
+        around: list[Span] = []
+        outermost = 0.0
+        phases = (span for span in self.spans if span.track == "phases")
+        for span in sorted(phases, key=lambda span: (span.start, -span.end)):
+            while around and around[-1].end < span.end:
+                around.pop()
+            took = span.end - span.start
+            found[span.name] = found.get(span.name, 0.0) + took
+            if around:
+                found[around[-1].name] -= took
+            else:
+                outermost += took
+            around.append(span)
+        return {**found, "other": max(self.seconds - outermost, 0.0)}
 
     @property
     def read_ratio(self) -> float:
@@ -126,7 +171,7 @@ class LoadReport:
         self.wanted_bytes = sum(info.nbytes for info in infos)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the spans, and `bytes_per_second` and `read_ratio`."""
+        """All fields except the spans, `read_ratio`, and `rate` as `bytes_per_second`."""
         facts = {
             name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
@@ -140,27 +185,34 @@ class LoadReport:
 
     def summary(self) -> str:
         """A few lines of text for a person."""
+        imports = self.import_seconds
         lines = [
-            f"{self.source} -> {self.device}: {self.tensors} tensors,"
-            f" {self.wanted_bytes / 1e9:.3f} GB in {self.seconds:.3f} s"
-            f" ({self.rate / 1e9:.2f} GB/s), {self.cpu_seconds:.2f} s CPU"
+            f"{self.source} -> {self.device}: {self.tensors} tensor{'s' * (self.tensors != 1)},"
+            f" {size(self.wanted_bytes)} in {self.seconds:.3f} s"
+            + (f", imports {imports:.3f} s of them" if imports >= 0.0005 else "")
+            + f"; {self.cpu_seconds:.2f} s CPU"
         ]
-        paths = [f"{path} {size / 1e9:.3f} GB" for path, size in self.paths.items() if size]
+        paths = [f"{path} {size(nbytes)}" for path, nbytes in self.paths.items() if nbytes]
         lines.append("I/O paths: " + (", ".join(paths) or "no bytes were read"))
+        if self.rate:
+            took = self.reading_seconds
+            lines.append(f"read: {size(self.read_bytes)} in {took:.3f} s, {size(self.rate)}/s")
         if self.filesystem:
             lines.append(f"filesystem: {self.filesystem}, {self.depth} reads in flight at most")
         if self.ranks:
             lines.append(
-                f"shared by {self.ranks} ranks: {self.read_bytes / 1e9:.3f} GB read here,"
-                f" {self.received_bytes / 1e9:.3f} GB received"
+                f"shared by {self.ranks} ranks: {size(self.read_bytes)} read here,"
+                f" {size(self.received_bytes)} received"
             )
+        if self.page_cache:
+            lines.append(f"page cache: {self.page_cache}")
         if self.choice:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
         lines += [
-            f"failover: {backends}, {size:,} bytes" for backends, size in self.failovers.items()
+            f"failover: {backends}, {nbytes:,} bytes" for backends, nbytes in self.failovers.items()
         ]
-        phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.phases.items())
+        phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.exclusive_phases().items())
         lines.append(f"phases: {phases}")
         if self.requests:
             lines.append(
@@ -226,8 +278,13 @@ class LoadReport:
             self.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             with _lock:
                 _last[:] = [self]
+            first, *others = self.summary().splitlines()
+            _log.info("%s", first)
+            for line in others:
+                _log.debug("%s", line)
 
 
+_log = logging.getLogger("gdsload")
 _lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
 

@@ -191,6 +191,15 @@ def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
     assert run("run").exit_code == 2
 
 
+def test_run_prints_its_help_and_the_failure_of_its_prefetch(tmp_path: Path) -> None:
+    assert "Runs a Python script" in run("run", "--help").stdout
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(1)\n")
+    ended = process(COMMAND, "run", "--model", tmp_path / "typo", script)
+    assert ended.returncode == 0
+    assert ended.stderr.startswith("gdsload: the prefetch failed: No such file or directory: ")
+
+
 # --- exit codes --------------------------------------------------------------------------------
 
 

@@ -313,3 +313,24 @@ def test_doctor_command_prints_and_exits_by_diagnosis(monkeypatch: pytest.Monkey
         assert text.exit_code == facts.exit_code == diagnosis.exit_code
         assert text.stdout.rstrip("\n") == diagnosis.summary()
         assert json.loads(facts.stdout) == diagnosis.to_dict()
+
+
+def test_direct_io_of_a_directory_is_tried_on_a_file_two_levels_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models" / "team"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(bytes(8192))
+    expected = storage.direct_io(model).verdict
+    monkeypatch.delattr(storage.os, "O_TMPFILE")  # nothing is created
+    assert storage.direct_io(tmp_path).verdict == expected
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_direct_io_that_cannot_be_tried_is_partly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(storage.os, "open", refuse(code))
+    found = storage.direct_io(tmp_path)
+    assert (found.verdict, found.hint) == ("partly", "name a directory or a file of a checkpoint")
+    assert Diagnosis((Finding("engine threads", "yes"), found)).exit_code == 0

@@ -15,6 +15,7 @@ cdef enum:
     DIRECT = 0
     BUFFERED = 1          # through the page cache
     BUFFERED_ASYNC = 2    # the same, but never copied by the submitting thread
+    MAPPED = 3            # `address` is in a private mapping of the file: its pages are read there
 
 cdef enum:
     BATCH = 64            # reads submitted, or completions reaped, in one call

@@ -23,7 +23,8 @@ cdef struct File:
     int direct_fd              # -1: this file is read through the page cache
     int direct_slot            # the engine's numbers for the two
     int buffered_slot
-    uint64_t block             # direct reads start and end on multiples of it
+    uint64_t block             # direct reads start and end on multiples of it; 0: the memory is a
+                               # mapping of the file
     int refused                # errno of the last direct read that was refused; 0: none
     int refused_in_row         # direct reads refused since one succeeded
 

@@ -19,7 +19,7 @@ from posix.unistd cimport getpid
 import os
 
 from gdsload._native.atomics cimport gds_store
-from gdsload._native.engine cimport BUFFERED, DIRECT, ECANCELED
+from gdsload._native.engine cimport BUFFERED, DIRECT, ECANCELED, MAPPED
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, monotonic_ns, pthread_cond_broadcast, pthread_cond_signal,
     pthread_cond_timedwait, pthread_detach, pthread_join, pthread_mutex_init, start_quiet_thread,
@@ -198,7 +198,8 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
         read.fd, read.slot, read.io_mode = file.direct_fd, file.direct_slot, DIRECT
         read.length = op.length - start
     else:
-        read.fd, read.slot, read.io_mode = file.buffered_fd, file.buffered_slot, BUFFERED
+        read.fd, read.slot = file.buffered_fd, file.buffered_slot
+        read.io_mode = BUFFERED if file.block else MAPPED
         read.length = op.wanted - start
     read.address = op.address + start
     read.memory = &op.memory

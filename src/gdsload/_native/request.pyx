@@ -38,7 +38,8 @@ cdef class Request:
 
     def __cinit__(self, object pump, list files, list ops):
         """``files``: (buffered fd, direct fd or -1, block, direct slot, buffered slot). A slot is a
-        number that stands for one descriptor during the life of the pump, and is never reused.
+        number that stands for one descriptor during the life of the pump, and is never reused. With
+        block 0 the reads go to a private mapping of the file.
 
         ``ops``: (file, offset, length, wanted, address, region's handle or None, buffer or -1).
         """

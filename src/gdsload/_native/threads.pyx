@@ -6,24 +6,30 @@
 offset is an address.
 
     submit ─► waiting ─► worker: pread or cuFileRead ─► done ─► reap
+
+Where the memory is a private mapping of the file, `engine` makes the kernel read the pages of the
+mapping into the page cache, without a copy.
 """
 
 from libc.errno cimport EBADF, EINVAL, EIO, ENOMEM, errno
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
+from posix.mman cimport madvise
 from posix.time cimport timespec
+from posix.unistd cimport pread
 
 from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport relax
 from gdsload._native.cufile cimport CFiles, file_handle, release_files, retain_files
 from gdsload._native.engine cimport (
-    ECANCELED, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
+    ECANCELED, MAPPED, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
     take_results,
 )
 from gdsload._native.first_touch cimport (
     Bounce, FirstTouch, close_first_touch, free_bounce, open_first_touch, read_first_touch,
 )
+from gdsload._native.pages cimport page_floor
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_cond_wait, pthread_join,
@@ -41,6 +47,9 @@ cdef enum:
     MOST_READERS = 128
     MOST_CUFILE_READERS = 64
     MEMORY = -2                  # no descriptor, and not the pump's "none"
+
+    MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
+    COPY_BYTES = 65536           # on the stack of a worker
 
 HOST_MEMORY = MEMORY
 
@@ -80,6 +89,31 @@ cdef int64_t read_cufile(Workers *self, const Read *read) noexcept nogil:
     return got
 
 
+cdef int64_t read_mapped(const Read *read) noexcept nogil:
+    """Reads the pages of a mapping into the page cache: bytes, or -errno if nothing was read.
+
+    The error of a page that cannot be read is that of a ``pread``, which also does the work of
+    kernels without MADV_POPULATE_READ.
+    """
+    cdef char[COPY_BYTES] copy
+    cdef char *start = <char *>page_floor(<uintptr_t>read.address)
+    cdef uint64_t done = 0
+    cdef int64_t got
+    if madvise(start, read.address + read.length - start, MADV_POPULATE_READ) == 0:
+        return <int64_t>read.length
+    while done < read.length:
+        got = pread(
+            read.fd, copy, min(read.length - done, <uint64_t>COPY_BYTES),
+            <int64_t>(read.offset + done),
+        )
+        if got < 0 and done == 0:
+            return -errno
+        if got <= 0:
+            break
+        done += <uint64_t>got
+    return <int64_t>done
+
+
 cdef Read take_waiting(Workers *self) noexcept nogil:
     cdef Read read = self.waiting[self.first_waiting]
     self.first_waiting = (self.first_waiting + 1) % self.depth
@@ -109,6 +143,8 @@ cdef void *work(void *arg) noexcept nogil:
         if self.files == NULL and read.fd == MEMORY:
             memcpy(read.address, <const void *><uintptr_t>read.offset, read.length)
             result = <int64_t>read.length
+        elif read.io_mode == MAPPED:
+            result = read_mapped(&read)
         elif self.files == NULL:
             result = read_first_touch(&self.first_touch, &bounce, &read, cancels)
         else:

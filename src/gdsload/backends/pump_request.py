@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 0.15
 
 
+_IO_MODES = ("direct", "buffered", "mapped")
+
+
 class PumpedRequest:
     """A list of transfers in a pump. `native` is the pump's request."""
 
@@ -62,20 +65,26 @@ class PumpedRequest:
                 by their descriptors.
         """
         self.backend, self.transfers = backend, transfers
-        # Each file twice: with its direct descriptor (2 * shard), and without (2 * shard + 1).
+        # Each file once for each I/O mode.
         table: list[tuple[int, int, int, int, int]] = []
         for number, registration in enumerate(files):
             file = registration.what
             if not isinstance(file, OpenFile):
                 raise TypeError(f"file {number} of the request is {file!r}")
             slots = registration.handle if by_slot else (-1, -1)
-            table += [(file.fd, fd, file.block, *slots) for fd in (file.direct_fd, -1)]
+            table += [
+                (file.fd, file.direct_fd, file.block, *slots),
+                (file.fd, -1, file.block, *slots),
+                (file.fd, -1, 0, *slots),
+            ]
         ops: list[tuple[int, int, int, int, int, object | None, int]] = []
         for transfer in transfers:
-            file_number = 2 * transfer.shard + (transfer.io_mode != "direct")
+            file_number = len(_IO_MODES) * transfer.shard + _IO_MODES.index(transfer.io_mode)
             address, region, buffer = targets[transfer.target]
             address += transfer.target_offset
             offset, length, wanted = transfer.offset, transfer.length, transfer.wanted
+            if transfer.io_mode == "mapped":
+                length = wanted  # the mapping ends with the file
             ops.append((file_number, offset, length, wanted, address, region, buffer))
         self.native = Request(pump, table, ops)
 
@@ -120,8 +129,9 @@ class PumpedRequest:
         direct, _, short_reads, retries = native.counts()
         huge, small, _ = native.touched()
         refusals = {
-            number // 2: f"the kernel refused direct reads of it ({os.strerror(code)}):"
-            f" {'the rest' if whole else 'these bytes'} came through the page cache"
+            number // len(_IO_MODES): "the kernel refused direct reads of it"
+            f" ({os.strerror(code)}): {'the rest' if whole else 'these bytes'} came through"
+            " the page cache"
             for number, code, whole in self.native.refused_direct()
         }
         times = [(posted, done) for posted, done, _ in self.native.trace()]

@@ -101,6 +101,9 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     With --model, or GDSLOAD_PREFETCH=SOURCE[@DEVICE] in the environment, a prefetch starts before
     the script imports anything; --tier pagecache only fills the page cache.
     """
+    if arguments[0] in ("-h", "--help"):  # later ones are options of the script
+        click.echo(ctx.get_help())
+        return
     from gdsload.cli.run_script import run as run_script
 
     ctx.meta[DEBUG] = True  # errors of the script keep their traceback

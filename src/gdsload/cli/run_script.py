@@ -12,11 +12,15 @@ import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import install
+from gdsload.readahead.prefetch import Prefetch, PrefetchCancelled
+from gdsload.system.threads import start_thread
 from gdsload.warmup import from_words
 
 USAGE = "usage: python -m gdsload run [--model source] (script.py | -m module) [argument ...]"
@@ -34,6 +38,16 @@ def activate() -> bool:
     return True
 
 
+def _report_failure(ahead: Prefetch) -> None:
+    """Prints why a prefetch failed: the script knows nothing of it, and loads without it."""
+    try:
+        ahead.wait()
+    except PrefetchCancelled:
+        pass  # by the end of the process
+    except GdsloadError as error:
+        print(f"gdsload: the prefetch failed: {error}", file=sys.stderr)
+
+
 def run(arguments: Sequence[str]) -> None:
     """Runs a script, or a module after -m, like `python`, with gdsload installed.
 
@@ -45,7 +59,9 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: There is no script, or it cannot be run. Errors of the script are not caught.
     """
-    _, arguments = from_words(arguments)
+    ahead, arguments = from_words(arguments)
+    if ahead is not None:
+        start_thread(partial(_report_failure, ahead), "gdsload-run")
     module = arguments[:1] == ["-m"]
     if not arguments[module:]:
         raise SystemExit(USAGE)

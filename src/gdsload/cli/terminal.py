@@ -19,6 +19,7 @@ import click
 
 from gdsload.checkpoint.selection import Names, Selection, experts, layers
 from gdsload.errors import GdsloadError, one_line
+from gdsload.report import size as size  # the one of the commands, too
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
 DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
@@ -191,12 +192,3 @@ def show_table(rows: Iterable[Sequence[str]]) -> None:
 
 def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size(nbytes: float) -> str:
-    """A rounded size in powers of 1000, such as "1.50 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"

@@ -35,12 +35,12 @@ class Diagnosis:
     def exit_code(self) -> int:
         """0: the fastest I/O path to DRAM works; 1: only slower ones work; 2: none works.
 
-        The fastest path is direct I/O with the first engine. Without a path to check, direct I/O is
+        The fastest path is direct I/O with the first engine. Direct I/O that could not be tried is
         assumed to work.
         """
         verdicts = {each.name: each.verdict for each in self.findings}
         works = [verdicts.get(f"engine {engine}") == YES for engine in ENGINES]
-        direct = all(verdicts[name] == YES for name in verdicts if name.startswith("direct I/O"))
+        direct = all(verdicts[name] != NO for name in verdicts if name.startswith("direct I/O"))
         return 0 if works[0] and direct else 1 if any(works) else 2
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -13,6 +14,11 @@ from gdsload.doctor.finding import NO, PARTLY, YES, Finding
 from gdsload.errors import CheckpointError
 from gdsload.system.mountinfo import mount_of
 from gdsload.system.storage import is_distant
+
+# Of a temporary file: they say nothing about direct I/O.
+_CANNOT_CREATE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_LEVELS = 2  # directories of models have one level, a hub cache has more
+_MOST_FOLDERS = 64  # of one level, so that a large tree costs little
 
 
 def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
@@ -36,14 +42,20 @@ def filesystem(path: str | os.PathLike[str], root: str = "/") -> Finding:
 def direct_io(path: str | os.PathLike[str]) -> Finding:
     """Whether direct I/O works, tried with one block.
 
-    In a directory, a file of a checkpoint is tried, or any other file, or a temporary one.
+    In a directory, a file of a checkpoint is tried, or any other file, if necessary one or two
+    levels below it, or a temporary file.
     """
     name = f"direct I/O on {os.fspath(path)}"
     hint = "such files are read through the page cache; xfs and ext4 support direct I/O"
     try:
         fd = _sample(os.fspath(path))
-    except (OSError, CheckpointError) as error:
+    except CheckpointError as error:
         return Finding(name, NO, str(error))
+    except OSError as error:
+        if error.errno not in _CANNOT_CREATE:
+            return Finding(name, NO, str(error))
+        why = f"not tried: no readable file in it, and none can be created ({error.strerror})"
+        return Finding(name, PARTLY, why, "name a directory or a file of a checkpoint")
     try:
         alignment = system.direct_alignment(fd)
         if alignment is not None and alignment[1] == 0:
@@ -67,9 +79,19 @@ def _sample(path: str) -> int:
     """A descriptor of a regular file at or in `path`."""
     if not stat.S_ISDIR(os.stat(path).st_mode):
         return open_regular(path)[0]
-    with os.scandir(path) as entries:
-        files = [entry.path for entry in entries if entry.is_file()]
-    for file in sorted(files, key=lambda each: (not each.endswith(".safetensors"), each)):
-        with suppress(CheckpointError):
-            return open_regular(file)[0]
+    folders = [path]
+    for _ in range(1 + _LEVELS):
+        files: list[str] = []
+        below: list[str] = []
+        for folder in folders[:_MOST_FOLDERS]:
+            with suppress(PermissionError), os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_file():
+                        files.append(entry.path)
+                    elif entry.is_dir(follow_symlinks=False):
+                        below.append(entry.path)
+        for file in sorted(files, key=lambda each: (not each.endswith(".safetensors"), each)):
+            with suppress(CheckpointError):
+                return open_regular(file)[0]
+        folders = sorted(below)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, 0o600)

@@ -26,6 +26,7 @@ from gdsload.planning.tensor_slices import TensorSlice
 if TYPE_CHECKING:
     import torch
 
+    from gdsload.memory.host_pool import PoolBuffers
     from gdsload.planning.tensor_slices import TensorSlice
 
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
@@ -94,9 +95,15 @@ class Batch:
         pool = current_pool() if self.memory_of is HostBuffers else None
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
-        buffers = intake or self.memory_of(self.plan)
+        return self._in_buffers(intake or self.memory_of(self.plan, None, self.session.mapping_of))
+
+    def _in_buffers(self, buffers: HostBuffers | PoolBuffers) -> list[Memory]:
+        """The memory of these buffers; their views are added to those of the batch."""
         self.views.update(buffers.views(self.plan))
-        return [Memory(DRAM, region.address, region.length, region) for region in buffers.regions]
+        return [
+            Memory(DRAM, start.region.address + start.offset, target.length, start.region)
+            for target, start in zip(self.plan.targets, buffers.starts, strict=True)
+        ]
 
     def _post(self, memory: list[Memory]) -> None:
         backend = self._backend = self.session.open()

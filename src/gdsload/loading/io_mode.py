@@ -1,8 +1,12 @@
 """The I/O mode of each byte of a checkpoint, and the descriptors that direct reads need.
 
 cache      wholly in the page cache      partly, or not at all
-"auto"     mapped                        buffered where warm, direct where cold
+"auto"     mapped                        read into the page cache and mapped, if it has room;
+                                         otherwise buffered where warm, direct where cold
 others     as the name says, whatever the page cache holds
+
+A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
+takes no more memory than one into buffers.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -20,12 +24,16 @@ from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
 from gdsload.memory import page_cache
+from gdsload.memory.available import available_bytes
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
 from gdsload.report import LoadReport
 from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("keep", "drop")
+# Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
+# cache of others should not be evicted for it.
+ROOM_SHARE = 1.25
 
 
 class ShardAccess:
@@ -44,6 +52,7 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop"
+        self._fills: bool | None = None  # None: nobody has asked yet
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
 
@@ -70,7 +79,9 @@ class ShardAccess:
         return True
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
-        """The cheapest I/O mode for a transfer: buffered if it is warm, direct if it is cold."""
+        """The cheapest I/O mode for a transfer."""
+        if self._fills:
+            return "mapped"
         if self.cache != "auto":
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self._checkpoint.shards[shard]
@@ -81,6 +92,30 @@ class ShardAccess:
         length = min(length, opened.size - offset)
         warm = page_cache.wholly_resident(opened.fd, offset, length)
         return "buffered" if warm else "direct"
+
+    def fill_if_room(self, nbytes: int) -> None:
+        """Decides once, for all reads that follow, whether they go to the page cache: if it has
+        room for these bytes, on storage of this machine. The reason is in the report."""
+        if self._fills is not None:
+            return
+        refusal = self._why_not_filled(nbytes)
+        self._fills = not refusal
+        self._report.page_cache = (
+            f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
+        )
+
+    def _why_not_filled(self, nbytes: int) -> str:
+        if self.cache != "auto":
+            return f"cache={self.cache!r}"
+        if self._drops:
+            return "page_cache='drop'"
+        kinds = {self._storage_of(shard).kind for shard in range(len(self._registered))}
+        if distant := next(filter(None, kinds), ""):
+            return f"the files are on {distant}"
+        available = available_bytes()
+        if available is not None and nbytes * ROOM_SHARE > available:
+            return f"{nbytes:,} bytes leave too little of {available:,} available bytes"
+        return ""
 
     def register(self, backend: Backend, shard: int) -> None:
         """Registers a shard with the backend, once. Raises ReadError if cache="direct" and the

@@ -88,6 +88,8 @@ class Session:
         self._expected_bytes = expected_bytes
         self._adopts = adopt and cache != "mapped"
         self._maps = maps
+        # Who names a backend or its options means the reads of that backend.
+        self._fills = maps and device == "cpu" and backend == "auto" and not self._options
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._claims: dict[str, Claim] = {}  # not yet taken by a batch
@@ -153,7 +155,7 @@ class Session:
         self._offers += [offer for offer in offers if offer not in self._offers]
         self._claims.update(claims)
         return {
-            name: claim.view or BufferView(self._mapping(claim.range.shard), claim.range.offset)
+            name: claim.view or BufferView(self.mapping_of(claim.range.shard), claim.range.offset)
             for name, claim in claims.items()
         }
 
@@ -174,7 +176,7 @@ class Session:
         views: dict[str, BufferView] = {}
         for shard, members in by_shard.items():
             if self._access.mapped(shard, members):
-                region = self._mapping(shard)
+                region = self.mapping_of(shard)
                 for each in members:
                     views[each.name] = BufferView(region, each.offset)
                 self.count_bytes("mapped", sum(each.nbytes for each in members))
@@ -189,7 +191,8 @@ class Session:
         """The claims behind these views, by name. Each is returned once."""
         return {name: self._claims.pop(name) for name in views if name in self._claims}
 
-    def _mapping(self, shard: int) -> Region:
+    def mapping_of(self, shard: int) -> Region:
+        """A private mapping of a whole shard."""
         if shard not in self._mapped:
             self._mapped[shard] = map_shard(self.checkpoint, shard)
         return self._mapped[shard]
@@ -199,6 +202,9 @@ class Session:
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
         limits = self.open().limits(self.device)
+        if self._fills and "mapped" in limits.io_modes and current_pool() is None:
+            known = self._expected_bytes or self.report.wanted_bytes
+            self._access.fill_if_room(known or sum(one.size for one in self.checkpoint.shards))
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload._native.memory import Pool
-from gdsload.backends.base import DRAM, Memory
+from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
@@ -72,9 +72,7 @@ class _WindowBatch(Batch):
     def _take_memory(self) -> list[Memory]:
         if current_pool() is not None:  # the host pool stores the bytes for later loads
             return super()._take_memory()
-        buffers = HostBuffers(self.plan, self._pool)
-        self.views.update(buffers.views(self.plan))
-        return [Memory(DRAM, region.address, region.length, region) for region in buffers.regions]
+        return self._in_buffers(HostBuffers(self.plan, self._pool, self.session.mapping_of))
 
 
 class WindowWriter:

@@ -9,7 +9,7 @@ is made. Not responsible for memory kept between loads (`gdsload.memory.host_poo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload._native.memory import Pool, Region
@@ -43,31 +43,44 @@ _DLPACK_TYPES = {
 
 
 class HostBuffers:
-    """A region for each target of a plan, in the order of the targets."""
+    """The memory of each target of a plan, in the order of the targets."""
 
-    def __init__(self, plan: ReadPlan, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        plan: ReadPlan,
+        pool: Pool | None = None,
+        mapping_of: Callable[[int], Region] | None = None,
+    ) -> None:
         """Reserves address space; memory is taken as the reads progress.
 
         Args:
             plan: the reads to make room for.
             pool: regions that were used before and are reused first.
+            mapping_of: returns the mapping of a whole shard, by its number. Only needed for a plan
+                with mapped targets.
 
         Raises:
             PlacementError: the plan reads more than the machine or its cgroup has available.
         """
-        require_room(plan.read_bytes - (pool.idle if pool is not None else 0))
+        mapped = plan.mapped_targets if mapping_of is not None else frozenset()
+        require_room(plan.buffer_bytes - (pool.idle if pool is not None else 0))
         take = Region.anonymous if pool is None else pool.take
+        self.starts: list[BufferView] = []
         try:
-            self.regions = [take(target.length) for target in plan.targets]
+            for number, target in enumerate(plan.targets):
+                if mapping_of is not None and number in mapped:
+                    self.starts.append(BufferView(mapping_of(target.shard), target.offset))
+                else:
+                    self.starts.append(BufferView(take(target.length), 0))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
 
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
-        regions, make = self.regions, tuple.__new__
+        starts, make = self.starts, tuple.__new__
         return {
-            name: make(BufferView, (regions[target], offset))
+            name: make(BufferView, (starts[target][0], starts[target][1] + offset))
             for name, (target, offset, _, _) in plan.locations.items()
             if target >= 0
         }

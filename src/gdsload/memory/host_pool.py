@@ -91,8 +91,8 @@ class PoolBuffers:
         self._pool, self._segment, self._plan = pool, segment, plan
         self._offsets = _offsets(plan)
         lend = segment.lease.lend
-        self.regions = [
-            lend(segment.fd, offset, target.length, True)
+        self.starts = [
+            BufferView(lend(segment.fd, offset, target.length, True), 0)
             for offset, target in zip(self._offsets, plan.targets, strict=False)
         ]
         self._private = lend(segment.fd, 0, segment.length, False)
@@ -108,7 +108,7 @@ class PoolBuffers:
     def end(self, checkpoint: Checkpoint | None) -> None:
         """Gives the buffers to the pool: with the bytes of this checkpoint, or, with None, without
         any, because a read has failed."""
-        self.regions.clear()
+        self.starts.clear()
         rows: list[tuple[int, _StoredRange]] = []
         for transfer in self._plan.transfers:
             offset = self._offsets[transfer.target] + transfer.target_offset

@@ -68,7 +68,9 @@ class Transfer(NamedTuple):
     """One read: `length` bytes of a file to `target_offset` in a target.
 
     `length` is a multiple of the block and may reach past the end of the file; `wanted` bytes must
-    arrive. `io_mode` is "direct" or "buffered". `tag` is the number of the transfer.
+    arrive. `io_mode` is "direct", "buffered" or "mapped": then the target is part of a private
+    mapping of the file, and its pages are read into the page cache. `tag` is the number of the
+    transfer.
     """
 
     shard: int
@@ -100,10 +102,15 @@ class Limits:
         max_request: The largest request in bytes.
         block: The alignment of requests in bytes, a power of two.
         depth: The number of requests in flight.
+        io_modes: The I/O modes of transfers that it accepts. "mapped" is optional.
     """
 
     def __init__(
-        self, max_request: int = 4 << 20, block: int = DEFAULT_BLOCK_BYTES, depth: int = 16
+        self,
+        max_request: int = 4 << 20,
+        block: int = DEFAULT_BLOCK_BYTES,
+        depth: int = 16,
+        io_modes: frozenset[str] = frozenset({"direct", "buffered"}),
     ) -> None:
         if block < 1 or block & (block - 1):
             raise ValueError(f"a block of {block} bytes is not a power of two")
@@ -114,6 +121,7 @@ class Limits:
         if depth < 1:
             raise ValueError(f"a depth of {depth} is not positive")
         self.max_request, self.block, self.depth = max_request, block, depth
+        self.io_modes = io_modes
 
 
 class ReadPlan(NamedTuple):
@@ -133,6 +141,16 @@ class ReadPlan(NamedTuple):
     def read_bytes(self) -> int:
         """Bytes to read from storage: the wanted ones, gaps and aligned edges."""
         return sum(transfer.wanted for transfer in self.transfers)
+
+    @property
+    def mapped_targets(self) -> frozenset[int]:
+        """The numbers of the targets that are mappings of their files."""
+        return frozenset(each.target for each in self.transfers if each.io_mode == "mapped")
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes to read into buffers: all but those that go to the page cache."""
+        return sum(each.wanted for each in self.transfers if each.io_mode != "mapped")
 
     def summary(self) -> str:
         """A few lines of text for the user."""
@@ -209,7 +227,8 @@ def plan_reads(
         blocks: The direct-I/O block of each shard in bytes; `limits.block` if None.
         window_bytes: The size of a read window; 0 for one window.
         gap_bytes: The largest gap in bytes that is read rather than skipped.
-        io_mode_of: Returns "direct" or "buffered" for (shard, offset, length); None for "direct".
+        io_mode_of: Returns the I/O mode for (shard, offset, length), None for "direct". If it is
+            "mapped", it is that of the whole shard.
 
     Example:
         >>> plan = plan_reads([ByteRange("w", 0, 100, 5000)], [5100], Limits())

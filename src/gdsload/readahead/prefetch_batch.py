@@ -150,8 +150,8 @@ class PrefetchBatch(Batch):
 class _Scratch(HostBuffers):
     """One small region for all transfers, which may overwrite each other."""
 
-    def __init__(self, plan: ReadPlan) -> None:
-        self.regions = [Region.anonymous(target.length) for target in plan.targets]
+    def __init__(self, plan: ReadPlan, *_: object) -> None:
+        self.starts = [BufferView(Region.anonymous(one.length), 0) for one in plan.targets]
 
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         return {}

@@ -123,7 +123,14 @@ class PosixBackend(PumpBackend):
     def limits(self, device: str = "cpu") -> Limits:
         # Slots of a staging ring have one size, whatever the storage.
         settings = self._dram_settings if device == "cpu" else self.settings
-        return Limits(settings["request_bytes"], depth=self._dram_settings["depth"])
+        modes = {"direct", "buffered"}
+        if device == "cpu" and self.engine == "threads":  # rings would copy to the mapping
+            modes.add("mapped")
+        return Limits(
+            settings["request_bytes"],
+            depth=self._dram_settings["depth"],
+            io_modes=frozenset(modes),
+        )
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
@@ -207,6 +214,8 @@ class PosixBackend(PumpBackend):
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()
+        if request.transfers[0].io_mode == "mapped":  # and so are all the others
+            return {f"posix/{self.engine}/mapped": buffered}
         bounced = min(request.native.touched()[2], direct)
         found = {
             f"posix/{self.engine}/direct": direct - bounced,

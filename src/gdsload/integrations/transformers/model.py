@@ -104,7 +104,7 @@ def from_pretrained(
         speculative_prefetch(source, inherited, report, kwargs),
     ):
         if cls is None:
-            with report.phase("architecture"):
+            with report.phase("import transformers"):  # which takes nearly all of it
                 cls = architecture(source, **kwargs)
             cancellation.check()
         with held(hooks.outer_report, report), report.phase("from_pretrained"):

@@ -1,0 +1,111 @@
+"""Cold loads that leave the bytes in the page cache for the next process, where it has room."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import ReadError
+from gdsload.loading import io_mode
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
+from gdsload.memory import page_cache
+from gdsload.planning.read_plan import byte_ranges_of
+from gdsload.report import LoadReport
+from storage import kept_warm
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A cold file of 10 MB."""
+    path = tmp_path / "model.safetensors"
+    tensors = {f"t{i}": torch.full((500_000,), i, dtype=torch.int16) for i in range(10)}
+    safetensors.torch.save_file(tensors, path)
+    if page_cache.evict(path):
+        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    return path
+
+
+def io_modes(report: LoadReport) -> set[str]:
+    return {path.rpartition("/")[2] for path, nbytes in report.paths.items() if nbytes}
+
+
+def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
+    got = gdsload.load_file(path)
+    assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
+    with kept_warm(path):
+        report = gdsload.last_report()
+        assert report.paths == {"posix/threads/mapped": report.read_bytes}
+        assert report.read_bytes >= report.wanted_bytes
+        assert report.page_cache.startswith("filled: ")
+        assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+        gdsload.load_file(path)
+        assert gdsload.last_report().paths == {"mapped": report.wanted_bytes}
+        assert gdsload.last_report().page_cache == ""
+
+
+def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> None:
+    before = path.read_bytes()
+    page_cache.evict(path)
+    got = gdsload.load_file(path)
+    got["t3"].fill_(77)
+    assert path.read_bytes() == before
+
+
+def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_mode, "available_bytes", lambda: 12_000_000)
+    got = gdsload.load_file(path)
+    report = gdsload.last_report()
+    assert io_modes(report) <= {"direct", "direct bounced"}
+    assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
+    assert page_cache.resident_bytes(path) < report.wanted_bytes // 2
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+@pytest.mark.parametrize(
+    "words", [{"cache": "direct"}, {"page_cache": "drop"}, {"backend": "posix"}]
+)
+def test_page_cache_is_not_filled_if_the_caller_asks_for_other_reads(
+    path: Path, words: dict[str, Any]
+) -> None:
+    gdsload.load_file(path, **words)
+    assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}
+
+
+def test_stream_fills_the_page_cache_window_by_window(path: Path) -> None:
+    for name, tensor in gdsload.stream(path, window_bytes=1 << 20):
+        assert bool((tensor == int(name[1:])).all())
+    report = gdsload.last_report()
+    assert io_modes(report) == {"mapped"}
+
+
+def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:
+    with gdsload.prefetch(path) as ahead:
+        ahead.wait()
+        assert ahead.report.page_cache.startswith("filled: ")
+        got = gdsload.load_file(path)
+    assert gdsload.last_report().read_bytes == 0
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> None:
+    report = LoadReport(str(path))
+    with Checkpoint.open(path) as checkpoint, Session(checkpoint, report) as session:
+        ranges = byte_ranges_of(checkpoint)
+        os.truncate(path, path.stat().st_size // 2)
+        batch = Batch(session, *session.arrange(ranges))
+        try:
+            assert session.report.page_cache.startswith("filled: ")
+            with pytest.raises(ReadError, match="the file ended at byte"):
+                batch.wait()
+        finally:
+            batch.release()

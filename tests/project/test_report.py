@@ -1,0 +1,57 @@
+"""The report of a load: its times and its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from gdsload.report import LoadReport, Span, size
+
+
+def report_of(*spans: Span, seconds: float = 10.0) -> LoadReport:
+    report = LoadReport("model")
+    report.seconds = seconds
+    report.spans = list(spans)
+    for name, track, start, end in spans:
+        if track == "phases":
+            report.phases[name] = report.phases.get(name, 0.0) + end - start
+    return report
+
+
+def test_exclusive_phases_add_up_to_the_seconds_of_the_load() -> None:
+    report = report_of(
+        Span("open", "phases", 1.0, 2.0),
+        Span("wait", "phases", 4.0, 7.0),
+        Span("wait", "phases", 8.0, 8.5),
+        Span("transformers", "phases", 3.0, 9.0),
+    )
+    found = report.exclusive_phases()
+    assert found == {"open": 1.0, "transformers": 2.5, "wait": 3.5, "other": 3.0}
+    assert sum(found.values()) == report.seconds
+
+
+def test_rate_is_that_of_the_reads_without_imports() -> None:
+    report = report_of(
+        Span("import torch", "phases", 0.0, 8.0),
+        Span("read 4096 KiB at 0", "requests of a", 1.0, 2.0),
+        Span("read 4096 KiB at 4194304", "requests of a", 1.5, 3.0),
+    )
+    report.tensors, report.wanted_bytes, report.read_bytes = 1, 3_000_000_000, 4_000_000_000
+    assert (report.reading_seconds, report.rate) == (2.0, 2e9)
+    first, *others = report.summary().splitlines()
+    assert (
+        first == "model -> cpu: 1 tensor, 3.00 GB in 10.000 s, imports 8.000 s of them; 0.00 s CPU"
+    )
+    assert "read: 4.00 GB in 2.000 s, 2.00 GB/s" in others
+
+
+def test_load_without_reads_has_no_rate() -> None:
+    report = report_of()
+    assert report.rate == 0.0
+    assert "read:" not in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (656_768, "656.77 kB"), (1.5e9, "1.50 GB")]
+)
+def test_size_has_a_fitting_unit(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
