@@ -22,12 +22,17 @@ def open_gdsload(wanted: Wanted) -> Opened:
     import gdsload
 
     options = dict(wanted.settings)
-    cache = options.pop("cache", "auto")
+    cache, page_cache = options.pop("cache", "auto"), options.pop("page_cache", "keep")
     backend = options.pop("backend", "posix" if options else "auto")
 
     def load(source: Path) -> Loaded:
         state = gdsload.load_file(
-            source, wanted.device, backend=backend, cache=cache, options=options or None
+            source,
+            wanted.device,
+            backend=backend,
+            cache=cache,
+            page_cache=page_cache,
+            options=options or None,
         )
         report = gdsload.last_report().to_dict()
         return tensors(state, report={k: v for k, v in report.items() if k != "source"})

@@ -24,7 +24,9 @@ def main() -> None:
     import torch
 
     arm, source = sys.argv[1:3]
-    opened = OPENERS[arm](Wanted(Path(source), {}))
+    name, _, setting = arm.partition(":")
+    settings = dict([setting.split("=")]) if setting else {}
+    opened = OPENERS[name](Wanted(Path(source), settings))
     opened.prepare()
     print("ready", flush=True)
     sys.stdin.readline()

@@ -25,7 +25,7 @@ from .layout import several, size
 from .loaded import OURS, PEERS
 from .records import Refused
 
-ARMS = {"gdsload": OURS, "safetensors-mmap": OURS, "runai": PEERS}
+ARMS = {"gdsload": OURS, "gdsload:page_cache=fill": OURS, "safetensors-mmap": OURS, "runai": PEERS}
 AT_ONCE = (2, 4, 8)
 RESTARTS = 2
 # Memory that the last process freed goes back to the host of a virtual machine meanwhile.

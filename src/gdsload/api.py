@@ -185,9 +185,7 @@ def load_file(
     """Loads the tensors of a checkpoint into the memory of a device.
 
     Replaces `safetensors.torch.load_file`. On the CPU, a file that is completely in the page cache
-    is mapped privately and read lazily. Other files on local storage are read into the page cache
-    and mapped, so that the next process finds them there; if they leave too little memory, they are
-    read past the page cache with direct I/O. `report.page_cache` has the decision.
+    is mapped privately and read lazily; other files are read into place with direct I/O.
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
@@ -205,12 +203,12 @@ def load_file(
             tells.
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
             reads through it; "mapped" maps the files.
-        page_cache: "keep" leaves in the page cache what was read through it. "drop" fills it with
-            nothing: cold bytes are read with direct I/O, and bytes that were read through it are
-            removed at the end of the load, except for those that were there before and those of
-            mapped files.
+        page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
+            the end of the load, except for bytes that were there before, and for mapped files.
             The kernel allows it only for files that the user owns or may write to;
-            `report.refusals` names others.
+            `report.refusals` names others. "fill" is for restarts and replicas: a load into host
+            memory with `cache` "auto" reads cold files on local storage into the page cache and
+            maps them, if it has room; `report.page_cache` says whether it had.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them
             reads a share, and they exchange the bytes. All its ranks make the same call; `device`,

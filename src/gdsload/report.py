@@ -61,7 +61,8 @@ class LoadReport:
         retries: Number of repeated operations.
         filesystem: The type of the network or FUSE filesystem that was read, or "".
         depth: Reads in flight at most, 0 if nothing was read.
-        page_cache: Whether the reads filled the page cache, and why; "" if nothing was read.
+        page_cache: With `page_cache="fill"`, whether the reads filled the page cache, and why;
+            "" otherwise, or if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.

@@ -77,7 +77,7 @@ def io_modes(report: gdsload.LoadReport) -> set[str]:
 def test_local_filesystem_is_read_directly_at_the_usual_depth(
     mounted: Mounted, checked: Any, kind: str
 ) -> None:
-    report = checked(mounted(kind), page_cache="drop")
+    report = checked(mounted(kind))
     assert io_modes(report) <= {"direct", "direct bounced"}
     assert (report.filesystem, report.depth) == ("", 16)
 

@@ -334,14 +334,14 @@ def test_stream_follows_the_requested_order(path: Path) -> None:
         ]
 
 
-def test_warm_file_is_mapped_and_cold_file_is_read_past_the_page_cache(path: Path) -> None:
+def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     with kept_warm(path):
         gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.paths == {"mapped": report.wanted_bytes}
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
-    got = gdsload.load_file(path, page_cache="drop")
+    got = gdsload.load_file(path)
     report = gdsload.last_report()
     assert report.paths[f"posix/{report.engine}/direct"] >= report.wanted_bytes
     # What is there came with the header, by the kernel's read-ahead.

@@ -1,4 +1,4 @@
-"""Cold loads that leave the bytes in the page cache for the next process, where it has room."""
+"""page_cache="fill": cold loads leave the bytes in the page cache for the next process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def io_modes(report: LoadReport) -> set[str]:
 
 
 def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
-    got = gdsload.load_file(path)
+    got = gdsload.load_file(path, page_cache="fill")
     assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
     with kept_warm(path):
         report = gdsload.last_report()
@@ -54,7 +54,7 @@ def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
 def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> None:
     before = path.read_bytes()
     page_cache.evict(path)
-    got = gdsload.load_file(path)
+    got = gdsload.load_file(path, page_cache="fill")
     got["t3"].fill_(77)
     assert path.read_bytes() == before
 
@@ -63,7 +63,7 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_mode, "available_bytes", lambda: 12_000_000)
-    got = gdsload.load_file(path)
+    got = gdsload.load_file(path, page_cache="fill")
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}
     assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
@@ -72,7 +72,7 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
 
 
 @pytest.mark.parametrize(
-    "words", [{"cache": "direct"}, {"page_cache": "drop"}, {"backend": "posix"}]
+    "words", [{"cache": "direct", "page_cache": "fill"}, {"page_cache": "drop"}, {}]
 )
 def test_page_cache_is_not_filled_if_the_caller_asks_for_other_reads(
     path: Path, words: dict[str, Any]
@@ -82,14 +82,14 @@ def test_page_cache_is_not_filled_if_the_caller_asks_for_other_reads(
 
 
 def test_stream_fills_the_page_cache_window_by_window(path: Path) -> None:
-    for name, tensor in gdsload.stream(path, window_bytes=1 << 20):
+    for name, tensor in gdsload.stream(path, page_cache="fill", window_bytes=1 << 20):
         assert bool((tensor == int(name[1:])).all())
     report = gdsload.last_report()
     assert io_modes(report) == {"mapped"}
 
 
 def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:
-    with gdsload.prefetch(path) as ahead:
+    with gdsload.prefetch(path, page_cache="fill") as ahead:
         ahead.wait()
         assert ahead.report.page_cache.startswith("filled: ")
         got = gdsload.load_file(path)
@@ -99,7 +99,10 @@ def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:
 
 def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> None:
     report = LoadReport(str(path))
-    with Checkpoint.open(path) as checkpoint, Session(checkpoint, report) as session:
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, report, page_cache="fill") as session,
+    ):
         ranges = byte_ranges_of(checkpoint)
         os.truncate(path, path.stat().st_size // 2)
         batch = Batch(session, *session.arrange(ranges))

@@ -1,8 +1,8 @@
 """The I/O mode of each byte of a checkpoint, and the descriptors that direct reads need.
 
 cache      wholly in the page cache      partly, or not at all
-"auto"     mapped                        read into the page cache and mapped, if it has room;
-                                         otherwise buffered where warm, direct where cold
+"auto"     mapped                        buffered where warm, direct where cold; with
+                                         page_cache="fill": read into the page cache and mapped
 others     as the name says, whatever the page cache holds
 
 A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
@@ -30,7 +30,7 @@ from gdsload.report import LoadReport
 from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
-PAGE_CACHES = ("keep", "drop")
+PAGE_CACHES = ("keep", "drop", "fill")
 # Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
 # cache of others should not be evicted for it.
 ROOM_SHARE = 1.25
@@ -52,7 +52,7 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop"
-        self._fills: bool | None = None  # None: nobody has asked yet
+        self._fills: bool | None = None  # None: not decided yet
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
 
@@ -94,8 +94,8 @@ class ShardAccess:
         return "buffered" if warm else "direct"
 
     def fill_if_room(self, nbytes: int) -> None:
-        """Decides once, for all reads that follow, whether they go to the page cache: if it has
-        room for these bytes, on storage of this machine. The reason is in the report."""
+        """For page_cache="fill", decides once for all reads that follow whether they fill the page
+        cache: if it has room for these bytes, on local storage. The reason is in the report."""
         if self._fills is not None:
             return
         refusal = self._why_not_filled(nbytes)
@@ -107,8 +107,6 @@ class ShardAccess:
     def _why_not_filled(self, nbytes: int) -> str:
         if self.cache != "auto":
             return f"cache={self.cache!r}"
-        if self._drops:
-            return "page_cache='drop'"
         kinds = {self._storage_of(shard).kind for shard in range(len(self._registered))}
         if distant := next(filter(None, kinds), ""):
             return f"the files are on {distant}"

@@ -63,7 +63,7 @@ class Session:
             device: Where the reads go: "cpu" or "cuda:N".
             backend: The name of a backend, or "auto".
             cache: One of `CACHES`, as for `load_file`.
-            page_cache: "keep" or "drop", as for `load_file`.
+            page_cache: One of `PAGE_CACHES`, as for `load_file`.
             options: Options of the backend.
             stall_seconds: Without a byte for this long, a read has failed.
             adopt: Take over what a prefetch has read of these files, or is reading.
@@ -88,8 +88,7 @@ class Session:
         self._expected_bytes = expected_bytes
         self._adopts = adopt and cache != "mapped"
         self._maps = maps
-        # Who names a backend or its options means the reads of that backend.
-        self._fills = maps and device == "cpu" and backend == "auto" and not self._options
+        self._fills = page_cache == "fill" and maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._claims: dict[str, Claim] = {}  # not yet taken by a batch

@@ -184,7 +184,7 @@ def accelerated(
     Args:
         backend: "auto" or the name of a backend.
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
-        page_cache: "keep" or "drop", as for `gdsload.load_file`.
+        page_cache: "keep", "drop" or "fill", as for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
