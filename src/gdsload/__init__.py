@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         CuFileError as CuFileError,
         FileChanged as FileChanged,
         GdsloadError as GdsloadError,
+        IntegrityError as IntegrityError,
         PlacementError as PlacementError,
         ReadError as ReadError,
         ShortRead as ShortRead,
@@ -43,7 +44,7 @@ _MODULES = {
     "api": "load_file plan stream",
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
-    " PlacementError ReadError ShortRead StallError",
+    " IntegrityError PlacementError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",

@@ -57,6 +57,7 @@ async def astream(
     window_bytes: int = WINDOW_BYTES,
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -81,6 +82,7 @@ async def astream(
         window_bytes: Bytes that are read together, as for `stream`.
         progress: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the load fails.
+        verify: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -92,7 +94,7 @@ async def astream(
         (name, tensor), as `stream` does.
 
     Raises:
-        ValueError: `order`, `cache` or `page_cache` has no such value.
+        ValueError: `order`, `cache`, `page_cache` or `verify` has no such value.
         GdsloadError: As for `stream`, or no thread can be started.
 
     Example:

@@ -34,6 +34,7 @@ from gdsload.integrations.transformers.readahead_queue import (
 )
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
+from gdsload.loading.integrity import open_verifier, require_verify
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
@@ -55,9 +56,11 @@ class Options:
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
+    verify: str | os.PathLike[str] = "size"
 
     def __post_init__(self) -> None:
         require_cache(self.cache, self.page_cache)
+        require_verify(self.verify, self.cache)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
 
@@ -98,6 +101,7 @@ class ModelReader:
         with ExitStack() as stack:
             with report.phase("open"):
                 self.checkpoint = stack.enter_context(_checkpoint_of(files))
+            self.verifier = open_verifier(self.checkpoint, options.verify, report)
             # A backend for devices only cannot read to the host.
             to_host = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
@@ -172,6 +176,7 @@ class ModelReader:
             cache=options.cache,
             page_cache=options.page_cache,
             stall_seconds=options.stall_seconds,
+            verifier=self.verifier,
             **how,
         )
 

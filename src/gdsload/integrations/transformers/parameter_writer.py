@@ -12,6 +12,7 @@ responsible for the memory of the parameters (`parameter_buffers`).
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +95,9 @@ class ParameterWriter:
         self.waited_seconds = 0.0
         self.taken_tensors = self.taken_bytes = 0
         self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
-        self._planned = deque(_windows_of(infos, window_bytes))
+        # A tensor that is split is not compared at the edges of its parts.
+        split_bytes = window_bytes if session.verifier is None else sys.maxsize
+        self._planned = deque(_windows_of(infos, window_bytes, split_bytes))
         # The number of the window with the last rows of each tensor.
         self._window_of = {
             rows.name: number for number, window in enumerate(self._planned) for rows in window
@@ -156,7 +159,7 @@ class ParameterWriter:
             self._advance()
         batch, window = self._in_flight[0]
         start = time.monotonic()
-        batch.wait(watch=self._require_open)
+        batch.wait(watch=self._require_open, parts=[rows.info for rows in window])
         self.waited_seconds += time.monotonic() - start
         self._copying = True
         self._write(window, batch.views)
@@ -202,8 +205,10 @@ class ParameterWriter:
         self.close()
 
 
-def _windows_of(infos: Sequence[TensorInfo], window_bytes: int) -> list[list[_Rows]]:
-    rows = (part for info in sorted(infos, key=FILE_ORDER) for part in _split(info, window_bytes))
+def _windows_of(
+    infos: Sequence[TensorInfo], window_bytes: int, split_bytes: int
+) -> list[list[_Rows]]:
+    rows = (part for info in sorted(infos, key=FILE_ORDER) for part in _split(info, split_bytes))
     return list(grouped(rows, window_bytes, size=lambda part: part.info.nbytes))
 
 
