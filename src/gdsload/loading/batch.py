@@ -209,7 +209,7 @@ class Batch:
         if backend is None or request is None or self.complete:
             self._require_progress(None)
             self._check_arrived(to_check, watch)
-            self._verified = True
+            self._verified |= bool(parts)
             return
         transfers, stall_seconds = self.plan.transfers, self.session.stall_seconds
         silent = False
@@ -221,7 +221,7 @@ class Batch:
                 self._require_progress(progress)
                 self._check_arrived(to_check, watch)
                 if progress is None or progress.finished:
-                    self._verified = True
+                    self._verified |= bool(parts)
                     return
                 # An error only at the second look: a process that was stopped (SIGSTOP) sees a long
                 # silence when it continues, although bytes are about to be counted.
