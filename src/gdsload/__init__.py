@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         CuFileError as CuFileError,
         FileChanged as FileChanged,
         GdsloadError as GdsloadError,
+        IntegrityError as IntegrityError,
         PartialLoad as PartialLoad,
         PlacementError as PlacementError,
         RankError as RankError,
@@ -52,7 +53,7 @@ _MODULES = {
     "checkpoint.checkpoint": "Checkpoint TensorInfo",
     "checkpoint.selection": "experts layers",
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
-    " PartialLoad PlacementError RankError ReadError ShortRead StallError",
+    " IntegrityError PartialLoad PlacementError RankError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
     "report": "LoadReport last_report",

@@ -65,6 +65,7 @@ async def astream(
     readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -93,6 +94,7 @@ async def astream(
         readers: As for `load_file`.
         progress: As for `load_file`.
         stall_seconds: As for `load_file`.
+        verify: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -104,7 +106,7 @@ async def astream(
         (name, tensor), as `stream` does.
 
     Raises:
-        ValueError: `order`, `cache` or `page_cache` has no such value.
+        ValueError: `order`, `cache`, `page_cache` or `verify` has no such value.
         GdsloadError: As for `stream`, or no thread can be started.
 
     Example:

@@ -26,6 +26,7 @@ from gdsload.distribution.exchange import Shards
 from gdsload.distribution.shared_load import Sharing, shared_tensors
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch, assembled
+from gdsload.loading.integrity import open_verifier, require_verify
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -65,13 +66,14 @@ class ReadSettings:
         page_cache: str,
         options: Mapping[str, Any] | None,
         stall_seconds: float,
+        verify: str | os.PathLike[str] = "size",
     ) -> None:
         """Checks the values. A backend of safetensors becomes the `cache` that reads like it.
 
         Raises:
             PlacementError: The device does not exist.
-            ValueError: `cache` or `page_cache` is unknown, or `cache` contradicts the backend of
-                safetensors.
+            ValueError: `cache`, `page_cache` or `verify` is unknown, or `cache` contradicts
+                `verify` or the backend of safetensors.
         """
         mode = _SAFETENSORS_MODES.get(backend)
         if mode is not None and backend not in registered():  # a plugin may have this name
@@ -79,6 +81,8 @@ class ReadSettings:
                 raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
             backend, cache = "auto", mode
         require_cache(cache, page_cache)
+        require_verify(verify, cache)
+        self.verify = verify
         self.device, self.backend, self.cache = _target_of(device), backend, cache
         self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
 
@@ -99,6 +103,7 @@ class ReadSettings:
             options=self.options,
             stall_seconds=self.stall_seconds,
             expected_bytes=nbytes,
+            verifier=open_verifier(checkpoint, self.verify, report),
         )
 
 
@@ -138,8 +143,8 @@ def load(
         for group in groups:
             posted.append((group, post(session, group)))
         _import_torch(session, device)
-        for _, batch in posted:
-            batch.wait(advance)
+        for group, batch in posted:
+            batch.wait(advance, parts=group)
         with session.report.phase("hand over"):
             session.checkpoint.verify_unchanged()
             tensors: dict[str, torch.Tensor] = {}
@@ -175,6 +180,7 @@ def load_file(
     readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -221,6 +227,11 @@ def load_file(
         progress: Whether a progress bar is shown on stderr. None: if stderr is a terminal.
         stall_seconds: Seconds without a new byte, or without an answer of another rank, after which
             the load fails.
+        verify: "size" checks the sizes of the files, and that they do not change during the load.
+            "checksum" also compares each block of a tensor with the manifest that `gdsload
+            manifest` has written beside the files; the Path of a manifest is another place.
+            "sha256" is a manifest with SHA-256, or, in the hub cache, compares whole files before
+            the load. A verified load maps no file.
         revision: Branch, tag or commit of a model in the hub cache. None is "main".
         subfolder: Folder inside the model.
         variant: Such as "fp16", for model.fp16.safetensors.
@@ -239,6 +250,7 @@ def load_file(
         ReadError: A read failed.
         FileChanged: A file was modified during the load.
         RankError: Another rank of `group` has failed, has ended, or does not answer.
+        IntegrityError: Bytes differ from their checksum, or the manifest does not fit.
         ValueError: An argument has no such value.
         IndexError: An index in `slices` is outside its tensor.
 
@@ -249,7 +261,7 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     opened = partial(_opened, filename, settings, lookup, names, slices, progress)
     sharing = Sharing.of(group, shards, readers)
@@ -407,6 +419,7 @@ def stream(
     readers: str = "node",
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -438,6 +451,7 @@ def stream(
         readers: As for `load_file`.
         progress: As for `load_file`.
         stall_seconds: As for `load_file`.
+        verify: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -449,7 +463,7 @@ def stream(
         (name, tensor). Each tensor owns its memory or keeps it alive.
 
     Raises:
-        ValueError: `order`, `cache` or `page_cache` has no such value.
+        ValueError: `order`, `cache`, `page_cache` or `verify` has no such value.
         GdsloadError: As for `load_file`. A changed file is detected at the end of each window.
 
     Example:
@@ -458,7 +472,7 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} is none of "file", "layers"')
-    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
+    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
     sharing = Sharing.of(group, shards, readers)
@@ -579,7 +593,7 @@ def _windows(
         while posted:
             posted.extend(islice(windows, 1))
             group, batch = posted[0]
-            batch.wait(advance)
+            batch.wait(advance, parts=group)
             with session.report.phase("hand over"):
                 session.checkpoint.verify_unchanged()
                 tensors = batch.tensors_of(group)

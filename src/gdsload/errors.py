@@ -7,6 +7,7 @@
     │       ├── CheckpointNotFound(FileNotFoundError)
     │       └── CheckpointAccessError(PermissionError)
     ├── PlacementError(ValueError)              it does not fit, and by how many bytes
+    ├── IntegrityError(ValueError)              bytes differ from a checksum: file, tensor, range
     ├── RankError(RuntimeError)                 .rank: another rank of a shared load failed
     ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and a hint
     ├── PartialLoad(RuntimeError)               a load into existing tensors failed in the middle
@@ -130,6 +131,32 @@ class PlacementError(GdsloadError, ValueError):
     def __init__(self, message: str, *, missing_bytes: int | None = None) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+
+
+class IntegrityError(GdsloadError, ValueError):
+    """Bytes of a file differ from their checksum. Nothing was handed out.
+
+    Attributes:
+        path: The file.
+        tensor: The name of the tensor, or None for a header or a whole file.
+        offset: The first byte of the range that differs.
+        nbytes: The length of this range, in bytes.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        tensor: str | None = None,
+        offset: int = 0,
+        nbytes: int = 0,
+    ) -> None:
+        super().__init__(one_line(message))
+        self.path = path
+        self.tensor = tensor
+        self.offset = offset
+        self.nbytes = nbytes
 
 
 class BackendUnavailable(GdsloadError, RuntimeError):

@@ -59,6 +59,9 @@ class LoadReport:
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
+        verify: The check of the bytes: "size", "checksum", "sha256" or the path of a manifest.
+        verified_bytes: Bytes that were compared with a checksum: of wanted tensors, or of whole
+            files in the hub cache. A slice is compared in the blocks that it contains wholly.
         filesystem: The type of the network or FUSE filesystem that was read, or "".
         depth: Reads in flight at most, 0 if nothing was read.
         page_cache: With `page_cache="fill"`, whether the reads filled the page cache, and why;
@@ -98,6 +101,8 @@ class LoadReport:
         self.requests = 0
         self.short_reads = 0
         self.retries = 0
+        self.verify = "size"
+        self.verified_bytes = 0
         self.filesystem = ""
         self.depth = 0
         self.page_cache = ""
@@ -219,6 +224,11 @@ class LoadReport:
             lines.append(
                 f"{self.requests} requests, {self.short_reads} short reads continued,"
                 f" {self.retries} retries"
+            )
+        if self.verify != "size":
+            left = max(self.wanted_bytes - self.verified_bytes, 0)
+            lines.append(
+                f"verified by {self.verify}: {self.verified_bytes:,} bytes, not verified: {left:,}"
             )
         if self.integration:
             why = f" ({self.integration_reason})" if self.integration_reason else ""

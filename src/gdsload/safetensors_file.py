@@ -42,6 +42,7 @@ class safe_open:
         page_cache: As for `load_file`; the load ends when the file is closed.
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which a read fails.
+        verify: As for `load_file`. A slice is compared in the blocks that it contains wholly.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -70,6 +71,7 @@ class safe_open:
         page_cache: str = "keep",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
+        verify: str | os.PathLike[str] = "size",
         revision: str | None = None,
         subfolder: str = "",
         variant: str | None = None,
@@ -82,7 +84,7 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds)
+        settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
         self._device = settings.device
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
@@ -179,7 +181,9 @@ class safe_open:
         with self._lock:
             if self._checkpoint.closed and self._checkpoint.shards:
                 raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
+            verify = self._session.report.verify
             report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
+            report.verify = verify
             report.count(infos)
             with report.whole():
                 return load(self._session, infos, self._device)

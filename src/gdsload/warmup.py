@@ -185,6 +185,7 @@ def hook(
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -210,6 +211,7 @@ def hook(
         page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
+        verify: As for `gdsload.prefetch`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.

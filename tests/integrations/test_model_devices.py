@@ -22,9 +22,11 @@ import equal
 import gdsload
 import gpudoubles
 import tinymodels
+from command import run
 from devicetensors import device_tensor
 from gdsload.backends import staging
-from gdsload.errors import BackendUnavailable, PlacementError, ReadError
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import BackendUnavailable, IntegrityError, PlacementError, ReadError
 from gdsload.integrations.transformers import load_plan, patches
 from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.loading import device_batch
@@ -193,6 +195,31 @@ def test_several_devices_are_filled_concurrently(
     rings = [0, 1] if backend == "posix" else []
     assert sorted(made.ordinal for made in staging_ring.rings()) == rings
     assert sum(report.paths.values()) > 0
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verified_model_compares_bytes_on_devices(
+    backend: str, dtype: str, doubles: Doubles, live: Callable[[Places], None], tmp_path: Path
+) -> None:
+    tinymodels.build("qwen3").save_pretrained(tmp_path)
+    assert run("manifest", tmp_path, "--algorithm", "sha256").exit_code == 0
+    live(spread)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    how: dict[str, Any] = {"backend": backend, "options": OPTIONS[backend], "verify": "checksum"}
+    with gdsload.accelerated(window_bytes=1 << 14, ahead_bytes=1 << 15, **how):
+        ours = gdsload.from_pretrained(tmp_path, dtype=dtype)
+    assert tinymodels.differences(stock, ours) == []
+    report = gdsload.last_report()
+    assert report.verified_bytes == report.wanted_bytes > 0
+    path = tmp_path / "model.safetensors"
+    with Checkpoint.open(path) as checkpoint:
+        info = checkpoint.info("model.layers.1.mlp.up_proj.weight")
+    raw = bytearray(path.read_bytes())
+    raw[info.offset + 5] ^= 8
+    path.write_bytes(raw)
+    with gdsload.accelerated(**how), pytest.raises(IntegrityError, match=info.name):
+        gdsload.from_pretrained(tmp_path, dtype=dtype)
 
 
 def test_backend_for_devices_alone_needs_a_device(qwen: Path, doubles: Doubles) -> None:

@@ -16,11 +16,11 @@ from gdsload import backends, warmup
 NAMES = {
     gdsload: [
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
-        "GdsloadError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch", "RankError",
-        "ReadError", "ShortRead", "StallError", "TensorInfo", "__version__", "accelerated",
-        "afrom_pretrained", "astream", "experts", "from_pretrained", "install", "last_report",
-        "layers", "load_file", "load_into", "plan", "prefetch", "quiesce", "resume", "safe_open",
-        "stream", "uninstall", "warmup",
+        "GdsloadError", "IntegrityError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch",
+        "RankError", "ReadError", "ShortRead", "StallError", "TensorInfo", "__version__",
+        "accelerated", "afrom_pretrained", "astream", "experts", "from_pretrained", "install",
+        "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce", "resume",
+        "safe_open", "stream", "uninstall", "warmup",
     ],
     warmup: [
         "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",
@@ -33,7 +33,7 @@ NAMES = {
     ],
 }  # fmt: skip
 LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
-READING = ["backend", "cache", "page_cache", "options", "stall_seconds"]
+READING = ["backend", "cache", "page_cache", "options", "stall_seconds", "verify"]
 
 
 def run(code: str, *words: str) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 import click
 
 from gdsload.cli.headers import inspect, plan
+from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json, size
@@ -111,5 +112,5 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     run_script(arguments)
 
 
-for _command in (inspect, plan, load, warmup, bench):
+for _command in (inspect, plan, load, manifest, verify, warmup, bench):
     main.add_command(_command)

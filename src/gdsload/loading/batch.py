@@ -8,8 +8,11 @@ turns failures into errors, and takes over ranges that a prefetch is still readi
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload.backends import Backend, Memory, Registration
@@ -26,10 +29,14 @@ from gdsload.planning.tensor_slices import TensorSlice
 if TYPE_CHECKING:
     import torch
 
+    from gdsload.loading.integrity import Block
     from gdsload.memory.host_pool import PoolBuffers
     from gdsload.planning.tensor_slices import TensorSlice
 
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
+# A block to compare, the transfers that read it (first and last), and the range that it is in.
+_Check = tuple[int, int, "Block", "ByteRange | TensorInfo"]
+_offset, _last = attrgetter("offset"), itemgetter(1)
 
 
 def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,6 +86,7 @@ class Batch:
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
         self._failure: Failure | None = None  # the first one
+        self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
                 with session.report.phase("prepare"):
@@ -192,14 +200,18 @@ class Batch:
         self,
         moved: Callable[[int], None] | None = None,
         watch: Callable[[], None] = lambda: None,
+        parts: Sequence[ByteRange | TensorInfo] = (),
     ) -> None:
         """Waits until all bytes have arrived.
 
         Args:
             moved: Called with the number of bytes that have arrived since the last call.
             watch: Called ten times a second. An exception from it ends the wait.
+            parts: The ranges of this batch. If the session has a verifier, those in host memory
+                are compared while later ones are read.
 
         Raises:
+            IntegrityError: Bytes differ from their checksum; later calls raise it again.
             ReadError: A read failed. The error names file, offset and tensor; later calls raise it
                 again.
             StallError: No byte arrived for the session's `stall_seconds`.
@@ -211,9 +223,12 @@ class Batch:
                     claim.pause(_POLL_SECONDS)
                 if moved is not None:
                     moved(claim.range.nbytes)
+        to_check = self._to_check(parts)
         backend, request = self._backend, self._request
         if backend is None or request is None or self.complete:
             self._require_progress(None)
+            self._check_arrived(to_check, watch)
+            self._verified |= bool(parts)
             return
         transfers, stall_seconds = self.plan.transfers, self.session.stall_seconds
         silent = False
@@ -223,7 +238,9 @@ class Batch:
                 if moved is not None and progress is not None and progress.settled:
                     moved(sum(transfers[number].wanted for number in progress.settled))
                 self._require_progress(progress)
+                self._check_arrived(to_check, watch)
                 if progress is None or progress.finished:
+                    self._verified |= bool(parts)
                     return
                 # An error only at the second look: a process that was stopped (SIGSTOP) sees a long
                 # silence when it continues, although bytes are about to be counted.
@@ -232,7 +249,37 @@ class Batch:
                 if silent and was_silent:
                     raise self._stall(transfers[self._arrived.find(0)], progress.idle_seconds)
                 watch()
-                backend.wait(request, _POLL_SECONDS)
+                first, last = to_check[0][:2] if to_check else (0, -1)
+                backend.wait(request, _POLL_SECONDS, first, last)
+
+    def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:
+        """The blocks of these parts, and the transfers that read each, in the order of arrival."""
+        verifier, transfers = self.session.verifier, self.plan.transfers
+        checks: list[_Check] = []
+        if verifier is None or self.session.device != "cpu":
+            return deque()
+        for part in parts:
+            location = self.plan.locations.get(part.name)
+            for block in verifier.blocks_of(part):
+                first, last = 0, -1
+                if location is not None:
+                    low, high, end = location.first, location.last + 1, block.offset + block.nbytes
+                    first = bisect_right(transfers, block.offset, low, high, key=_offset) - 1
+                    last = bisect_left(transfers, end, low, high, key=_offset) - 1
+                checks.append((first, last, block, part))
+        return deque(sorted(checks, key=_last))
+
+    def _check_arrived(self, checks: deque[_Check], watch: Callable[[], None]) -> None:
+        """Compares the first blocks that have arrived, and removes them. Raises IntegrityError."""
+        verifier = self.session.verifier
+        while checks and verifier is not None:
+            first, last, block, part = checks[0]
+            if self._arrived.find(0, first, last + 1) >= 0:
+                return
+            verifier.check_in_memory(block, part, self.views[part.name])
+            self.session.report.verified_bytes += block.nbytes
+            checks.popleft()
+            watch()
 
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         """The tensors by name, after `wait`. Each owns its memory and is handed out once."""
@@ -272,5 +319,5 @@ class Batch:
                 whole = False
                 with suppress(GdsloadError):
                     session.checkpoint.verify_unchanged()
-                    whole = released and self.complete
+                    whole = released and self.complete and self._verified
                 end_intake(session.checkpoint if whole else None)

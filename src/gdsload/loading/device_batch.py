@@ -129,6 +129,7 @@ class BlockBatch(Batch):
         slices = [whole(info) for info in infos]
         tensors = DeviceTensors(self.session, slices, self.views).give(slices, self.views)
         self.views.clear()
+        _check(self.session, infos, tensors)
         return tensors
 
 
@@ -148,7 +149,18 @@ class DeviceBatch(Batch):
     def tensors_of(self, infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
         tensors = self._tensors.give([whole(info) for info in infos], self.views)
         self.views.clear()
+        _check(self.session, infos, tensors)
         return tensors
+
+
+def _check(
+    session: Session, infos: Sequence[TensorInfo], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    if session.verifier is not None:
+        with session.report.phase("verify"):
+            for info in infos:
+                compared = session.verifier.check_tensor([info], tensors[info.name])
+                session.report.verified_bytes += compared
 
 
 def read_to_blocks(session: Session, ranges: Sequence[ByteRange]) -> Batch:

@@ -29,6 +29,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
+    from gdsload.loading.integrity import Verifier
 
 __all__ = ["CACHES", "STALL_SECONDS", "Session", "require_cache"]
 
@@ -54,6 +55,7 @@ class Session:
         adopt: bool = True,
         maps: bool = True,
         expected_bytes: int = 0,
+        verifier: Verifier | None = None,
     ) -> None:
         """The backend is opened by the first read, or here if it was asked for by name.
 
@@ -70,6 +72,8 @@ class Session:
             maps: Map ranges that the page cache holds, instead of reading them.
             expected_bytes: Bytes that will be read in all; 0 means `report.wanted_bytes`. Backends
                 that take long to open are not used for small loads.
+            verifier: Compares all bytes that its batches read. Nothing is mapped then: a mapped
+                file may change after it was compared.
 
         Raises:
             ValueError: `cache` or `page_cache` is unknown.
@@ -87,8 +91,9 @@ class Session:
         self._options = dict(options or {})
         self._expected_bytes = expected_bytes
         self._adopts = adopt and cache != "mapped"
-        self._maps = maps
-        self._fills = page_cache == "fill" and maps and device == "cpu"
+        self.verifier = verifier
+        self._maps = maps and verifier is None
+        self._fills = page_cache == "fill" and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._claims: dict[str, Claim] = {}  # not yet taken by a batch
@@ -148,7 +153,7 @@ class Session:
             self.checkpoint,
             ranges,
             self.stall_seconds,
-            mapped=self.device == "cpu" and self.cache != "direct",
+            mapped=self.device == "cpu" and self.cache != "direct" and self.verifier is None,
             device=self.device,
         )
         self._offers += [offer for offer in offers if offer not in self._offers]

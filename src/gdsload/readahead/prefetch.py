@@ -25,6 +25,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import is_single
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
+from gdsload.loading.integrity import open_verifier, require_verify
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
@@ -109,7 +110,9 @@ class Prefetch(quiesce.Holder):
         keep: bool,
         where: dict[str, Any],
         checkpoint: Checkpoint | None = None,
+        verify: str | os.PathLike[str] = "size",
     ) -> None:
+        self._verify = verify
         self.source = source
         self.tier = tier
         self.report = LoadReport(source, device=device)
@@ -166,7 +169,8 @@ class Prefetch(quiesce.Holder):
                 if self.tier == "pool" and (pool := current_pool()) is not None:
                     pool.require(ranges)
                 device = "cpu"
-                if device_init is not None and self.tier == "memory":
+                verifier = open_verifier(checkpoint, self._verify, self.report)
+                if device_init is not None and self.tier == "memory" and verifier is None:
                     device = device_init.reached(self._session["backend"])
                 with Session(
                     checkpoint,
@@ -175,6 +179,7 @@ class Prefetch(quiesce.Holder):
                     adopt=False,
                     maps=self.tier != "pool",
                     expected_bytes=sum(one.nbytes for one in ranges),
+                    verifier=verifier,
                     **self._session,
                 ) as session:
                     self._read(session, ranges)
@@ -226,16 +231,14 @@ class Prefetch(quiesce.Holder):
         ranges, others = self._without_others(session, ranges)
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
-            offered = batch.offered_ranges(ranges)
-            batch.views.clear()  # from now on only the offer refers to the memory
             with self._lock:
                 self._batch = batch
                 self._wanted_bytes = sum(one.nbytes for one in ranges)
                 self._warm_bytes = max(self._wanted_bytes - batch.plan.read_bytes, 0)
                 if self._state == OPENING:
                     self._state = READING
-                    self._offer.fill(batch, offered, session.device)
-            del offered
+            if session.verifier is None:
+                self._fill_offer(batch, ranges, session.device)
             self._posted.set()
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
@@ -249,6 +252,10 @@ class Prefetch(quiesce.Holder):
                 batch.pause(0, -1, _POLL_SECONDS)
             if batch.error is not None:
                 raise batch.error
+            if session.verifier is not None and self._state == READING:
+                with self.report.phase("verify"):
+                    batch.wait(parts=ranges)  # loads wait for bytes that are not compared yet
+                self._fill_offer(batch, ranges, session.device)
         finally:
             batch.release()
         for other in others:
@@ -258,6 +265,14 @@ class Prefetch(quiesce.Holder):
                 raise PrefetchCancelled(
                     f"{self.source}: another prefetch was reading the same, and was {other._state}"
                 )
+
+    def _fill_offer(self, batch: PrefetchBatch, ranges: Sequence[ByteRange], device: str) -> None:
+        """Offers the ranges to loads. From now on only the offer refers to the memory."""
+        offered = batch.offered_ranges(ranges)
+        batch.views.clear()
+        with self._lock:
+            if self._state == READING:
+                self._offer.fill(batch, offered, device)
 
     def _without_others(
         self, session: Session, ranges: Sequence[ByteRange]
@@ -457,6 +472,7 @@ def prefetch(
     page_cache: str = "keep",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -492,6 +508,9 @@ def prefetch(
         page_cache: As for `load_file`; not for tier "pagecache".
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
+        verify: As for `load_file`; not for tier "pagecache". Loads wait until all bytes were
+            compared. For a GPU the bytes are read to host memory. A load that compares them again,
+            or reads what this prefetch refused, needs its own `verify`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -504,8 +523,8 @@ def prefetch(
         prefetch failed to read.
 
     Raises:
-        ValueError: `tier`, `cache`, `page_cache` or `limit_bytes` has no such value, or tier "pool"
-            finds no open pool.
+        ValueError: `tier`, `cache`, `page_cache`, `verify` or `limit_bytes` has no such value, or
+            tier "pool" finds no open pool.
         TypeError: `names` is of another type.
 
     Example:
@@ -520,6 +539,11 @@ def prefetch(
     require_cache(cache, page_cache)
     if tier == "pagecache" and page_cache == "drop":
         raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
+    require_verify(verify, cache)
+    if tier == "pagecache" and verify != "size":
+        raise ValueError(
+            f"tier='pagecache' keeps no bytes in this process: verify={verify!r} is for the load"
+        )
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
@@ -533,7 +557,7 @@ def prefetch(
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
-    made = Prefetch(title, name, tier, session, names, limit_bytes, keep, where, opened)
+    made = Prefetch(title, name, tier, session, names, limit_bytes, keep, where, opened, verify)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()

@@ -330,6 +330,7 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
         "page_cache": options.page_cache,
         "options": options.options,
         "stall_seconds": options.stall_seconds,
+        "verify": options.verify,
     }
 
 

@@ -45,6 +45,7 @@ def from_pretrained(
     page_cache: str = "keep",
     group: ProcessGroup | None = None,
     readers: str = "node",
+    verify: str | os.PathLike[str] = "size",
     on_module_ready: Callable[[str, Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -64,6 +65,8 @@ def from_pretrained(
             a share, and they exchange the bytes that each needs: all, or with tensor parallelism
             its parts. All its ranks make the same call. None: this process reads alone.
         readers: As for `load_file`.
+        verify: As for `load_file`. If transformers reads by itself, nothing is compared:
+            `last_report().verified_bytes` is 0.
         on_module_ready: Called as `on_module_ready(name, module)` once for every module, as soon as
             all parameters and buffers in it are final: inner modules before outer ones, in the
             order in which transformers loads, by the calling thread, so that loading continues
@@ -79,6 +82,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError, ReadError, PlacementError, FileChanged: The weights cannot be loaded.
+        IntegrityError: Weights differ from their checksums.
         BackendUnavailable: A backend that was asked for by name does not work here.
         RankError: Another rank of `group` has failed, has ended, or does not answer.
         Exception: Any exception of transformers.
@@ -93,6 +97,8 @@ def from_pretrained(
         inherited = replace(inherited, page_cache=page_cache)
     if group is not None:
         inherited = replace(inherited, group=group, readers=readers)
+    if verify != "size":
+        inherited = replace(inherited, verify=verify)
     report = LoadReport(str(source))
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
@@ -175,6 +181,7 @@ def accelerated(
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
+    verify: str | os.PathLike[str] = "size",
 ) -> Iterator[None]:
     """Inside the `with`, `from_pretrained` calls of this thread read by gdsload.
 
@@ -189,9 +196,10 @@ def accelerated(
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
+        verify: As for `gdsload.load_file`.
 
     Raises:
-        ValueError: An unknown `cache` or `page_cache`, or a size below 1.
+        ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
 
     Example:
         with gdsload.accelerated():
@@ -206,6 +214,7 @@ def accelerated(
             stall_seconds,
             window_bytes,
             ahead_bytes,
+            verify,
         )
     ):
         yield
@@ -220,6 +229,7 @@ def install(
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
+    verify: str | os.PathLike[str] = "size",
 ) -> None:
     """`accelerated` for all threads of the process, until `uninstall`.
 
@@ -232,9 +242,10 @@ def install(
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
+        verify: As for `gdsload.load_file`.
 
     Raises:
-        ValueError: An unknown `cache`, or a size below 1.
+        ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
 
     Example:
         gdsload.install()
@@ -242,7 +253,14 @@ def install(
         gdsload.uninstall()
     """
     wanted = Options(
-        backend, cache, page_cache, dict(options or {}), stall_seconds, window_bytes, ahead_bytes
+        backend,
+        cache,
+        page_cache,
+        dict(options or {}),
+        stall_seconds,
+        window_bytes,
+        ahead_bytes,
+        verify,
     )
     with _lock:
         try:

@@ -33,6 +33,7 @@ from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
+from gdsload.loading.integrity import open_verifier, require_verify
 from gdsload.loading.session import STALL_SECONDS, Session, require_cache
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
@@ -57,10 +58,12 @@ class Options:
     ahead_bytes: int = AHEAD_BYTES
     group: Any = None  # of torch.distributed: its ranks share the reads
     readers: str = "node"
+    verify: str | os.PathLike[str] = "size"
 
     def __post_init__(self) -> None:
         require_cache(self.cache, self.page_cache)
         require_readers(self.readers)
+        require_verify(self.verify, self.cache)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
 
@@ -101,6 +104,7 @@ class ModelReader:
         with ExitStack() as stack:
             with report.phase("open"):
                 self.checkpoint = stack.enter_context(_checkpoint_of(files))
+            self.verifier = open_verifier(self.checkpoint, options.verify, report)
             # A backend for devices only cannot read to the host.
             to_host = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
@@ -188,6 +192,7 @@ class ModelReader:
             cache=options.cache,
             page_cache=options.page_cache,
             stall_seconds=options.stall_seconds,
+            verifier=self.verifier,
             **how,
         )
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
-from gdsload.errors import CheckpointError, GdsloadError
+from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.claims import READ
 from gdsload.loading.device_batch import DeviceBatch
@@ -57,6 +58,7 @@ class ReadWindow(Batch):
         self._infos = [part for tensor_slice in slices for part in tensor_slice.parts]
         self._number_of = {info.name: number for number, info in enumerate(self._infos)}
         self._made: dict[str, torch.Tensor] = {}
+        self._compared: set[str] = set()  # parts that are equal to their checksums
         super().__init__(session, plan, views, slices=slices)
 
     def poll(self) -> None:
@@ -74,8 +76,10 @@ class ReadWindow(Batch):
         """Releases the request, and returns the pages between the parts that were read.
 
         At once: memory is touched in units larger than a page, so the gaps hold pages that are
-        not needed.
+        not needed. Bytes are compared before that: a host pool keeps them.
         """
+        self._compare([info for info in self._infos if info.name in self.plan.locations])
+        self._verified = True
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
         self.release()
         self.arrived = True
@@ -138,6 +142,7 @@ class ReadWindow(Batch):
         if not infos:
             name = self._infos[number].name
             raise GdsloadError(f"tensor {name!r} was lost: its hand-over was interrupted")
+        self._compare(infos)
         # Removed first: if this is interrupted, tensors that were made release their bytes.
         views = {info.name: self.views.pop(info.name) for info in infos if info.nbytes}
         try:
@@ -145,6 +150,18 @@ class ReadWindow(Batch):
         except CheckpointError:  # before any tensor was made
             self.views.update(views)
             raise
+
+    def _compare(self, infos: Sequence[TensorInfo]) -> None:
+        """Compares parts that have arrived with their checksums. Raises IntegrityError."""
+        verifier = self.session.verifier
+        if verifier is None:
+            return
+        for info in infos:
+            if info.name not in self._compared:
+                for block in verifier.blocks_of(info):
+                    verifier.check_in_memory(block, info, self.views[info.name])
+                    self.session.report.verified_bytes += block.nbytes
+                self._compared.add(info.name)
 
     def end(self) -> None:
         """Releases the request and all tensors that were not taken."""
@@ -161,13 +178,24 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
     Tensors that a prefetch read to the device are used where they are.
     """
 
+    _difference: IntegrityError | None = None
+
     def _finish_reads(self) -> None:
         self.release()
         self.arrived = True
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensor of a slice, once: its parts are adjacent already."""
+        if self._difference is not None:
+            raise copy(self._difference)
         given = [*self._tensors.give([tensor_slice], self.views, self._is_there).values()]
+        if self.session.verifier is not None:
+            try:
+                compared = self.session.verifier.check_tensor(tensor_slice.parts, given[0])
+            except IntegrityError as error:
+                self._difference = error
+                raise
+            self.session.report.verified_bytes += compared
         self.left -= 1
         return given
 

@@ -19,6 +19,7 @@ from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model_reader import Options, opened_before
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.memory import page_cache
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.layer_order import in_layers
 from gdsload.readahead.prefetch import Prefetch, prefetch
 from gdsload.report import LoadReport
@@ -56,6 +57,9 @@ def speculative_prefetch(
         yield
         return
     with checkpoint, held(opened_before, checkpoint):
+        if options.verify != "size" and current_pool() is not None:
+            yield  # no byte enters the pool before it was compared
+            return
         with prefetch(
             checkpoint,
             names=_first_names(checkpoint, kwargs),

@@ -1,0 +1,165 @@
+"""The manifest of a checkpoint: checksums of its headers and of the blocks of its tensors.
+
+    file ──► header: one checksum
+         └─► tensor: one checksum for each block of `block_bytes`, counted from its first byte
+
+A manifest is a JSON file beside the shards. It has the checksums of a tensor one after the other,
+as one hexadecimal string. Not responsible for reading and comparing bytes (`loading.integrity`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload.checkpoint.file_io import open_regular, read_exactly
+from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
+
+if TYPE_CHECKING:
+    from gdsload.checkpoint.checkpoint import Checkpoint
+
+MANIFEST_NAME = "gdsload-manifest.json"
+FORMAT = "gdsload-manifest-1"
+# A difference is reported for a block of this size. The checksum of a smaller part of a tensor is
+# not known, so that a slice is checked only in blocks that it contains wholly.
+BLOCK_BYTES = 8 << 20
+# The algorithms, and the characters of their checksums. xxh3_128 hashes four times as fast as
+# zlib.crc32 and five times as fast as blake3; sha256 also withstands an attacker.
+XXH3, SHA256 = "xxh3_128", "sha256"
+ALGORITHMS = {XXH3: 32, SHA256: 64}
+LIMIT_BYTES = 1 << 30  # of a manifest; one of a million tensors has some 80 MB
+
+
+class FileChecksums(NamedTuple):
+    """The checksums of one shard, and its size in bytes."""
+
+    size: int
+    header: str
+    tensors: dict[str, str]
+
+
+class Manifest(NamedTuple):
+    """Checksums by the names of the shards."""
+
+    path: str
+    algorithm: str
+    block_bytes: int
+    files: dict[str, FileChecksums]
+
+
+def hash_function(algorithm: str) -> Callable[[Any], str]:
+    """The function from bytes to a checksum. It releases the GIL.
+
+    Raises GdsloadError if its library is not installed.
+    """
+    if algorithm == SHA256:
+        return lambda data: hashlib.sha256(data).hexdigest()
+    try:
+        from xxhash import xxh3_128_hexdigest
+    except ImportError as error:
+        raise GdsloadError(
+            f"checksums of {algorithm} need xxhash: pip install 'gdsload[verify]' (manifests of"
+            " `gdsload manifest --algorithm sha256` need nothing)"
+        ) from error
+    found: Callable[[Any], str] = xxh3_128_hexdigest
+    return found
+
+
+def manifest_path(checkpoint: Checkpoint) -> str:
+    """Where the manifest of a checkpoint is by default: beside its first shard."""
+    return os.path.join(os.path.dirname(checkpoint.shards[0].path), MANIFEST_NAME)
+
+
+def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
+    """Reads and validates a manifest. `source` is the checkpoint, for messages.
+
+    Raises:
+        CheckpointNotFound: There is none.
+        CheckpointError: It cannot be read or is invalid.
+    """
+    try:
+        fd, status = open_regular(path)
+    except CheckpointNotFound as error:
+        raise CheckpointNotFound(
+            f"{path}: there is no manifest; `gdsload manifest {source}` writes it",
+            path=path,
+            errno=error.errno,
+        ) from None
+    try:
+        if status.st_size > LIMIT_BYTES:
+            raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
+        raw = read_exactly(fd, 0, status.st_size, path)
+    finally:
+        os.close(fd)
+    try:
+        top = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, f"it is not JSON: {error}") from None
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        raise _invalid(path, f"its format is not {FORMAT!r}")
+    algorithm, block_bytes = top.get("algorithm"), top.get("block_bytes")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise _invalid(path, f"its algorithm is none of {', '.join(ALGORITHMS)}")
+    if type(block_bytes) is not int or block_bytes < 1:
+        raise _invalid(path, "its block_bytes is not a positive integer")
+    files = top.get("files")
+    if not isinstance(files, dict):
+        raise _invalid(path, "it has no files")
+    checksum = re.compile(f"([0-9a-f]{{{ALGORITHMS[algorithm]}}})*")
+    return Manifest(
+        path,
+        algorithm,
+        block_bytes,
+        {name: _file_checksums(path, name, entry, checksum) for name, entry in files.items()},
+    )
+
+
+def _file_checksums(path: str, name: str, entry: Any, checksum: re.Pattern[str]) -> FileChecksums:
+    fields = entry if isinstance(entry, dict) else {}
+    size, header, tensors = fields.get("size"), fields.get("header"), fields.get("tensors")
+    if type(size) is not int or not isinstance(header, str) or not isinstance(tensors, dict):
+        raise _invalid(path, f"its entry of {name!r} has no size, header and tensors")
+    for text in (header, *tensors.values()):
+        if not isinstance(text, str) or not checksum.fullmatch(text):
+            raise _invalid(path, f"its entry of {name!r} has something that is no checksum")
+    return FileChecksums(size, header, tensors)
+
+
+def _invalid(path: str, fault: str) -> CheckpointError:
+    return CheckpointError(f"{path}: this is not a valid manifest: {fault}", path=path)
+
+
+def write_manifest(path: str, algorithm: str, files: Mapping[str, FileChecksums]) -> None:
+    """Writes a manifest: the whole file appears at once, or nothing does.
+
+    Entries of other files stay if the manifest at `path` has the same algorithm. Raises OSError.
+    """
+    kept: dict[str, FileChecksums] = {}
+    with suppress(CheckpointError):
+        before = read_manifest(path)
+        if (before.algorithm, before.block_bytes) == (algorithm, BLOCK_BYTES):
+            kept = before.files
+    top = {
+        "format": FORMAT,
+        "algorithm": algorithm,
+        "block_bytes": BLOCK_BYTES,
+        "files": {name: entry._asdict() for name, entry in {**kept, **files}.items()},
+    }
+    directory = os.path.dirname(path) or "."
+    fd, scratch = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=directory)
+    try:
+        with open(fd, "w", encoding="utf-8") as out:
+            json.dump(top, out, indent=0)
+            out.flush()
+            os.fchmod(out.fileno(), 0o644)
+            os.fsync(out.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise

@@ -1,0 +1,135 @@
+"""The commands `manifest` and `verify`: write the checksums of a checkpoint, and compare them.
+
+The bytes are read as by a load, in windows of bounded memory; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.manifest import (
+    ALGORITHMS,
+    BLOCK_BYTES,
+    XXH3,
+    manifest_path,
+    write_manifest,
+)
+from gdsload.cli import terminal
+from gdsload.cli.terminal import count, size
+from gdsload.errors import GdsloadError, one_line
+from gdsload.loading.batch import Batch
+from gdsload.loading.integrity import Recorder, Verifier, open_verifier
+from gdsload.loading.session import Session
+from gdsload.planning.read_plan import ByteRange, grouped
+from gdsload.report import LoadReport
+from gdsload.system.progress_bar import progress_bar
+
+# Bytes that are in memory together. Longer tensors are read in parts of this size.
+_WINDOW_BYTES = 8 * BLOCK_BYTES
+
+
+@click.command(short_help="Write the checksums of a checkpoint.")
+@terminal.source_of
+@click.option(
+    "--algorithm",
+    type=click.Choice(list(ALGORITHMS)),
+    default=XXH3,
+    show_default=True,
+    help="xxh3_128 is fast; sha256 also withstands an attacker.",
+)
+@click.option("--output", type=click.Path(dir_okay=False), help="The file, if not beside SOURCE.")
+@terminal.json_of
+@terminal.common
+def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **where: Any) -> None:
+    """Writes a checksum of each header and of each 8 MiB of a tensor into gdsload-manifest.json.
+
+    Loads with verify="checksum", and `gdsload verify`, compare the bytes with it. An existing
+    manifest keeps its entries of other files.
+    """
+    with Checkpoint.open(source, **where) as checkpoint:
+        recorder = Recorder(checkpoint, algorithm)
+        with _bar(checkpoint, "manifest") as advance:
+            _read(checkpoint, recorder, advance)
+        checkpoint.verify_unchanged()
+        path = output or manifest_path(checkpoint)
+        try:
+            write_manifest(path, algorithm, recorder.files())
+        except OSError as error:
+            hint = "" if output else " (--output names another file)"
+            raise GdsloadError(f"{path}: cannot be written: {error.strerror}{hint}") from error
+        _show(checkpoint, path, algorithm, "written", as_json)
+
+
+@click.command(short_help="Compare a checkpoint with its checksums.")
+@terminal.source_of
+@click.option("--manifest", type=click.Path(dir_okay=False), help="The file, if not beside SOURCE.")
+@click.option(
+    "--method",
+    type=click.Choice(["checksum", "sha256"]),
+    default="checksum",
+    show_default=True,
+    help="sha256: a manifest of that algorithm, or the names of the files in the hub's cache.",
+)
+@terminal.json_of
+@terminal.common
+def verify(source: str, manifest: str | None, method: str, as_json: bool, **where: Any) -> None:
+    """Compares every byte of a checkpoint with its checksums.
+
+    The exit code is 1 if bytes differ; the message names the file, the bytes and the tensor.
+    """
+    with Checkpoint.open(source, **where) as checkpoint:
+        report = LoadReport(checkpoint.source)
+        with _bar(checkpoint, "verify") as advance:
+            how = Path(manifest) if manifest else method
+            verifier = open_verifier(checkpoint, how, report, advance)
+            if verifier is not None:
+                _read(checkpoint, verifier, advance)
+        checkpoint.verify_unchanged()
+        _show(checkpoint, manifest or manifest_path(checkpoint), method, "verified", as_json)
+
+
+def _bar(checkpoint: Checkpoint, title: str) -> Any:
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    return progress_bar(terminal, checkpoint.total_bytes, title=title)
+
+
+def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], None]) -> None:
+    """Reads all tensors, window by window, and lets the verifier check them."""
+    report = LoadReport(checkpoint.source)
+    with Session(checkpoint, report, adopt=False, verifier=verifier) as session:
+        for window in grouped(_parts(checkpoint), _WINDOW_BYTES):
+            batch = Batch(session, *session.arrange(window))
+            try:
+                batch.wait(advance, parts=window)
+            finally:
+                batch.release()
+
+
+def _parts(checkpoint: Checkpoint) -> Iterator[ByteRange]:
+    for info in checkpoint.tensors.values():
+        for start in range(0, info.nbytes, _WINDOW_BYTES):
+            nbytes = min(_WINDOW_BYTES, info.nbytes - start)
+            name = info.name if nbytes == info.nbytes else f"{info.name}[byte {start}]"
+            yield ByteRange(name, info.shard, info.offset + start, nbytes)
+
+
+def _show(checkpoint: Checkpoint, path: str, method: str, what: str, as_json: bool) -> None:
+    if as_json:
+        terminal.show_json(
+            {
+                "source": checkpoint.source,
+                "manifest": path,
+                "method": method,
+                "tensors": len(checkpoint.tensors),
+                "bytes": checkpoint.total_bytes,
+            }
+        )
+        return
+    tensors = count(len(checkpoint.tensors), "tensor")
+    click.echo(f"{one_line(path)}: {what}: {tensors}, {size(checkpoint.total_bytes)}, {method}")

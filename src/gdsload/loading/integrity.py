@@ -1,0 +1,273 @@
+"""Compares the bytes of a load with checksums, in the memory where tensors will view them.
+
+verify="size"        sizes and stability of the files (`Checkpoint.verify_unchanged`)
+verify="checksum"    each block of a tensor with its checksum in a manifest; or a manifest's path
+verify="sha256"      the same with SHA-256; or whole files with their names in the hub cache
+
+A thread that waits for reads checks the blocks that have arrived. In the memory of a GPU, bytes
+are copied back by torch. Not responsible for the format of a manifest (`checkpoint.manifest`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
+from gdsload.checkpoint.file_io import parallel_map, read_exactly
+from gdsload.checkpoint.manifest import (
+    ALGORITHMS,
+    BLOCK_BYTES,
+    SHA256,
+    FileChecksums,
+    Manifest,
+    hash_function,
+    manifest_path,
+    read_manifest,
+)
+from gdsload.dtypes import torch_dtype
+from gdsload.errors import CheckpointNotFound, IntegrityError, shown
+from gdsload.planning.read_plan import FILE_ORDER, ByteRange
+from gdsload.report import LoadReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from gdsload.memory.host_buffers import BufferView
+
+METHODS = ("size", "checksum", "sha256")
+# Size of a read of a file that is hashed as a whole; up to 48 of them are in memory.
+_READ_BYTES = 2 << 20
+_HUB_BLOB = re.compile(r"[0-9a-f]{64}")
+
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.argtypes = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+_memory.restype = ctypes.py_object
+_READ_ONLY = 0x100  # PyBUF_READ
+
+
+class Block(NamedTuple):
+    """Bytes of a tensor with a checksum of their own: `nbytes` at byte `offset` of the file."""
+
+    tensor: TensorInfo
+    number: int
+    offset: int
+    nbytes: int
+
+
+class Verifier:
+    """The checksums of the wanted files, and the comparison of bytes with them."""
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        """Compares the headers.
+
+        Raises:
+            IntegrityError: A header differs, or the manifest lacks a file.
+            GdsloadError: The library for these checksums is not installed.
+        """
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._hash = hash_function(manifest.algorithm)
+        self._digits = ALGORITHMS[manifest.algorithm]
+        self._in_order: list[TensorInfo] = []
+        for shard in checkpoint.shards:
+            self._check_header(shard)
+
+    def _check_header(self, shard: Shard) -> None:
+        entry = self._manifest.files.get(shard.name)
+        facts: dict[str, Any] = {"path": shard.path, "nbytes": shard.data_start}
+        if entry is None:
+            raise IntegrityError(
+                f"{shard.path}: the manifest {self._manifest.path} has no checksums of it", **facts
+            )
+        if entry.size != shard.size:
+            raise IntegrityError(
+                f"{shard.path}: it has {shard.size} bytes, but {entry.size} according to the"
+                f" manifest {self._manifest.path}",
+                **facts,
+            )
+        if self.header_checksum(shard) != entry.header:
+            raise IntegrityError(
+                f"{shard.path}: its header, bytes 0 to {shard.data_start}, differs from its"
+                f" checksum in {self._manifest.path}",
+                **facts,
+            )
+
+    def header_checksum(self, shard: Shard) -> str:
+        """The checksum of a header, with the length in front of it."""
+        return self._hash(read_exactly(shard.fd, 0, shard.data_start, shard.path))
+
+    def blocks_of(self, part: ByteRange | TensorInfo) -> Iterator[Block]:
+        """The blocks that a tensor, or a part of one, contains wholly."""
+        if not part.nbytes:
+            return
+        tensor = self._tensor_of(part)
+        step, end = self._manifest.block_bytes, part.offset + part.nbytes
+        number = -(-(part.offset - tensor.offset) // step)
+        while (first := number * step) < tensor.nbytes:
+            nbytes = min(step, tensor.nbytes - first)
+            if tensor.offset + first + nbytes > end:
+                return
+            yield Block(tensor, number, tensor.offset + first, nbytes)
+            number += 1
+
+    def _tensor_of(self, part: ByteRange | TensorInfo) -> TensorInfo:
+        tensor = self._checkpoint.tensors.get(part.name)
+        if tensor is not None and (tensor.shard, tensor.offset) == (part.shard, part.offset):
+            return tensor
+        if not self._in_order:
+            filled = [info for info in self._checkpoint.tensors.values() if info.nbytes]
+            self._in_order = sorted(filled, key=FILE_ORDER)
+        found = bisect_right(self._in_order, (part.shard, part.offset), key=FILE_ORDER)
+        return self._in_order[found - 1]
+
+    def check_block(self, block: Block, data: object) -> None:
+        """Raises IntegrityError if the bytes of a block differ from its checksum."""
+        tensor, number, offset, nbytes = block
+        shard = self._checkpoint.shards[tensor.shard]
+        checksums = self._manifest.files[shard.name].tensors.get(tensor.name, "")
+        expected = checksums[number * self._digits : (number + 1) * self._digits]
+        if self._hash(data) != expected:
+            fault = "differ from their checksum" if expected else "have no checksum"
+            raise IntegrityError(
+                f"{shard.path}: bytes {offset} to {offset + nbytes}, in tensor"
+                f" {shown(tensor.name)}, {fault} in {self._manifest.path}",
+                path=shard.path,
+                tensor=tensor.name,
+                offset=offset,
+                nbytes=nbytes,
+            )
+
+    def check_in_memory(self, block: Block, part: ByteRange | TensorInfo, view: BufferView) -> None:
+        """`check_block` of bytes in host memory: `view` has the bytes of `part`."""
+        address = view.region.address + view.offset + block.offset - part.offset
+        self.check_block(block, _memory(address, block.nbytes, _READ_ONLY))
+
+    def check_tensor(self, parts: Sequence[TensorInfo], tensor: torch.Tensor) -> int:
+        """Copies a tensor of a device back, and compares it. `parts` are its bytes in order.
+
+        Returns the number of bytes that were compared. Raises IntegrityError.
+        """
+        compared = 0
+        raw = tensor.reshape(-1).view(torch_dtype("U8"))
+        start = 0
+        for part in parts:
+            for block in self.blocks_of(part):
+                first = start + block.offset - part.offset
+                host = raw[first : first + block.nbytes].cpu()
+                self.check_block(block, _memory(host.data_ptr(), block.nbytes, _READ_ONLY))
+                compared += block.nbytes
+            start += part.nbytes
+        return compared
+
+
+class Recorder(Verifier):
+    """Notes the checksums of a checkpoint instead of comparing them."""
+
+    def __init__(self, checkpoint: Checkpoint, algorithm: str) -> None:
+        super().__init__(checkpoint, Manifest("", algorithm, BLOCK_BYTES, {}))
+        self._found: list[dict[str, list[str]]] = [{} for _ in checkpoint.shards]
+
+    def _check_header(self, shard: Shard) -> None:
+        pass  # there is nothing to compare it with
+
+    def check_block(self, block: Block, data: object) -> None:
+        checksums = self._found[block.tensor.shard].setdefault(block.tensor.name, [])
+        checksums += [""] * (block.number + 1 - len(checksums))
+        checksums[block.number] = self._hash(data)
+
+    def files(self) -> dict[str, FileChecksums]:
+        """The checksums of each shard, by its name."""
+        return {
+            shard.name: FileChecksums(
+                shard.size,
+                self.header_checksum(shard),
+                {name: "".join(parts) for name, parts in found.items()},
+            )
+            for shard, found in zip(self._checkpoint.shards, self._found, strict=True)
+        }
+
+
+def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
+    """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
+    if isinstance(verify, str) and verify not in METHODS:
+        raise ValueError(
+            f"verify={verify!r} is none of {', '.join(METHODS)}, nor the Path of a manifest"
+        )
+    if verify != "size" and cache == "mapped":
+        raise ValueError(
+            f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
+            " compared"
+        )
+
+
+def open_verifier(
+    checkpoint: Checkpoint,
+    verify: str | os.PathLike[str],
+    report: LoadReport,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Verifier | None:
+    """The verifier of a load; None if nothing is compared in memory.
+
+    With "sha256" and without a manifest, files in the hub cache are read and compared here;
+    `advance` gets the number of bytes that were.
+
+    Raises:
+        IntegrityError: A header or a file differs.
+        CheckpointError: There is no manifest, or it is invalid.
+    """
+    report.verify = os.fspath(verify)
+    if verify == "size":
+        return None
+    with report.phase("verify"):
+        path = manifest_path(checkpoint) if isinstance(verify, str) else os.fspath(verify)
+        try:
+            manifest = read_manifest(path, checkpoint.source)
+        except CheckpointNotFound:
+            if verify != "sha256" or not _compare_blobs(checkpoint, report, advance):
+                raise
+            return None
+        if verify == "sha256" and manifest.algorithm != SHA256:
+            if _compare_blobs(checkpoint, report, advance):
+                return None
+            raise IntegrityError(
+                f"{path}: verify='sha256', but its checksums are of {manifest.algorithm}", path=path
+            )
+        return Verifier(checkpoint, manifest)
+
+
+def _compare_blobs(
+    checkpoint: Checkpoint, report: LoadReport, advance: Callable[[int], None]
+) -> bool:
+    """Compares files in the hub cache with their SHA-256, which is their name there. False if a
+    file is not in the hub cache. Raises IntegrityError."""
+    names = [os.path.basename(os.path.realpath(shard.path)) for shard in checkpoint.shards]
+    if not all(map(_HUB_BLOB.fullmatch, names)):
+        return False
+    for shard, expected in zip(checkpoint.shards, names, strict=True):
+        digest = hashlib.sha256()
+
+        def read(offset: int, shard: Shard = shard) -> bytes:
+            nbytes = min(_READ_BYTES, shard.size - offset)
+            return read_exactly(shard.fd, offset, nbytes, shard.path)
+
+        offsets = range(0, shard.size, _READ_BYTES)
+        with closing(parallel_map(read, offsets, path_of=lambda _: checkpoint.source)) as parts:
+            for part in parts:
+                digest.update(part)
+                advance(len(part))
+        if digest.hexdigest() != expected:
+            raise IntegrityError(
+                f"{shard.path}: its SHA-256 is {digest.hexdigest()}, but the hub cache names it"
+                f" {expected}",
+                path=shard.path,
+                nbytes=shard.size,
+            )
+        report.verified_bytes += shard.size
+    return True

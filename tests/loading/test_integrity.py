@@ -1,0 +1,465 @@
+"""Checksums: a difference is found on every way to load, and nothing is handed out."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file as reference_load_file, save_file
+
+import gdsload
+import gpudoubles
+from command import answer, run
+from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
+from gdsload import api, warmup
+from gdsload.checkpoint import Checkpoint, manifest as manifest_module
+from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError, IntegrityError
+from gdsload.loading import device_batch
+from gpudoubles import Doubles
+
+NORM = "model.norm.weight"
+FLIPS = int(os.environ.get("GDSLOAD_FLIPS", "200"))
+
+
+def record(source: Path, algorithm: str = "sha256", *words: str | Path) -> dict[str, Any]:
+    """Writes a manifest. SHA-256 needs no library."""
+    return dict(answer("manifest", source, "--algorithm", algorithm, *words))
+
+
+def flip(path: Path, offset: int, bit: int = 1) -> None:
+    """Flips a bit and keeps the size."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
+
+
+def flip_in(source: Path, name: str, byte: int = 0) -> Path:
+    """Flips a bit of a tensor; returns the file."""
+    with Checkpoint.open(source) as checkpoint:
+        info = checkpoint.info(name)
+        path = Path(checkpoint.shards[info.shard].path)
+    flip(path, info.offset + byte)
+    return path
+
+
+@pytest.fixture
+def source(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint with a manifest, to be damaged."""
+    copied = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    record(copied)
+    return copied
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 1000 bytes, so that small tensors have several."""
+    from gdsload.loading import integrity
+
+    monkeypatch.setattr(manifest_module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1000)
+
+
+def by_load_file(source: Path) -> Any:
+    return gdsload.load_file(source, verify="checksum")
+
+
+def by_names(source: Path) -> Any:
+    return gdsload.load_file(source, verify="checksum", names=[NORM])
+
+
+def by_stream(source: Path) -> Any:
+    return dict(gdsload.stream(source, verify="checksum", window_bytes=50_000))
+
+
+def by_safe_open(source: Path) -> Any:
+    with gdsload.safe_open(source, verify="checksum") as opened:
+        return opened.get_tensors()
+
+
+def by_direct_reads(source: Path) -> Any:
+    return gdsload.load_file(source, verify="checksum", cache="direct")
+
+
+def by_pool(source: Path) -> Any:
+    with warmup.HostPool(8 << 20):
+        return gdsload.load_file(source, verify="checksum")
+
+
+def after_prefetch(source: Path) -> Any:
+    with gdsload.prefetch(source):
+        return gdsload.load_file(source, verify="checksum")
+
+
+def by_prefetch(source: Path) -> Any:
+    with gdsload.prefetch(source, verify="checksum", cache="buffered") as ahead:
+        ahead.wait()
+        return gdsload.load_file(source)
+
+
+def by_model(source: Path) -> Any:
+    return gdsload.from_pretrained(source, verify="checksum", dtype="bfloat16").state_dict()
+
+
+def by_converted_model(source: Path) -> Any:
+    return gdsload.from_pretrained(source, verify="checksum", dtype="float32").state_dict()
+
+
+def by_accelerated(source: Path) -> Any:
+    with gdsload.accelerated(verify="checksum", window_bytes=10_000, ahead_bytes=20_000):
+        return gdsload.from_pretrained(source, dtype="float32").state_dict()
+
+
+WAYS = [
+    by_load_file, by_names, by_stream, by_safe_open, by_direct_reads, by_pool, after_prefetch,
+    by_prefetch, by_model, by_converted_model, by_accelerated,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_verified_load_of_intact_files_returns_exact_tensors(
+    load: Callable[[Path], Any], source: Path
+) -> None:
+    tensors = load(source)
+    expected: dict[str, torch.Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        expected |= reference_load_file(shard)
+    assert NORM in tensors
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    if load is not by_prefetch:  # the prefetch has compared
+        report = gdsload.last_report()
+        assert report.verify == "checksum"
+        assert report.verified_bytes == report.wanted_bytes > 0
+        assert "not verified: 0" in report.summary()
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_flipped_bit_ends_every_load_in_integrity_error(
+    load: Callable[[Path], Any], source: Path
+) -> None:
+    path = flip_in(source, NORM, 3)
+    with pytest.raises(IntegrityError, match=NORM) as caught:
+        load(source)
+    error = caught.value
+    assert error.tensor == NORM and os.path.samefile(error.path, path)
+    with Checkpoint.open(source) as checkpoint:
+        info = checkpoint.info(NORM)
+    assert (error.offset, error.nbytes) == (info.offset, info.nbytes)
+
+
+def test_error_of_drop_in_functions_is_a_safetensors_error(source: Path) -> None:
+    from safetensors import SafetensorError
+
+    flip_in(source, NORM)
+    with pytest.raises(SafetensorError) as caught:
+        by_load_file(source)
+    assert isinstance(caught.value, IntegrityError) and isinstance(caught.value, ValueError)
+
+
+def test_load_without_verify_does_not_read_the_manifest(source: Path) -> None:
+    (source / manifest_module.MANIFEST_NAME).write_text("not a manifest")
+    assert gdsload.load_file(source)
+    assert gdsload.last_report().verified_bytes == 0
+    with pytest.raises(CheckpointError, match="not a valid manifest"):
+        by_load_file(source)
+
+
+def test_any_flipped_bit_is_found(source: Path) -> None:
+    draw = random.Random(9)
+    files = sorted(source.glob("*.safetensors"))
+    found = 0
+    for _ in range(FLIPS):
+        path = draw.choice(files)
+        offset, bit = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
+        flip(path, offset, bit)
+        with pytest.raises((IntegrityError, CheckpointError)):  # the latter for an invalid header
+            by_load_file(source)
+        flip(path, offset, bit)
+        found += 1
+    assert found == FLIPS
+    by_load_file(source)
+
+
+def test_flipped_bit_of_a_header_names_the_file(source: Path) -> None:
+    path = sorted(source.glob("*.safetensors"))[0]
+    raw_bytes = path.read_bytes()
+    flip(path, raw_bytes.index(b"weight") + 1, 2)  # another name: still a valid header
+    (source / "model.safetensors.index.json").unlink()
+    with pytest.raises(IntegrityError, match="its header") as caught:
+        by_load_file(source)
+    assert caught.value.tensor is None
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_slice_is_compared_in_the_blocks_that_it_contains(tmp_path: Path) -> None:
+    save_file(
+        {"w": torch.arange(1000, dtype=torch.int32).reshape(10, 100)}, tmp_path / "m.safetensors"
+    )
+    record(tmp_path)
+    with gdsload.safe_open(tmp_path, verify="checksum") as opened:
+        rows = opened.get_slice("w")
+        assert rows[2:9].shape == (7, 100)  # bytes 800 to 3600: blocks 1 and 2
+        report = gdsload.last_report()
+        assert (report.wanted_bytes, report.verified_bytes) == (2800, 2000)
+        assert rows[9:].shape == (1, 100)
+        assert gdsload.last_report().verified_bytes == 0
+    flip_in(tmp_path, "w", 2999)
+    with gdsload.safe_open(tmp_path, verify="checksum") as opened:
+        rows = opened.get_slice("w")
+        assert rows[:5].shape == (5, 100)
+        with pytest.raises(IntegrityError) as caught:
+            rows[2:9]
+    assert caught.value.nbytes == 1000
+
+
+def test_differing_bytes_do_not_enter_the_pool(source: Path) -> None:
+    flip_in(source, NORM)
+    with warmup.HostPool(8 << 20) as pool:
+        for load in (by_load_file, by_model, by_stream):
+            with pytest.raises(IntegrityError):
+                load(source)
+        ahead = gdsload.prefetch(source, tier="pool", verify="checksum")
+        with ahead, pytest.raises(IntegrityError):
+            ahead.wait()
+        gdsload.load_file(source, names=[NORM])
+        assert gdsload.last_report().paths.get("pool", 0) == 0
+        assert pool.held_bytes <= 8 << 20
+
+
+def test_bytes_of_a_pool_are_compared(source: Path) -> None:
+    with warmup.HostPool(8 << 20):
+        gdsload.load_file(source, cache="buffered")
+        by_load_file(source)
+        report = gdsload.last_report()
+    assert report.paths["pool"] == report.verified_bytes == report.wanted_bytes
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
+    monkeypatch.setattr(device_batch, "empty", device_tensor)
+    monkeypatch.setattr(api, "require_device", lambda device: device)
+    with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
+        yield doubles
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
+def test_bytes_on_a_device_are_compared(
+    backend: str, options: dict[str, Any], doubles: Doubles, tmp_path: Path
+) -> None:
+    saved = odd_tensors()
+    save_file(saved, tmp_path / "odd.safetensors")
+    record(tmp_path)
+
+    def load() -> dict[str, torch.Tensor]:
+        words: dict[str, Any] = {"backend": backend, "options": options, "verify": "checksum"}
+        return gdsload.load_file(tmp_path, "cuda:0", **words)
+
+    got = load()
+    assert all(torch.equal(raw(got[name]), raw(tensor)) for name, tensor in saved.items())
+    report = gdsload.last_report()
+    assert report.backend == backend and report.verified_bytes == report.wanted_bytes
+    flip_in(tmp_path, "e", 150_000)
+    with pytest.raises(IntegrityError, match="tensor 'e'"):
+        load()
+
+
+def test_prefetch_to_a_device_compares_in_host_memory(doubles: Doubles, source: Path) -> None:
+    with gdsload.prefetch(source, "cuda:0", verify="checksum") as ahead:
+        ahead.wait()
+        assert ahead.report.verified_bytes == ahead.report.wanted_bytes > 0
+        assert gdsload.load_file(source, "cuda:0", backend="posix", options=BACKENDS[0][1])
+
+
+# --- manifests ----------------------------------------------------------------------------------
+
+
+def test_missing_manifest_names_the_command(tiny_checkpoint: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=f"gdsload manifest {tiny_checkpoint}"):
+        by_load_file(tiny_checkpoint)
+
+
+def test_manifest_elsewhere_is_found_by_its_path(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sums.json"
+    record(tiny_checkpoint, "sha256", "--output", path)
+    gdsload.load_file(tiny_checkpoint, verify=path)
+    assert gdsload.last_report().verify == str(path)
+    assert run("verify", tiny_checkpoint, "--manifest", path).exit_code == 0
+
+
+def test_manifest_keeps_entries_of_other_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+        record(tmp_path / f"{name}.safetensors")
+    for name in ("a", "b"):
+        gdsload.load_file(tmp_path / f"{name}.safetensors", verify="checksum")
+    assert os.listdir(tmp_path).count(manifest_module.MANIFEST_NAME) == 1
+    assert len(os.listdir(tmp_path)) == 3  # and no scratch file
+
+
+def test_file_of_another_size_or_without_entry_is_refused(source: Path) -> None:
+    path = source / manifest_module.MANIFEST_NAME
+    top = json.loads(path.read_text())
+    entry = next(iter(top["files"].values()))
+    entry["size"] += 1
+    path.write_text(json.dumps(top))
+    with pytest.raises(IntegrityError, match="according to the manifest"):
+        by_load_file(source)
+    top["files"] = {}
+    path.write_text(json.dumps(top))
+    with pytest.raises(IntegrityError, match="has no checksums of it"):
+        by_load_file(source)
+
+
+def test_tensor_without_checksum_is_refused(source: Path) -> None:
+    path = source / manifest_module.MANIFEST_NAME
+    top = json.loads(path.read_text())
+    for entry in top["files"].values():
+        entry["tensors"].pop(NORM, None)
+    path.write_text(json.dumps(top))
+    with pytest.raises(IntegrityError, match="have no checksum"):
+        by_load_file(source)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"}, {"algorithm": "md5"}, {"algorithm": []}, {"block_bytes": 0},
+        {"block_bytes": True}, {"files": []}, {"files": {"a": 1}},
+        {"files": {"a": {"size": 1, "header": "xyz", "tensors": {}}}},
+        {"files": {"a": {"size": 1, "header": "", "tensors": {"w": "abc"}}}},
+        {"files": {"a": {"size": 1, "header": "", "tensors": {"w": 5}}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_manifest_is_a_checkpoint_error(change: dict[str, Any], source: Path) -> None:
+    path = source / manifest_module.MANIFEST_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match="not a valid manifest"):
+        by_load_file(source)
+    path.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not a valid manifest"):
+        by_load_file(source)
+
+
+def test_fast_checksums_find_a_flipped_bit(source: Path) -> None:
+    pytest.importorskip("xxhash")
+    record(source, "xxh3_128")
+    by_load_file(source)
+    flip_in(source, NORM)
+    with pytest.raises(IntegrityError):
+        by_load_file(source)
+    with pytest.raises(IntegrityError, match="its checksums are of xxh3_128"):
+        gdsload.load_file(source, verify="sha256")
+
+
+def test_missing_library_is_named(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name == "xxhash":
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(GdsloadError, match=r"gdsload\[verify\]"):
+        manifest_module.hash_function("xxh3_128")
+    result = run("manifest", tiny_checkpoint)
+    assert result.exit_code == 1 and "gdsload[verify]" in result.stderr
+
+
+# --- the hub cache ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A hub cache with the model "org/model", whose blob is named by its SHA-256."""
+    repo = tmp_path / "models--org--model"
+    save_file({"w": torch.arange(5000.0)}, tmp_path / "new")
+    digest = hashlib.sha256((tmp_path / "new").read_bytes()).hexdigest()
+    (repo / "blobs").mkdir(parents=True)
+    (tmp_path / "new").rename(repo / "blobs" / digest)
+    snapshot = repo / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{digest}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    return tmp_path
+
+
+def test_hub_blobs_are_compared_with_their_names(hub: Path) -> None:
+    where: dict[str, Any] = {"cache_dir": hub, "verify": "sha256"}
+    gdsload.load_file("org/model", **where)
+    blob = next((hub / "models--org--model" / "blobs").iterdir())
+    assert gdsload.last_report().verified_bytes == blob.stat().st_size
+    verify = ("verify", "org/model", "--method", "sha256", "--cache-dir", hub)
+    assert run(*verify).exit_code == 0
+    flip(blob, blob.stat().st_size - 1)
+    with pytest.raises(IntegrityError, match="SHA-256"):
+        gdsload.load_file("org/model", **where)
+    with pytest.raises(IntegrityError):
+        next(gdsload.stream("org/model", **where))
+    assert run(*verify).exit_code == 1
+
+
+def test_sha256_without_hub_or_manifest_is_refused(tiny_checkpoint: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="gdsload manifest"):
+        gdsload.load_file(tiny_checkpoint, verify="sha256")
+
+
+# --- arguments and commands ---------------------------------------------------------------------
+
+
+def test_unknown_or_contradicting_verify_is_refused_by_the_call(tiny_checkpoint: Path) -> None:
+    for load in (gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch):
+        with pytest.raises(ValueError, match="is none of size, checksum, sha256"):
+            load(tiny_checkpoint, verify="md5")
+        with pytest.raises(ValueError, match="mapped file may change"):
+            load(tiny_checkpoint, verify="checksum", cache="mapped")
+    with pytest.raises(ValueError, match="is none of"):
+        gdsload.from_pretrained(tiny_checkpoint, verify="md5")
+    with pytest.raises(ValueError, match="tier='pagecache'"):
+        gdsload.prefetch(tiny_checkpoint, tier="pagecache", verify="checksum")
+
+
+def test_verify_command_names_the_tensor_and_fails(source: Path) -> None:
+    assert run("verify", source).exit_code == 0
+    path = flip_in(source, NORM)
+    result = run("verify", source)
+    assert result.exit_code == 1
+    assert NORM in result.stderr and path.name in result.stderr
+
+
+def test_commands_read_tensors_larger_than_a_window_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None
+) -> None:
+    from gdsload.cli import integrity
+
+    monkeypatch.setattr(integrity, "_WINDOW_BYTES", 3000)
+    save_file({"w": torch.arange(2500, dtype=torch.int32)}, tmp_path / "m.safetensors")
+    record(tmp_path)
+    assert run("verify", tmp_path).exit_code == 0
+    by_load_file(tmp_path)
+    flip_in(tmp_path, "w", 9999)
+    assert run("verify", tmp_path).exit_code == 1
+
+
+def test_manifest_in_a_read_only_place_names_output(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(manifest_module.tempfile, "mkstemp", refuse)
+    result = run("manifest", tiny_checkpoint, "--algorithm", "sha256")
+    assert result.exit_code == 1 and "--output" in result.stderr
