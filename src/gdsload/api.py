@@ -23,7 +23,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.distribution.exchange import Shards
-from gdsload.distribution.shared_load import Sharing, shared_tensors
+from gdsload.distribution.shared_load import NOT_COMPARED, Sharing, shared_tensors
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.integrity import open_verifier, require_verify
@@ -561,6 +561,8 @@ def _shared(
     """The tensors of a load that the ranks of a group share. Raises ValueError."""
     if slices:
         raise ValueError("slices= and group= cannot be combined: shards= divides tensors")
+    if settings.verify != "size":
+        raise ValueError(NOT_COMPARED)
 
     @contextmanager
     def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:

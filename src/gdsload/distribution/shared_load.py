@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+NOT_COMPARED = "verify= and group= cannot be combined: shares of tensors have no checksums"
+
 Opened = AbstractContextManager[tuple[Session, list[TensorInfo], Callable[[int], None]]]
 
 

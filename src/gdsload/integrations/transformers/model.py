@@ -214,7 +214,7 @@ def accelerated(
             stall_seconds,
             window_bytes,
             ahead_bytes,
-            verify,
+            verify=verify,
         )
     ):
         yield
@@ -260,7 +260,7 @@ def install(
         stall_seconds,
         window_bytes,
         ahead_bytes,
-        verify,
+        verify=verify,
     )
     with _lock:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
+from gdsload.distribution.shared_load import NOT_COMPARED
 from gdsload.distribution.shares import Box
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
@@ -64,6 +65,8 @@ class Options:
         require_cache(self.cache, self.page_cache)
         require_readers(self.readers)
         require_verify(self.verify, self.cache)
+        if self.group is not None and self.verify != "size":
+            raise ValueError(NOT_COMPARED)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
 
