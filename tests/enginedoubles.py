@@ -107,8 +107,8 @@ class DefaultModelLoader:
     def __init__(self, load_config):
         self.load_config = load_config
 
-    def _get_weights_iterator(self, source):
-        files = glob.glob(source.model_or_path + "/*.safetensors")
+    def _get_weights_iterator(self, source, *, resolved_source=None):
+        files = resolved_source or glob.glob(source.model_or_path + "/*.safetensors")
         if self.load_config.model_loader_extra_config.get("enable_multithread_load", True):
             found = buffered_multi_thread_safetensors_weights_iterator(files, max_workers=2)
         else:

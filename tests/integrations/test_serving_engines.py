@@ -170,6 +170,17 @@ def test_sglang_reads_by_gdsload_if_asked(
     assert_same(found, {f"draft.{name}": tensor for name, tensor in WEIGHTS.items()})
 
 
+def test_sglang_passes_on_the_files_that_it_has_found(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", "1")
+    sglang.register()
+    weights = sglang_loader("auto")._get_weights_iterator(
+        source(model), resolved_source=files_of(model)[:1]
+    )
+    assert [name for name, _ in weights] == ["embed", "layers.0.experts.0.weight"]
+
+
 def test_sglang_keeps_other_load_formats(
     sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,20 +65,21 @@ class _Hook:
     def __init__(self, reader: WeightsReader) -> None:
         self._reader = reader
 
-    def __call__(self, original: Any, loader: Any, source: Any) -> Any:
+    def __call__(
+        self, original: Any, loader: Any, source: Any, *arguments: Any, **keywords: Any
+    ) -> Any:
         called = False
 
-        def read(
-            files: Sequence[str], *rest: Any, **keywords: Any
-        ) -> Iterator[tuple[str, torch.Tensor]]:
+        def read(files: Sequence[str], *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal called
             called = True
             return self._reader.read(files, _device(), log, progress=is_first_rank())
 
         format_ = getattr(loader.load_config.load_format, "value", loader.load_config.load_format)
         if format_ not in ("auto", "safetensors", "mistral"):
-            return original(loader, source)  # the user asked for another reader
-        weights = with_reader(inspect.unwrap(original), _ITERATORS, read)(loader, source)
+            return original(loader, source, *arguments, **keywords)  # asked for another reader
+        copy = with_reader(inspect.unwrap(original), _ITERATORS, read)
+        weights = copy(loader, source, *arguments, **keywords)
         if not called:
             log.warning(
                 "gdsload: %s has no safetensors files: SGLang reads it itself", source.model_or_path
