@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ def _in_executor(call: Callable[..., Any], *args: Any, **named: Any) -> asyncio.
 
 
 async def astream(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     device: str | int | torch.device = "cpu",
     *,
     names: Names = None,
@@ -79,7 +79,7 @@ async def astream(
     it at once.
 
     Args:
-        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        source: As for `stream`.
         device: Where the tensors are needed, as for `load_file`.
         names: As for `load_file`.
         slices: As for `load_file`.

@@ -403,7 +403,7 @@ def load_into(
 
 
 def stream(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     device: str | int | torch.device = "cpu",
     *,
     names: Names = None,
@@ -433,7 +433,8 @@ def stream(
     the call; files are opened with the first tensor. Closing the iterator ends the reads.
 
     Args:
-        source: A file, a directory, an index file, or a model id, as for `load_file`.
+        source: A file, a directory, an index file, or a model id, as for `load_file`; or a list of
+            .safetensors files, which are read as one checkpoint.
         device: Where the tensors are needed, as for `load_file`.
         names: As for `load_file`. None yields all.
         slices: As for `load_file`.
@@ -521,7 +522,7 @@ class _Wanted:
 
 @contextmanager
 def _opened(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     settings: ReadSettings,
     lookup: Lookup,
     names: Names,
@@ -530,7 +531,9 @@ def _opened(
     order: str = "file",
 ) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
     """A session for one load, what it reads, and the function for its progress bar."""
-    report = LoadReport(os.fspath(source), device=settings.device)
+    single = isinstance(source, (str, bytes, os.PathLike))
+    title = os.fspath(source) if single else f"{len(source)} files"  # type: ignore[arg-type]
+    report = LoadReport(title, device=settings.device)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))

@@ -176,6 +176,8 @@ def test_wheel_has_command_and_backend_entry_points(installed: Path) -> None:
     text = entry_points.read_text()
     assert "gdsload = gdsload.cli:main" in text
     assert re.search(r"\[gdsload\.backends\]\nposix = gdsload\.backends\.posix:PosixBackend", text)
+    assert "[vllm.general_plugins]\ngdsload = gdsload.integrations.vllm:register" in text
+    assert "[sglang.srt.plugins]\ngdsload = gdsload.integrations.sglang:register" in text
 
 
 def test_wheel_unpacked_can_be_imported(wheel: Wheel, installed: Path) -> None:

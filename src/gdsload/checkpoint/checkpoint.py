@@ -279,9 +279,11 @@ class Lookup(NamedTuple):
     strict: bool = True
     header_limit: int = HEADER_LIMIT_BYTES
 
-    def open(self, source: PathLike) -> Checkpoint:
-        """Opens the checkpoint. Raises what `Checkpoint.open` raises."""
-        return Checkpoint.open(source, **self._asdict())
+    def open(self, source: PathLike | Sequence[PathLike]) -> Checkpoint:
+        """Opens the checkpoint, or a list of its shards. Raises what `Checkpoint.open` raises."""
+        if isinstance(source, (list, tuple)):
+            return Checkpoint.of(source, strict=self.strict, header_limit=self.header_limit)
+        return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 
 
 def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:

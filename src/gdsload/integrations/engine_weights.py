@@ -1,0 +1,223 @@
+"""The weights of a serving engine: its safetensors files, read by `gdsload.stream`.
+
+    the engine's loader ──► files, names ──► WeightsReader ──► (name, tensor) ──► model.load_weights
+
+What `vllm` and `sglang` share: the options that a user may set, and a bound for the device memory
+that the tensors take. Which files and tensors are wanted is decided by the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from gdsload.api import WINDOW_BYTES, ReadSettings, stream
+from gdsload.loading.session import STALL_SECONDS
+from gdsload.report import last_report
+
+if TYPE_CHECKING:
+    import torch
+
+# Device memory of tensors that the model keeps, instead of copying them into its parameters.
+HELD_BYTES = 1 << 30
+_CHECK_BYTES = 64 << 20  # handed out between two looks at what the model keeps
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value <= 0:
+        raise ValueError("it must be a number of bytes above 0")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or value <= 0:
+        raise ValueError("it must be a number of seconds above 0")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("it must be a string")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object with the options of the backend")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "device": _text,
+    "backend": _text,
+    "cache": _text,
+    "page_cache": _text,
+    "options": _mapping,
+    "window_bytes": _size,
+    "stall_seconds": _seconds,
+    "held_bytes": _size,
+}
+
+
+class WeightsReader:
+    """Reads the weights of an engine. Options are checked here, before a model is built.
+
+    Args:
+        options: `device`, `backend`, `cache`, `page_cache`, `options`, `window_bytes` and
+            `stall_seconds` as for `gdsload.stream`; `held_bytes` bounds the device memory of
+            tensors that the model keeps.
+        also: Names of other options, which the engine takes, for the message.
+
+    Raises:
+        ValueError: An option is unknown or has no such value.
+        PlacementError: The device does not exist.
+    """
+
+    def __init__(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+        if unknown := sorted(map(str, options.keys() - _CHECKS.keys())):
+            known = ", ".join([*_CHECKS, *also])
+            raise ValueError(f"unknown options: {', '.join(unknown)}; gdsload knows {known}")
+        values = dict(options)
+        for name, value in options.items():
+            try:
+                values[name] = _CHECKS[name](value)
+            except ValueError as error:
+                raise ValueError(f"option {name}={value!r}: {error}") from None
+        self.device: str | None = values.pop("device", None)  # None: the engine's
+        self._held_bytes: int = values.pop("held_bytes", HELD_BYTES)
+        self._window_bytes: int = values.pop("window_bytes", WINDOW_BYTES)
+        ReadSettings(
+            self.device,
+            values.get("backend", "auto"),
+            values.get("cache", "auto"),
+            values.get("page_cache", "keep"),
+            values.get("options"),
+            values.get("stall_seconds", STALL_SECONDS),
+        )
+        self._keywords = values
+
+    def read(
+        self,
+        files: Sequence[str],
+        device: str,
+        log: logging.Logger,
+        *,
+        wanted: Callable[[str], bool] | None = None,
+        progress: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of the files, each with memory of its own or that it keeps alive.
+
+        A model may collect them in a list. When those that it keeps take more than `held_bytes` of
+        device memory, the rest is yielded in host memory.
+
+        Args:
+            files: The shards.
+            device: The device of the engine, used if the options name none.
+            log: Where the report of the load is written to.
+            wanted: Says of a name whether the tensor is read. None: all are.
+            progress: Whether to show a progress bar on stderr.
+
+        Raises:
+            GdsloadError: As for `gdsload.stream`.
+        """
+        device = self.device or device
+        done: set[str] = set()
+
+        def rest(name: str) -> bool:
+            return name not in done and (wanted is None or wanted(name))
+
+        def pairs(device: str) -> Iterator[tuple[str, torch.Tensor]]:
+            return stream(
+                sorted(files, key=_natural_order),
+                device,
+                names=rest if done or wanted is not None else None,
+                window_bytes=self._window_bytes,
+                strict=False,  # of two tensors of one name the last counts, as for the engines
+                progress=progress,
+                **self._keywords,
+            )
+
+        held = _Held()
+        crowded = False
+        with closing(pairs(device)) as on_device:  # type: ignore[type-var]
+            for name, tensor in on_device:
+                if crowded := held.exceeds(self._held_bytes):
+                    del tensor
+                    break
+                if device != "cpu":
+                    done.add(name)
+                    held.add(tensor)
+                yield name, tensor
+                del tensor
+        log.info("gdsload: %s", last_report().summary())
+        if crowded:
+            log.warning(
+                "gdsload: the model keeps more than %d bytes of weights on %s beside its parameters"
+                " (option held_bytes): the rest is handed over in host memory",
+                self._held_bytes,
+                device,
+            )
+            yield from pairs("cpu")
+            log.info("gdsload: %s", last_report().summary())
+
+
+def _natural_order(path: Any) -> list[str | int]:
+    """A key that sorts model-2 before model-10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+
+
+class _Held:
+    """The memory of the tensors that were handed out and are still in use, or views of them."""
+
+    def __init__(self) -> None:
+        self._storages: deque[tuple[Any, int]] = deque()
+        self._unseen = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storages.append((reference, tensor.nbytes))
+        self._unseen += tensor.nbytes
+
+    def exceeds(self, nbytes: int) -> bool:
+        """Whether more than `nbytes` bytes are in use. Looks only now and then."""
+        if self._unseen < min(_CHECK_BYTES, nbytes):
+            return False
+        self._unseen = 0
+        self._storages = deque(each for each in self._storages if not each[0].expired())
+        return sum(size for _, size in self._storages) > nbytes
+
+
+def with_reader(function: Callable[..., Any], names: Sequence[str], reader: Any) -> Any:
+    """A copy of an engine's function that calls `reader` wherever it calls one of `names`.
+
+    The engine's module is left as it is, so that its other load formats are not touched.
+
+    Raises:
+        RuntimeError: The function calls none of `names`: its package is not as expected.
+    """
+    if not (used := [name for name in names if name in function.__code__.co_names]):
+        raise RuntimeError(
+            f"{function.__module__}.{function.__qualname__} does not read weights by"
+            f" {' or '.join(names)}: gdsload does not fit this version of"
+            f" {function.__module__.partition('.')[0]}"
+        )
+    scope = {**function.__globals__, **dict.fromkeys(used, reader)}
+    copy = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one of a group of ranks that shows its progress."""
+    from torch import distributed
+
+    return not distributed.is_initialized() or distributed.get_rank() == 0

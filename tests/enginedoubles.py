@@ -1,0 +1,130 @@
+"""Stand-ins for the parts of vLLM and SGLang that gdsload touches, by the names of the originals.
+
+Each keeps what the real one does with a list of files: filters, prefixes, the name of the function
+that reads them. `scripts/test-vllm.sh` tests against the real vLLM.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+_VLLM = {
+    "vllm": "",
+    "vllm.model_executor": "",
+    "vllm.platforms": """
+class current_platform:
+    is_cuda = staticmethod(lambda: False)
+""",
+    "vllm.model_executor.model_loader": """
+_LOAD_FORMAT_TO_MODEL_LOADER = {}
+registered = []
+
+def register_model_loader(load_format):
+    def register(loader):
+        registered.append(load_format)
+        _LOAD_FORMAT_TO_MODEL_LOADER[load_format] = loader
+        return loader
+    return register
+""",
+    "vllm.model_executor.model_loader.ep_weight_filter": """
+def should_skip_weight(name, local_expert_ids):
+    return ".experts." in name and int(name.split(".experts.")[1][0]) not in local_expert_ids
+""",
+    "vllm.model_executor.model_loader.default_loader": """
+import glob
+from safetensors import safe_open
+
+def safetensors_weights_iterator(files, use_tqdm_on_load, strategy=None, local_expert_ids=None):
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                yield "stock." + name, file.get_tensor(name)
+
+def pt_weights_iterator(files):
+    yield from ()
+
+class DefaultModelLoader:
+    def __init__(self, load_config):
+        unexpected = set(load_config.model_loader_extra_config) - {"enable_weights_track"}
+        if unexpected:
+            raise ValueError(f"Unexpected extra config keys: {unexpected}")
+        self.load_config = load_config
+        self.local_expert_ids = None
+
+    def _get_weights_iterator(self, source):
+        assert self.load_config.load_format == "auto"
+        if files := glob.glob(source.model_or_path + "/*.safetensors"):
+            weights_iterator = safetensors_weights_iterator(
+                files,
+                self.load_config.use_tqdm_on_load,
+                self.load_config.safetensors_load_strategy,
+                local_expert_ids=self.local_expert_ids,
+            )
+        else:
+            weights_iterator = pt_weights_iterator(files)
+        return ((source.prefix + name, tensor) for name, tensor in weights_iterator)
+""",
+}
+_SGLANG = {
+    "sglang": "",
+    "sglang.srt": "",
+    "sglang.srt.plugins": "",
+    "sglang.srt.plugins.hook_registry": """
+import enum
+import functools
+import pkgutil
+
+class HookType(enum.Enum):
+    AROUND = "around"
+
+class HookRegistry:
+    @classmethod
+    def register(cls, target, hook, hook_type):
+        path, name = target.rsplit(".", 1)
+        owner = pkgutil.resolve_name(path)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return hook(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+""",
+    "sglang.srt.model_loader": "",
+    "sglang.srt.model_loader.loader": """
+import glob
+
+def safetensors_weights_iterator(files, disable_mmap=False):
+    yield "stock", None
+
+def buffered_multi_thread_safetensors_weights_iterator(files, max_workers=8, disable_mmap=False):
+    yield "stock", None
+
+class DefaultModelLoader:
+    def __init__(self, load_config):
+        self.load_config = load_config
+
+    def _get_weights_iterator(self, source, *, resolved_source=None):
+        files = resolved_source or glob.glob(source.model_or_path + "/*.safetensors")
+        if self.load_config.model_loader_extra_config.get("enable_multithread_load", True):
+            found = buffered_multi_thread_safetensors_weights_iterator(files, max_workers=2)
+        else:
+            found = safetensors_weights_iterator(files, disable_mmap=True)
+        return ((source.prefix + name, tensor) for name, tensor in found)
+""",
+}
+
+
+def install(patch: pytest.MonkeyPatch, engine: str) -> None:
+    """Makes the modules of "vllm" or "sglang" importable until the end of the test."""
+    for name, text in {"vllm": _VLLM, "sglang": _SGLANG}[engine].items():
+        module = ModuleType(name)
+        module.__path__ = []
+        patch.setitem(sys.modules, name, module)
+        exec(text, module.__dict__)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)

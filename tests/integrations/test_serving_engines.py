@@ -1,0 +1,277 @@
+"""The load format of vLLM and the plugin of SGLang, against stand-ins of the two engines."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import enginedoubles
+import gdsload
+from gdsload.integrations import engine_weights
+from gdsload.integrations.engine_weights import WeightsReader, with_reader
+
+WEIGHTS = {
+    "embed": torch.arange(6, dtype=torch.float32),
+    "layers.0.experts.0.weight": torch.full((4,), 0.5),
+    "layers.0.experts.1.weight": torch.full((4,), 1.5),
+    "norm": torch.ones(3, dtype=torch.bfloat16),
+}
+log = logging.getLogger("test")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    for number, names in enumerate((["embed", "layers.0.experts.0.weight"], list(WEIGHTS)[2:])):
+        save_file({name: WEIGHTS[name] for name in names}, tmp_path / f"m-{number}.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    enginedoubles.install(monkeypatch, "vllm")
+    name = "gdsload.integrations.vllm"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    enginedoubles.install(monkeypatch, "sglang")
+    return importlib.import_module("gdsload.integrations.sglang")
+
+
+def load_config(**more: Any) -> SimpleNamespace:
+    fields = {
+        "load_format": "gdsload",
+        "model_loader_extra_config": {},
+        "safetensors_load_strategy": None,
+        "use_tqdm_on_load": False,
+        "device": None,
+    }
+    return SimpleNamespace(**fields | more)
+
+
+def source(model: Path, prefix: str = "") -> SimpleNamespace:
+    return SimpleNamespace(model_or_path=str(model), prefix=prefix)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def files_of(model: Path) -> list[str]:
+    return sorted(map(str, model.glob("*.safetensors")))
+
+
+# vLLM
+
+
+def test_vllm_loader_reads_all_shards_and_adds_the_prefix(vllm: ModuleType, model: Path) -> None:
+    loader = vllm.GdsloadModelLoader(load_config())
+    weights = list(loader._get_weights_iterator(source(model, "draft.")))  # a model may collect
+    assert_same(dict(weights), {f"draft.{name}": tensor for name, tensor in WEIGHTS.items()})
+    assert gdsload.last_report().tensors == len(WEIGHTS)
+
+
+def test_vllm_loader_reads_only_the_experts_of_its_rank(vllm: ModuleType, model: Path) -> None:
+    loader = vllm.GdsloadModelLoader(load_config())
+    loader.local_expert_ids = {1}
+    found = dict(loader._get_weights_iterator(source(model)))
+    assert found.keys() == WEIGHTS.keys() - {"layers.0.experts.0.weight"}
+    assert gdsload.last_report().tensors == len(found)
+
+
+def test_vllm_loader_takes_its_options_and_leaves_the_configuration(
+    vllm: ModuleType, model: Path
+) -> None:
+    extra = {"cache": "buffered", "window_bytes": 16, "enable_weights_track": False}
+    config = load_config(model_loader_extra_config=extra)
+    loader = vllm.GdsloadModelLoader(config)
+    assert_same(dict(loader._get_weights_iterator(source(model))), WEIGHTS)
+    assert loader.load_config.model_loader_extra_config == {"enable_weights_track": False}
+    assert (config.load_format, config.model_loader_extra_config) == ("gdsload", extra)
+
+
+def test_vllm_module_keeps_its_own_reader(vllm: ModuleType, model: Path) -> None:
+    list(vllm.GdsloadModelLoader(load_config())._get_weights_iterator(source(model)))
+    stock = vllm.DefaultModelLoader(load_config(load_format="auto"))
+    assert "stock.embed" in dict(stock._get_weights_iterator(source(model)))
+
+
+def test_vllm_reads_tensors_of_torchao_itself(vllm: ModuleType, model: Path) -> None:
+    loader = vllm.GdsloadModelLoader(load_config(safetensors_load_strategy="torchao"))
+    assert "stock.embed" in dict(loader._get_weights_iterator(source(model)))
+
+
+def test_vllm_loader_says_when_there_are_no_safetensors_files(
+    vllm: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = vllm.GdsloadModelLoader(load_config())
+    assert list(loader._get_weights_iterator(source(tmp_path))) == []
+    assert "has no safetensors files" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["eager", "prefetch"])
+def test_vllm_loader_refuses_strategies_of_stock_reading(vllm: ModuleType, strategy: str) -> None:
+    with pytest.raises(ValueError, match="safetensors-load-strategy"):
+        vllm.GdsloadModelLoader(load_config(safetensors_load_strategy=strategy))
+
+
+def test_vllm_register_adds_the_format_once(vllm: ModuleType) -> None:
+    vllm.register()
+    vllm.register()
+    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    assert loaders.registered == ["gdsload"]
+    assert loaders._LOAD_FORMAT_TO_MODEL_LOADER["gdsload"] is vllm.GdsloadModelLoader
+
+
+# SGLang
+
+
+def test_sglang_without_the_variable_reads_itself(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GDSLOAD_SGLANG", raising=False)
+    sglang.register()
+    loader = sglang_loader("auto")
+    assert [name for name, _ in loader._get_weights_iterator(source(model))] == ["stock"]
+
+
+def sglang_loader(load_format: str, **extra: Any) -> Any:
+    loaders = importlib.import_module("sglang.srt.model_loader.loader")
+    config = SimpleNamespace(
+        load_format=SimpleNamespace(value=load_format), model_loader_extra_config=extra
+    )
+    return loaders.DefaultModelLoader(config)
+
+
+@pytest.mark.parametrize("value", ["1", '{"cache": "direct", "window_bytes": 16}'])
+@pytest.mark.parametrize("threads", [True, False])
+def test_sglang_reads_by_gdsload_if_asked(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch, value: str, threads: bool
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", value)
+    sglang.register()
+    loader = sglang_loader("safetensors", enable_multithread_load=threads)
+    found = dict(loader._get_weights_iterator(source(model, "draft.")))
+    assert_same(found, {f"draft.{name}": tensor for name, tensor in WEIGHTS.items()})
+
+
+def test_sglang_passes_on_the_files_that_it_has_found(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", "1")
+    sglang.register()
+    weights = sglang_loader("auto")._get_weights_iterator(
+        source(model), resolved_source=files_of(model)[:1]
+    )
+    assert [name for name, _ in weights] == ["embed", "layers.0.experts.0.weight"]
+
+
+def test_sglang_keeps_other_load_formats(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", "1")
+    sglang.register()
+    loader = sglang_loader("fastsafetensors")
+    assert [name for name, _ in loader._get_weights_iterator(source(model))] == ["stock"]
+
+
+@pytest.mark.parametrize("value", ["yes", "[1]", '{"windows": 1}'])
+def test_sglang_refuses_a_wrong_variable(
+    sglang: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", value)
+    with pytest.raises(ValueError, match=r"GDSLOAD_SGLANG|unknown options: windows"):
+        sglang.register()
+
+
+# What both share
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"windows": 1, "cache": "auto"},
+            "unknown options: windows; gdsload knows device",
+        ),
+        ({"window_bytes": 0}, "window_bytes=0: it must be a number of bytes"),
+        ({"held_bytes": True}, "held_bytes=True: it must be a number of bytes"),
+        ({"stall_seconds": "1"}, "stall_seconds='1': it must be a number of seconds"),
+        ({"options": "engine"}, "options='engine': it must be an object"),
+        ({"backend": 1}, "backend=1: it must be a string"),
+        ({"cache": "cold"}, "cache"),
+        ({"device": "floppy"}, "floppy"),
+    ],
+)
+def test_reader_refuses_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightsReader(options)
+
+
+def test_list_of_files_is_streamed_as_one_checkpoint(model: Path) -> None:
+    assert_same(dict(gdsload.stream(files_of(model))), WEIGHTS)
+    assert gdsload.last_report().source == "2 files"
+
+
+def test_last_of_two_tensors_of_one_name_counts(model: Path) -> None:
+    save_file({"norm": torch.zeros(2)}, model / "m-10.safetensors")  # sorted after m-1
+    found = dict(WeightsReader({}).read(files_of(model), "cpu", log))
+    assert torch.equal(found["norm"], torch.zeros(2))
+
+
+def test_reader_ends_the_load_when_it_is_closed(model: Path) -> None:
+    weights = WeightsReader({}).read(files_of(model), "cpu", log)
+    next(weights)
+    weights.close()  # type: ignore[attr-defined]
+    assert gdsload.last_report().tensors == len(WEIGHTS)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that `stream` is asked for; all of them are the CPU."""
+    asked: list[str] = []
+
+    def stream(files: list[str], device: str, **keywords: Any) -> Iterator[Any]:
+        asked.append(device)
+        return gdsload.stream(files, "cpu", **keywords)
+
+    monkeypatch.setattr(engine_weights, "stream", stream)
+    return asked
+
+
+def test_tensors_that_a_model_keeps_are_bounded_on_the_device(
+    model: Path, devices: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = WeightsReader({"held_bytes": 30})
+    weights = list(reader.read(files_of(model), "cuda:0", log))
+    assert_same(dict(weights), WEIGHTS)
+    assert len(weights) == len(WEIGHTS)  # each of them once
+    assert devices == ["cuda:0", "cpu"]
+    assert "handed over in host memory" in caplog.text
+
+
+def test_tensors_that_a_model_copies_stay_on_the_device(model: Path, devices: list[str]) -> None:
+    reader = WeightsReader({"held_bytes": 30, "window_bytes": 16})
+    copies = {name: tensor.clone() for name, tensor in reader.read(files_of(model), "cuda:0", log)}
+    assert_same(copies, WEIGHTS)
+    assert devices == ["cuda:0"]
+
+
+def test_function_without_the_reader_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="does not read weights by safetensors_weights_iterator"):
+        with_reader(files_of, ["safetensors_weights_iterator"], None)
