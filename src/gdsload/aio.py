@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload.api import WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.distribution.exchange import Shards
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
 from gdsload.loading.session import STALL_SECONDS
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.distribution.exchange import Shards
 
 _END = ("", None)
 

@@ -22,8 +22,6 @@ from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.distribution.exchange import Shards
-from gdsload.distribution.shared_load import NOT_COMPARED, Sharing, shared_tensors
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.integrity import open_verifier, require_verify
@@ -37,7 +35,6 @@ from gdsload.planning.read_plan import (
     plan_reads,
     ranges_of,
 )
-from gdsload.planning.tensor_slices import wanted_tensors
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
@@ -47,7 +44,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.distribution.exchange import Shards
+    from gdsload.distribution.shared_load import Sharing
     from gdsload.loading.destinations import Rename, Targets
+    from gdsload.planning.tensor_slices import WantedTensor
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
 WINDOW_BYTES = 256 << 20
@@ -264,9 +264,11 @@ def load_file(
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     opened = partial(_opened, filename, settings, lookup, names, slices, progress)
-    sharing = Sharing.of(group, shards, readers)
+    sharing = _sharing(group, shards, readers)
     if sharing is not None:
-        return dict(_shared(sharing, opened, slices, settings, "file", WINDOW_BYTES))
+        found: list[str] = []
+        shared = dict(_shared(sharing, opened, slices, settings, "file", WINDOW_BYTES, found))
+        return {name: shared[name] for name in found}
     with opened() as (session, wanted, advance):
         infos = wanted.parts
         if session.device != settings.device:  # torch moves the tensors there
@@ -359,6 +361,7 @@ def load_into(
         >>> report = gdsload.load_into(engine.named_parameters(), "model", rename=fused)
     """
     from gdsload.loading import destinations, into
+    from gdsload.planning.tensor_slices import wanted_tensors
 
     how = backend, cache, page_cache, options, stall_seconds
     only = None if device is None else ReadSettings(device, *how).device
@@ -476,7 +479,7 @@ def stream(
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
-    sharing = Sharing.of(group, shards, readers)
+    sharing = _sharing(group, shards, readers)
     opened = partial(_opened, source, settings, lookup, names, slices, progress, order)
     if sharing is not None:
         return _shared(sharing, opened, slices, settings, order, window_bytes)
@@ -495,9 +498,12 @@ class _Wanted:
 
     def __init__(self, infos: list[TensorInfo], slices: Mapping[str, Any] | None) -> None:
         self._whole = not slices
-        self._tensors = [] if self._whole else wanted_tensors(infos, slices)
+        self._tensors: list[WantedTensor] = []
         self.parts = infos
         if slices:
+            from gdsload.planning.tensor_slices import wanted_tensors
+
+            self._tensors = wanted_tensors(infos, slices)
             self.parts = [part for each in self._tensors for part in each.slice.parts]
 
     def count(self, report: LoadReport) -> None:
@@ -553,6 +559,15 @@ def _arranged(order: str, infos: Iterable[TensorInfo]) -> list[TensorInfo]:
     return list(infos)
 
 
+def _sharing(group: ProcessGroup | None, shards: Shards | None, readers: str) -> Sharing | None:
+    """How ranks share this load; None if this process reads alone. Raises ValueError."""
+    if group is None and shards is None and readers == "node":
+        return None
+    from gdsload.distribution.shared_load import Sharing
+
+    return Sharing.of(group, shards, readers)
+
+
 def _shared(
     sharing: Sharing,
     opened: Callable[[], AbstractContextManager[tuple[Session, _Wanted, Callable[[int], None]]]],
@@ -560,8 +575,12 @@ def _shared(
     settings: ReadSettings,
     order: str,
     window_bytes: int,
+    found: list[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a load that the ranks of a group share. Raises ValueError."""
+    """The tensors of a load that the ranks of a group share. `found` gets the names that this rank
+    wants, in its order. Raises ValueError."""
+    from gdsload.distribution.shared_load import NOT_COMPARED, shared_tensors
+
     if slices:
         raise ValueError("slices= and group= cannot be combined: shards= divides tensors")
     if settings.verify != "size":
@@ -570,6 +589,8 @@ def _shared(
     @contextmanager
     def whole() -> Iterator[tuple[Session, list[TensorInfo], Callable[[int], None]]]:
         with opened() as (session, wanted, advance):
+            if found is not None:
+                found.extend(info.name for info in wanted.parts)
             yield session, wanted.parts, advance
 
     return shared_tensors(

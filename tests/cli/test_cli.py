@@ -297,9 +297,9 @@ def test_verbose_sets_the_level_of_logging(
     monkeypatch.setattr(api, "load_file", talking)
     before = log.level, list(log.handlers)
     for order in ([*words, "load"], ["load", *words]):
-        assert {
-            line.split()[-1] for line in run(*order, tiny_checkpoint).stderr.splitlines()
-        } == logged
+        lines = run(*order, tiny_checkpoint).stderr.splitlines()
+        ours = {"broken", "reading", "detail"}
+        assert ours & {line.split()[-1] for line in lines if line} == logged
     assert (log.level, list(log.handlers)) == before
 
 

@@ -138,7 +138,7 @@ def test_entry_point_is_reported_and_logged_once(
 def test_unknown_internals_fall_back_to_safe_open(
     mixture: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise AttributeError("'LoadStateDictConfig' object has no attribute 'weight_mapping'")
 
     monkeypatch.setattr(hooks, "_logged", set())

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import gdsload
-from devicetensors import ROADS, device_tensor, odd_tensors, raw
+from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload.errors import CheckpointError, FileChanged, PartialLoad, PlacementError, ReadError
 from gdsload.loading import destinations, device_batch, into
@@ -383,7 +383,7 @@ def device_targets(
     yield made
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS)
+@pytest.mark.parametrize(("backend", "options"), BACKENDS)
 def test_tensors_in_vram_are_written_in_place(
     backend: str,
     options: dict[str, Any],
@@ -405,7 +405,7 @@ def test_tensors_in_vram_are_written_in_place(
     assert all(tensor._version > versions[name] for name, tensor in targets.items())
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS[1:3])
+@pytest.mark.parametrize(("backend", "options"), BACKENDS[1:3])
 def test_casts_and_views_in_vram_are_exact(
     backend: str,
     options: dict[str, Any],
@@ -437,7 +437,7 @@ def test_fused_parts_and_column_slices_go_to_vram_in_place(
         names=["q", "k", "v", "large"],
         slices={"large": (slice(None), slice(10, 50))},
         rename=rows,
-        options=ROADS[1][1],
+        options=BACKENDS[1][1],
     )
     assert torch.equal(fused, torch.cat([saved[name] for name in "qkv"]))
     assert torch.equal(part, saved["large"][:, 10:50])
@@ -448,9 +448,9 @@ def test_prefetched_bytes_are_written(
     device: str, device_targets: Callable[..., Tensors], path: Path, saved: Tensors
 ) -> None:
     targets = device_targets(saved)
-    with gdsload.prefetch(path, device, options=ROADS[1][1]) as ahead:
+    with gdsload.prefetch(path, device, options=BACKENDS[1][1]) as ahead:
         ahead.wait()
-        report = gdsload.load_into(targets, path, options=ROADS[1][1])
+        report = gdsload.load_into(targets, path, options=BACKENDS[1][1])
     require_equal(targets, saved)
     assert report.paths["prefetched"] and not report.read_bytes
 
@@ -483,6 +483,6 @@ def test_targets_on_host_and_device_are_read_by_one_call(
     monkeypatch.setattr(
         destinations, "device_of", lambda tensor: "cuda:0" if tensor.data_ptr() in on else "cpu"
     )
-    report = gdsload.load_into(targets, path, backend="gds_mt", options=ROADS[2][1])
+    report = gdsload.load_into(targets, path, backend="gds_mt", options=BACKENDS[2][1])
     require_equal(targets, saved)
     assert set(report.device.split(",")) == {"cpu", "cuda:0"}

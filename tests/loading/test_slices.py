@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import gdsload
-from devicetensors import ROADS, raw
+from devicetensors import BACKENDS, raw
 from gdsload.errors import CheckpointError
 from gpudoubles import Doubles
 
@@ -69,7 +69,7 @@ def test_slice_reads_only_its_own_byte_ranges(path: Path, index: Any, most: floa
     assert planned.read_bytes == report.read_bytes
 
 
-@pytest.mark.parametrize(("backend", "options"), ROADS[1:3])
+@pytest.mark.parametrize(("backend", "options"), BACKENDS[1:3])
 def test_slice_to_a_device_is_exact(
     path: Path, backend: str, options: dict[str, Any], loading: Doubles
 ) -> None:

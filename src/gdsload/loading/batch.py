@@ -24,7 +24,6 @@ from gdsload.loading.claims import LOST, READING
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
-from gdsload.planning.tensor_slices import TensorSlice
 
 if TYPE_CHECKING:
     import torch

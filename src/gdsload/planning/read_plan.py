@@ -11,7 +11,7 @@ The same input gives the same plan. Nothing is read and no memory is allocated h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -110,7 +110,7 @@ class Limits:
         max_request: int = 4 << 20,
         block: int = DEFAULT_BLOCK_BYTES,
         depth: int = 16,
-        io_modes: frozenset[str] = frozenset({"direct", "buffered"}),
+        io_modes: Collection[str] = ("direct", "buffered"),
     ) -> None:
         if block < 1 or block & (block - 1):
             raise ValueError(f"a block of {block} bytes is not a power of two")

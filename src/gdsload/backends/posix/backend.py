@@ -123,13 +123,13 @@ class PosixBackend(PumpBackend):
     def limits(self, device: str = "cpu") -> Limits:
         # Slots of a staging ring have one size, whatever the storage.
         settings = self._dram_settings if device == "cpu" else self.settings
-        modes = {"direct", "buffered"}
+        modes = ["direct", "buffered"]
         if device == "cpu" and self.engine == "threads":  # rings would copy to the mapping
-            modes.add("mapped")
+            modes.append("mapped")
         return Limits(
             settings["request_bytes"],
             depth=self._dram_settings["depth"],
-            io_modes=frozenset(modes),
+            io_modes=modes,
         )
 
     def register(self, what: OpenFile | Memory) -> Registration:
