@@ -78,12 +78,18 @@ class HostBuffers:
     @collector_paused()
     def views(self, plan: ReadPlan) -> dict[str, BufferView]:
         """The memory of each byte range of the plan, by name. Empty ranges are left out."""
-        starts, make = self.starts, tuple.__new__
-        return {
-            name: make(BufferView, (starts[target][0], starts[target][1] + offset))
+        regions = [start.region for start in self.starts]
+        make = tuple.__new__
+        views = {
+            name: make(BufferView, (regions[target], offset))
             for name, (target, offset, _, _) in plan.locations.items()
             if target >= 0
         }
+        if any(start.offset for start in self.starts):  # targets inside of mappings
+            for name, view in views.items():
+                start = self.starts[plan.locations[name].target]
+                views[name] = BufferView(view.region, start.offset + view.offset)
+        return views
 
 
 # The open pools of this process and of its parents. A load that uses none does not import
