@@ -1,4 +1,4 @@
-"""Which rank reads which bytes, and which of them it sends to whom. Pure arithmetic, without torch.
+"""The byte ranges that each rank reads, and the parts of them that it sends to each other rank.
 
     tensors and boxes of all ranks
       -> layouts    each tensor as rows, cut so that the box of every rank is simple

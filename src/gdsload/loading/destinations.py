@@ -204,8 +204,9 @@ def _part_of(target: torch.Tensor, name: str, index: Any) -> torch.Tensor:
     items = index if isinstance(index, tuple) else (index,)
     for item in items:  # any other index would make a copy
         if type(item) is not int and item is not Ellipsis and not isinstance(item, slice):
-            raise TypeError(f"the index of a part of {shown(name)} has {item!r}: numbers and ranges"
-                            " are allowed")  # fmt: skip
+            raise TypeError(
+                f"the index of a part of {shown(name)} has {item!r}: numbers and ranges are allowed"
+            )
     return target[index]
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 WHOLE_BYTES = 256 << 20
 # The first reads of a load are posted when so many bytes are planned: eight requests.
 FIRST_BYTES = 32 << 20
-# A slice that is taken from host memory brings so many of the slices after it.
+# When one slice is copied from host memory, up to this many slices after it are copied as well.
 COPIED_AT_ONCE = 256
 # torch's allocator rounds sizes up to multiples of the first. For sizes up to the second it has
 # other blocks.

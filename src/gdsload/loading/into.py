@@ -153,13 +153,17 @@ def write_all(
     for inference in (False, True):
         with torch.inference_mode() if inference else torch.no_grad():
             _read_in_place(
-                session, [each for each in places if each.tensor.is_inference() == inference],
-                progress, advance,
-            )  # fmt: skip
+                session,
+                [each for each in places if each.tensor.is_inference() == inference],
+                progress,
+                advance,
+            )
             _write_windows(
-                session, [each for each in others if each.tensor.is_inference() == inference],
-                progress, advance,
-            )  # fmt: skip
+                session,
+                [each for each in others if each.tensor.is_inference() == inference],
+                progress,
+                advance,
+            )
 
 
 def _read_in_place(
@@ -205,9 +209,12 @@ def _write_windows(
     by_key = {each.wanted.info.name: each for each in destinations}
     pieces = [piece for each in destinations for piece in _pieces_of(each)]
     writer = WindowWriter(
-        session, pieces, lambda key: by_key[key].tensor,
-        window_bytes=WINDOW_BYTES, ahead_bytes=AHEAD_BYTES,
-    )  # fmt: skip
+        session,
+        pieces,
+        lambda key: by_key[key].tensor,
+        window_bytes=WINDOW_BYTES,
+        ahead_bytes=AHEAD_BYTES,
+    )
     verified = False
     try:
         while writer.copied < len(writer.windows):

@@ -215,11 +215,14 @@ def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
             raise IndexError(f"{text}, is outside it")
         ranges.append(slice(number % size, number % size + 1, 1))
         removed.append(dimension)
-    kept = (*(len(range(*r.indices(n))) for r, n in zip(ranges, shape, strict=False)),
-            *shape[len(ranges):])  # fmt: skip
+    kept = (
+        *(len(range(*r.indices(n))) for r, n in zip(ranges, shape, strict=False)),
+        *shape[len(ranges) :],
+    )
     if DTYPES[info.dtype].bits % 8 and kept[-1:] != shape[-1:]:
-        raise CheckpointError(f"{text}: its elements share bytes in the last dimension",
-                              tensor=info.name)  # fmt: skip
+        raise CheckpointError(
+            f"{text}: its elements share bytes in the last dimension", tensor=info.name
+        )
     found = slice_of(info, tuple(ranges))
     return WantedTensor(info, found, kept, tuple(removed))
 
