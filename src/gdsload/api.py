@@ -24,8 +24,13 @@ from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import Batch, assembled
-from gdsload.loading.integrity import open_verifier, require_verify
-from gdsload.loading.session import STALL_SECONDS, Session, require_cache
+from gdsload.loading.session import (
+    STALL_SECONDS,
+    Session,
+    require_cache,
+    require_verify,
+    verifier_of,
+)
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
@@ -103,7 +108,7 @@ class ReadSettings:
             options=self.options,
             stall_seconds=self.stall_seconds,
             expected_bytes=nbytes,
-            verifier=open_verifier(checkpoint, self.verify, report),
+            verifier=verifier_of(checkpoint, self.verify, report),
         )
 
 
@@ -147,6 +152,8 @@ def load(
             batch.wait(advance, parts=group)
         with session.report.phase("hand over"):
             session.checkpoint.verify_unchanged()
+            if len(posted) == 1 and posted[0][0] is infos:
+                return posted[0][1].tensors_of(infos)
             tensors: dict[str, torch.Tensor] = {}
             for group, batch in posted:
                 tensors |= batch.tensors_of(group)
@@ -275,6 +282,8 @@ def load_file(
             pairs = _windows(session, infos, WINDOW_BYTES, settings.device, advance)
             return dict(wanted.assembled(pairs))
         tensors = load(session, infos, settings.device, advance)
+        if wanted.whole:
+            return tensors
         return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
 
 
@@ -494,10 +503,11 @@ def stream(
 
 
 class _Wanted:
-    """The tensors that a load returns, and `parts`: what it reads, in that order."""
+    """The tensors that a load returns, and `parts`: what it reads, in that order. `whole`: the same
+    ones, not parts of them."""
 
     def __init__(self, infos: list[TensorInfo], slices: Mapping[str, Any] | None) -> None:
-        self._whole = not slices
+        self.whole = not slices
         self._tensors: list[WantedTensor] = []
         self.parts = infos
         if slices:
@@ -508,13 +518,13 @@ class _Wanted:
 
     def count(self, report: LoadReport) -> None:
         """Records their number and size."""
-        report.count(self.parts if self._whole else self._tensors)
+        report.count(self.parts if self.whole else self._tensors)
 
     def assembled(
         self, pairs: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of what is wanted, from (name, tensor) of the parts in their order."""
-        if self._whole:
+        if self.whole:
             yield from pairs
             return
         pairs = iter(pairs)

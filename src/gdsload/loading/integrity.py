@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from gdsload.memory.host_buffers import BufferView
 
-METHODS = ("size", "checksum", "sha256")
 # Size of a read of a file that is hashed as a whole; up to 48 of them are in memory.
 _READ_BYTES = 2 << 20
 _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
@@ -194,26 +193,14 @@ class Recorder(Verifier):
         }
 
 
-def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
-    """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
-    if isinstance(verify, str) and verify not in METHODS:
-        raise ValueError(
-            f"verify={verify!r} is none of {', '.join(METHODS)}, nor the Path of a manifest"
-        )
-    if verify != "size" and cache == "mapped":
-        raise ValueError(
-            f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
-            " compared"
-        )
-
-
 def open_verifier(
     checkpoint: Checkpoint,
     verify: str | os.PathLike[str],
     report: LoadReport,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Verifier | None:
-    """The verifier of a load; None if nothing is compared in memory.
+    """The verifier of a load with another `verify` than "size"; None if nothing is compared in
+    memory. For loads, see `session.verifier_of`.
 
     With "sha256" and without a manifest, files in the hub cache are read and compared here;
     `advance` gets the number of bytes that were.
@@ -223,8 +210,6 @@ def open_verifier(
         CheckpointError: There is no manifest, or it is invalid.
     """
     report.verify = os.fspath(verify)
-    if verify == "size":
-        return None
     with report.phase("verify"):
         path = manifest_path(checkpoint) if isinstance(verify, str) else os.fspath(verify)
         try:

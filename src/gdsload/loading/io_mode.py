@@ -31,6 +31,7 @@ from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("keep", "drop", "fill")
+VERIFY_METHODS = ("size", "checksum", "sha256")
 # Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
 # cache of others should not be evicted for it.
 ROOM_SHARE = 1.25
@@ -198,6 +199,19 @@ def require_cache(cache: str, page_cache: str) -> None:
         raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
     if page_cache not in PAGE_CACHES:
         raise ValueError(f"page_cache={page_cache!r} is none of {', '.join(PAGE_CACHES)}")
+
+
+def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
+    """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
+    if isinstance(verify, str) and verify not in VERIFY_METHODS:
+        raise ValueError(
+            f"verify={verify!r} is none of {', '.join(VERIFY_METHODS)}, nor the Path of a manifest"
+        )
+    if verify != "size" and cache == "mapped":
+        raise ValueError(
+            f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
+            " compared"
+        )
 
 
 def _open_direct(shard: Shard) -> tuple[int | None, int, str]:

@@ -9,6 +9,7 @@ Not responsible for: memory and requests (`batch`), I/O modes and file descripto
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges
-from gdsload.loading.io_mode import CACHES, ShardAccess, require_cache
+from gdsload.loading.io_mode import CACHES, ShardAccess, require_cache, require_verify
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
 from gdsload.report import LoadReport
@@ -31,11 +32,30 @@ if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
     from gdsload.loading.integrity import Verifier
 
-__all__ = ["CACHES", "STALL_SECONDS", "Session", "require_cache"]
+__all__ = [
+    "CACHES",
+    "STALL_SECONDS",
+    "Session",
+    "require_cache",
+    "require_verify",
+    "verifier_of",
+]
 
 # A read without a single byte for this long has failed. Longer than an NFS server usually needs to
 # restart.
 STALL_SECONDS = 60.0
+
+
+def verifier_of(
+    checkpoint: Checkpoint, verify: str | os.PathLike[str], report: LoadReport
+) -> Verifier | None:
+    """What compares the bytes of a load; None if nothing is compared in memory. Modules for
+    checksums are only imported if they are wanted. Raises as `integrity.open_verifier`."""
+    if verify == "size":
+        return None
+    from gdsload.loading.integrity import open_verifier
+
+    return open_verifier(checkpoint, verify, report)
 
 
 class Session:

@@ -25,8 +25,13 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import is_single
 from gdsload.errors import GdsloadError, StallError
 from gdsload.loading import claims
-from gdsload.loading.integrity import open_verifier, require_verify
-from gdsload.loading.session import STALL_SECONDS, Session, require_cache
+from gdsload.loading.session import (
+    STALL_SECONDS,
+    Session,
+    require_cache,
+    require_verify,
+    verifier_of,
+)
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
@@ -169,7 +174,7 @@ class Prefetch(quiesce.Holder):
                 if self.tier == "pool" and (pool := current_pool()) is not None:
                     pool.require(ranges)
                 device = "cpu"
-                verifier = open_verifier(checkpoint, self._verify, self.report)
+                verifier = verifier_of(checkpoint, self._verify, self.report)
                 if device_init is not None and self.tier == "memory" and verifier is None:
                     device = device_init.reached(self._session["backend"])
                 with Session(

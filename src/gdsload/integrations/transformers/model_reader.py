@@ -34,8 +34,13 @@ from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.integrity import open_verifier, require_verify
-from gdsload.loading.session import STALL_SECONDS, Session, require_cache
+from gdsload.loading.session import (
+    STALL_SECONDS,
+    Session,
+    require_cache,
+    require_verify,
+    verifier_of,
+)
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
 from gdsload.report import LoadReport
@@ -107,7 +112,7 @@ class ModelReader:
         with ExitStack() as stack:
             with report.phase("open"):
                 self.checkpoint = stack.enter_context(_checkpoint_of(files))
-            self.verifier = open_verifier(self.checkpoint, options.verify, report)
+            self.verifier = verifier_of(self.checkpoint, options.verify, report)
             # A backend for devices only cannot read to the host.
             to_host = reaches(options.backend, DRAM)
             self.session = stack.enter_context(
