@@ -13,7 +13,7 @@ cdef struct FirstTouch:
     int64_t huge_ns        # mean CPU time of a unit that was touched as a huge page; 0: none
     int64_t small_ns       # mean CPU time of a unit that was copied to small pages; 0: none
     int touching           # threads that touch a huge page now
-    int preferred          # whether huge pages were cheaper at the last choice
+    int preferred          # whether huge pages were cheaper at the last choice; -1: none yet
     int units_until_retry
     int retry_units
     int64_t cancels        # number of cancellations: a read stops at its next unit

@@ -11,7 +11,12 @@ ways of making a unit of 2 MiB ready, by CPU time, and use the cheaper:
 The bounce buffer is a huge page that is reused: a direct read into small pages is slow on a virtual
 disk, because its host maps each page separately. Not responsible for memory of others and for memory
 that an earlier load has touched: reads go to it directly.
+
+`HugePages` is for fresh memory that is written by others, such as a cast: it only chooses the pages.
 """
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer
 
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -43,6 +48,12 @@ cdef enum:
     FIRST_RETRY_UNITS = 16
     LAST_RETRY_UNITS = 256
 
+    # Units that get the same pages, by the cost of the first, where others write.
+    GROUP_UNITS = 8
+    # Groups of small pages between two tries; doubled as long as huge pages stay expensive.
+    FIRST_RETRY_GROUPS = 1
+    LAST_RETRY_GROUPS = 64
+
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
     MOST_TOUCHING = 2
 
@@ -59,6 +70,7 @@ MODES = {"auto": AUTO, "huge": HUGE, "small": SMALL, "bounce": BOUNCE}
 cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil:
     """`self` is zeroed memory."""
     self.mode = mode
+    self.preferred = -1
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.touched)
 
@@ -99,12 +111,24 @@ cdef int64_t averaged(int64_t before, int64_t took) noexcept nogil:
     return took if before == 0 else (3 * before + took) // 4
 
 
+cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept nogil:
+    """Touches a unit, and returns the CPU time that it took. Without a free huge page the kernel
+    gives a small one: `huge` is 0, and whoever writes to the unit touches the others."""
+    cdef char *base = region.base + unit * UNIT_BYTES
+    cdef unsigned char resident = 0
+    cdef int64_t took = cpu_ns()
+    madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
+    gds_touch(base)
+    took = max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
+    mincore(base + page_bytes(), 1, &resident)
+    huge[0] = resident & 1
+    return took
+
+
 cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
     """Touches a unit as a huge page, if this is the cheaper way. False if it is not."""
-    cdef char *base = memory.region.base + unit * UNIT_BYTES
-    cdef unsigned char resident = 0
     cdef int64_t took
-    cdef int chosen
+    cdef int chosen, huge
     pthread_mutex_lock(&self.lock)
     while self.touching >= MOST_TOUCHING:
         pthread_cond_wait(&self.touched, &self.lock)
@@ -113,17 +137,10 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     pthread_mutex_unlock(&self.lock)
     if not chosen:
         return 0
-    took = cpu_ns()
-    madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
-    gds_touch(base)
-    took = max(cpu_ns() - took, <int64_t>1)  # 0 means not measured; some sandboxes count in ticks
-    mincore(base + page_bytes(), 1, &resident)
+    took = touch_as_huge(memory.region, unit, &huge)
     pthread_mutex_lock(&self.lock)
-    # Without a free huge page the kernel gives a small one: the read touches the others.
-    if resident & 1:
-        memory.huge_units += 1
-    else:
-        memory.small_units += 1
+    memory.huge_units += huge
+    memory.small_units += not huge
     self.huge_ns = averaged(self.huge_ns, took)
     self.touching -= 1
     pthread_cond_broadcast(&self.touched)  # a woken thread may touch nothing, and wake no other
@@ -221,3 +238,51 @@ cdef int64_t read_first_touch(
         if done < end or gds_load(&self.cancels) != cancels:
             break
     return <int64_t>done
+
+
+# --- memory that others write to -----------------------------------------------------------------
+
+@cython.final
+cdef class HugePages:
+    """Huge pages for fresh memory that is written to at once, while they are cheap."""
+
+    cdef int skip          # groups before the next try
+    cdef int retry_groups
+
+    def __cinit__(self):
+        self.retry_groups = FIRST_RETRY_GROUPS
+
+    def prepare(self, object region, uint64_t offset, uint64_t nbytes):
+        """Chooses the pages of a range of a region (its ``handle()``), where it was not done before.
+
+        The first unit of each group is touched. Contents do not change.
+        """
+        cdef CRegion *memory = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
+        cdef uint64_t unit, end, last
+        if nbytes == 0 or offset > memory.length or nbytes > memory.length - offset:
+            raise ValueError(f"no {nbytes} bytes at {offset} in a region of {memory.length} bytes")
+        if memory.touched == NULL:
+            return
+        unit, end = offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1
+        with nogil:
+            while unit < end:
+                last = unit
+                while last < end and last - unit < GROUP_UNITS and not memory.touched[last]:
+                    memory.touched[last] = 1
+                    last += 1
+                if last > unit:
+                    self.choose(memory, unit, last)
+                unit = max(last, unit + 1)
+
+    cdef void choose(self, CRegion *memory, uint64_t first, uint64_t end) noexcept nogil:
+        cdef int huge
+        if self.skip > 0:
+            self.skip -= 1
+        elif touch_as_huge(memory, first, &huge) <= CHEAP_NS and huge:
+            madvise(
+                memory.base + first * UNIT_BYTES, (end - first) * UNIT_BYTES, MADV_HUGEPAGE
+            )
+            self.retry_groups = FIRST_RETRY_GROUPS
+        else:
+            self.skip = self.retry_groups
+            self.retry_groups = min(2 * self.retry_groups, <int>LAST_RETRY_GROUPS)

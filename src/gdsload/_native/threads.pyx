@@ -44,7 +44,7 @@ cdef enum:
     # keep a fast disk busy. Network filesystems get a large depth
     # (benchmarks/results/cold-fuse-20ms.json).
     DISK_READERS = 8
-    MOST_READERS = 128
+    MOST_READERS = 512
     MOST_CUFILE_READERS = 64
     MEMORY = -2                  # no descriptor, and not the pump's "none"
 

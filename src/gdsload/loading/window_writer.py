@@ -178,6 +178,7 @@ class WindowWriter:
             info, part = piece.info, self._part_of(piece.key)
             if piece.at:
                 part = part[piece.at]
+            self._prepare(part)
             view = batch.views.get(info.name)
             if (
                 on_host
@@ -196,6 +197,9 @@ class WindowWriter:
         for piece, part in copies:
             tensor = tensors.pop(piece.info.name)
             part.copy_(tensor if piece.index is None else tensor[piece.index])
+
+    def _prepare(self, part: torch.Tensor) -> None:
+        """Called before a part is written to."""
 
     def _release_first(self) -> None:
         batch, _ = self._in_flight.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload._native.first_touch import MODES
+from gdsload._native.first_touch import MODES, HugePages
 from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.posix import PosixBackend, engines
+from pagemap import resident_pages
 
 UNIT = 2 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -184,6 +186,25 @@ def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
     assert pump.close(1.0)
     os.close(fd)
     os.close(direct_fd)
+
+
+def test_prepare_touches_one_unit_of_a_group_once_and_changes_nothing(units: Region) -> None:
+    ctypes.memset(units.address + 3 * UNIT, 7, UNIT)
+    pages = HugePages()
+    for _ in range(2):
+        pages.prepare(units.handle(), UNIT + 1, 6 * UNIT)
+        assert resident_pages(units.address + UNIT, UNIT) > 0
+        for unit in (0, 2, 4, 5, 6, 7):
+            assert resident_pages(units.address + unit * UNIT, UNIT) == 0, unit
+    assert units.read(0, 8 * UNIT) == bytes(3 * UNIT) + b"\7" * UNIT + bytes(4 * UNIT)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (8 * UNIT, 1), (1, 8 * UNIT)])
+def test_prepare_refuses_a_range_outside_the_region(
+    units: Region, offset: int, nbytes: int
+) -> None:
+    with pytest.raises(ValueError, match="in a region of"):
+        HugePages().prepare(units.handle(), offset, nbytes)
 
 
 def test_report_names_bounced_bytes_and_units(odd: Path) -> None:

@@ -7,7 +7,8 @@
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
 When transformers stacks and concatenates these parts afterwards, the result is there already. The
 copies take the page faults themselves, with all threads of torch: on two cores, threads that touch
-pages ahead of them only compete. Not responsible for reading and copying (`parameter_writer`).
+pages ahead of them only compete. The pages are huge while these are cheap. Not responsible for
+reading and copying (`parameter_writer`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from math import prod
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdsload._native.first_touch import HugePages
 from gdsload._native.memory import Region
 from gdsload.errors import PlacementError
 from gdsload.memory.available import require_room
@@ -97,13 +99,14 @@ class ParameterBuffers:
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
         # Results of torch.stack and torch.cat, by the dimension and the identity of their operands.
         self._merged: dict[tuple[int, Any], torch.Tensor] = {}
+        self._huge_pages = HugePages()
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
         if not sizes:
             return
         require_room(sum(sizes))
         try:
-            region = Region.anonymous(sum(sizes))
+            self._region = region = Region.anonymous(sum(sizes))
         except MemoryError as error:
             raise PlacementError(str(error)) from error
         offset = 0
@@ -134,6 +137,12 @@ class ParameterBuffers:
     def part_of(self, key: str) -> torch.Tensor:
         """Where to copy a tensor."""
         return self._unwritten[key]
+
+    def prepare(self, part: torch.Tensor) -> None:
+        """Chooses the pages of a part, or of rows of it, that is to be written."""
+        if part.is_contiguous() and part.numel():
+            offset = part.data_ptr() - self._region.address
+            self._huge_pages.prepare(self._region.handle(), offset, part.nbytes)
 
     def give(self, key: str) -> torch.Tensor | None:
         """The written part of a tensor, once."""

@@ -75,6 +75,9 @@ class ParameterWriter(WindowWriter):
                 self.taken_tensors += 1
             return part
 
+    def _prepare(self, part: torch.Tensor) -> None:
+        self.buffers.prepare(part)
+
     def _require_open(self) -> None:
         if self._closed:
             raise QueueClosed(f"{self.session.checkpoint.source}: this load has ended")
