@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gdsload.distribution.exchange import Shards
     from gdsload.distribution.shared_load import Sharing
     from gdsload.loading.destinations import Rename, Targets
+    from gdsload.loading.integrity import Verifier
     from gdsload.planning.tensor_slices import WantedTensor
 
 # Size of a read window of `stream`. Two are in memory: one is handed out, the next one is read.
@@ -91,8 +92,15 @@ class ReadSettings:
         self.device, self.backend, self.cache = _target_of(device), backend, cache
         self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
 
-    def session(self, checkpoint: Checkpoint, report: LoadReport, nbytes: int) -> Session:
-        """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
+    def session(
+        self,
+        checkpoint: Checkpoint,
+        report: LoadReport,
+        nbytes: int,
+        verifier: Verifier | None = None,
+    ) -> Session:
+        """A session for reads of about `nbytes` bytes in all, as near to the device as they get.
+        `verifier`: in place of one of its own."""
         device = self.device
         if device != "cpu":
             from gdsload.loading.device_batch import reached
@@ -108,7 +116,7 @@ class ReadSettings:
             options=self.options,
             stall_seconds=self.stall_seconds,
             expected_bytes=nbytes,
-            verifier=verifier_of(checkpoint, self.verify, report),
+            verifier=verifier or verifier_of(checkpoint, self.verify, report),
         )
 
 
@@ -302,6 +310,7 @@ def load_into(
     options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
+    verify: str | os.PathLike[str] = "size",
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -341,6 +350,8 @@ def load_into(
         options: As for `load_file`.
         progress: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the load fails.
+        verify: As for `load_file`. Other than "size", all bytes pass read windows, and each window
+            is compared before any of it is copied.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -359,6 +370,7 @@ def load_into(
             Nothing was written.
         BackendUnavailable: No allowed backend works here. Nothing was written.
         ReadError: A read failed before anything was written.
+        IntegrityError: A byte differed from `verify` before anything was written.
 
     Example:
         >>> report = gdsload.load_into(model, "model")
@@ -373,14 +385,15 @@ def load_into(
     from gdsload.planning.tensor_slices import wanted_tensors
 
     how = backend, cache, page_cache, options, stall_seconds
-    only = None if device is None else ReadSettings(device, *how).device
-    require_cache(cache, page_cache)
+    checked = ReadSettings("cpu" if device is None else device, *how, verify)
+    only = None if device is None else checked.device
     targets = destinations.named_tensors(tensors)
     report = LoadReport(os.fspath(source))
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
             checkpoint = stack.enter_context(lookup.open(source))
+        verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
             wanted = wanted_tensors(checkpoint.infos(names), slices)
             found = destinations.matched(wanted, targets, rename)
@@ -400,7 +413,7 @@ def load_into(
                 if settings.device == "cpu" and len(by_device) > 1 and not reaches(backend, DRAM):
                     settings.backend, settings.options = "auto", None
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
-                with settings.session(checkpoint, report, nbytes) as session:
+                with settings.session(checkpoint, report, nbytes, verifier) as session:
                     into.write_all(session, group, state, advance)
         except BaseException as error:
             partial = into.partial_load(checkpoint.source, error, state, found.aliases)

@@ -22,8 +22,15 @@ from command import answer, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gdsload import api, warmup
 from gdsload.checkpoint import Checkpoint, manifest as manifest_module
-from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError, IntegrityError
-from gdsload.loading import device_batch
+from gdsload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    GdsloadError,
+    IntegrityError,
+    PartialLoad,
+)
+from gdsload.loading import device_batch, into
+from gdsload.planning.read_plan import FILE_ORDER
 from gpudoubles import Doubles
 
 NORM = "model.norm.weight"
@@ -107,6 +114,15 @@ def by_prefetch(source: Path) -> Any:
         return gdsload.load_file(source)
 
 
+def by_load_into(source: Path) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in source.glob("*.safetensors"):
+        tensors |= reference_load_file(shard)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    gdsload.load_into(targets, source, verify="checksum")
+    return targets
+
+
 def by_model(source: Path) -> Any:
     return gdsload.from_pretrained(source, verify="checksum", dtype="bfloat16").state_dict()
 
@@ -122,7 +138,7 @@ def by_accelerated(source: Path) -> Any:
 
 WAYS = [
     by_load_file, by_names, by_stream, by_safe_open, by_direct_reads, by_pool, after_prefetch,
-    by_prefetch, by_model, by_converted_model, by_accelerated,
+    by_prefetch, by_load_into, by_model, by_converted_model, by_accelerated,
 ]  # fmt: skip
 
 
@@ -156,6 +172,24 @@ def test_flipped_bit_ends_every_load_in_integrity_error(
     with Checkpoint.open(source) as checkpoint:
         info = checkpoint.info(NORM)
     assert (error.offset, error.nbytes) == (info.offset, info.nbytes)
+
+
+def test_load_into_has_written_only_windows_without_a_difference(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(into, "WINDOW_BYTES", 20_000)
+    with Checkpoint.open(source) as checkpoint:
+        last = max(checkpoint.tensors.values(), key=FILE_ORDER)
+    expected = {name: tensor.clone() for name, tensor in gdsload.load_file(source).items()}
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    flip_in(source, last.name)
+    with pytest.raises(PartialLoad) as caught:
+        gdsload.load_into(targets, source, verify="checksum")
+    assert isinstance(caught.value.__cause__, IntegrityError)
+    assert caught.value.complete and last.name not in caught.value.complete
+    assert not targets[last.name].any()
+    for name in caught.value.complete:
+        assert torch.equal(targets[name], expected[name])
 
 
 def test_error_of_drop_in_functions_is_a_safetensors_error(source: Path) -> None:

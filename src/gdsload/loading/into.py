@@ -1,7 +1,8 @@
 """Reads into tensors that exist already, without a second copy of the model.
 
     destinations ──► VRAM, same dtype, contiguous ──► the backend writes there  (`TargetBatch`)
-                 ──► all others ──► windows, copied or cast from there  (`WindowWriter`)
+                 ──► all others, and with `verify=`
+                         ──► windows, copied or cast from there  (`WindowWriter`)
 
 A read that hangs may write to its memory at any later time. On the host, the caller's memory is
 therefore written by copies from windows, never by reads that cannot be cancelled; on the way to
@@ -146,7 +147,8 @@ def write_all(
     """
     import torch
 
-    places = [each for each in destinations if session.device != "cpu" and each.in_place]
+    in_place = session.device != "cpu" and session.verifier is None
+    places = [each for each in destinations if in_place and each.in_place]
     kept = {id(each) for each in places}
     others = [each for each in destinations if id(each) not in kept]
     # Tensors of inference mode can be written to only inside of it, and count no versions.
