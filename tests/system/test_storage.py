@@ -25,23 +25,29 @@ def test_filesystems_of_this_machine_are_not_distant(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preferred_bytes", "request_bytes", "depth"),
+    ("preferred_bytes", "latency", "request_bytes", "depth"),
     [
-        (4096, 1 << 20, 256),
-        (1 << 20, 1 << 20, 256),
-        (4 << 20, 4 << 20, 256),
-        (5 << 19, 2 << 20, 256),
-        (64 << 20, 16 << 20, 64),
+        (4096, 0.0, 1 << 20, 256),
+        (1 << 20, 0.001, 1 << 20, 256),
+        (4 << 20, 0.02, 4 << 20, 256),
+        (5 << 19, 0.03, 2 << 20, 384),
+        (1 << 20, 0.05, 1 << 20, 640),
+        (1 << 20, 5.0, 1 << 20, 1024),
+        (64 << 20, 0.05, 16 << 20, 64),
     ],
 )
-def test_request_size_follows_the_block_size_of_the_filesystem(
-    monkeypatch: pytest.MonkeyPatch, preferred_bytes: int, request_bytes: int, depth: int
+def test_reads_follow_the_block_size_and_the_latency_of_the_filesystem(
+    monkeypatch: pytest.MonkeyPatch,
+    preferred_bytes: int,
+    latency: float,
+    request_bytes: int,
+    depth: int,
 ) -> None:
     status = SimpleNamespace(st_dev=os.makedev(0, 50), st_blksize=preferred_bytes)
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fstat", lambda fd: status)
         patch.setattr(storage, "mount_of", lambda path: Mount("/mnt", "nfs4", "a:/b", "0:50"))
-        found = storage.storage_of("/mnt/file", -1)
+        found = storage.storage_of("/mnt/file", -1, latency)
     assert found == ("nfs4", request_bytes, depth)
 
 

@@ -10,6 +10,7 @@ the format of a header that of `header`. Tensor data is not read here.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from functools import partial
@@ -300,7 +301,9 @@ def _read_header(shard: Shard, limit: int) -> bytes:
     with suppress(OSError):
         os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
+        started = time.monotonic()
         first = read_exactly(shard.fd, 0, min(shard.size, _FIRST_READ_BYTES), shard.path)
+        shard.first_read_seconds = time.monotonic() - started
         length = header_length(first, shard.size, path=shard.path, limit=limit)
         text = first[LENGTH_BYTES : LENGTH_BYTES + length]
         return text + read_exactly(shard.fd, len(first), length - len(text), shard.path)

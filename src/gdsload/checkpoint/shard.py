@@ -42,6 +42,8 @@ class Shard:
         size: The size of the file in bytes.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header.
+        first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
+            page cache had it.
     """
 
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
@@ -53,6 +55,7 @@ class Shard:
         self.size = identity.size
         self.data_start = 0
         self.metadata: dict[str, str] = {}
+        self.first_read_seconds = 0.0
 
     @property
     def fd(self) -> int:

@@ -142,7 +142,13 @@ class ShardAccess:
         opened = self._checkpoint.shards[shard]
         device = opened.identity.dev
         if device not in self._storage:
-            self._storage[device] = storage_of(opened.path, opened.fd)
+            # Headers are read at once. The fastest of them waited for the storage alone.
+            latency = min(
+                each.first_read_seconds
+                for each in self._checkpoint.shards
+                if each.identity.dev == device
+            )
+            self._storage[device] = storage_of(opened.path, opened.fd, latency)
         return self._storage[device]
 
     @property

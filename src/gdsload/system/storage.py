@@ -23,6 +23,8 @@ DISTANT = (
 # in flight load 1.5 GB in 1.2 s, and 16 of 4 MiB in 8.1 s; direct reads do not differ
 # (benchmarks/results/cold-fuse-20ms.json).
 DEPTH = 256
+# With more latency more reads are in flight.
+DEPTH_SECONDS = 0.02
 REQUEST_BYTES = 1 << 20
 # A filesystem may prefer larger reads (Lustre: a stripe). Of these fewer are in flight.
 MOST_REQUEST_BYTES = 16 << 20
@@ -53,8 +55,14 @@ def is_distant(kind: str) -> bool:
     return kind in DISTANT or kind.startswith("fuse.")
 
 
-def storage_of(path: str, fd: int) -> Storage:
-    """The storage of an open file; local if the kernel does not tell, and reads will say why."""
+def storage_of(path: str, fd: int, latency: float = 0.0) -> Storage:
+    """The storage of an open file; local if the kernel does not tell, and reads will say why.
+
+    Args:
+        path: The file's path.
+        fd: Its descriptor.
+        latency: Seconds of one small read; 0 if this is not known.
+    """
     try:
         status = os.fstat(fd)
     except OSError:
@@ -66,5 +74,7 @@ def storage_of(path: str, fd: int) -> Storage:
         return Storage()
     preferred = status.st_blksize // REQUEST_BYTES * REQUEST_BYTES
     request_bytes = min(max(preferred, REQUEST_BYTES), MOST_REQUEST_BYTES)
-    depth = min(DEPTH, IN_FLIGHT_BYTES // request_bytes)
+    depth = min(
+        max(DEPTH, round(DEPTH * latency / DEPTH_SECONDS)), IN_FLIGHT_BYTES // request_bytes
+    )
     return Storage(mount.kind, request_bytes, depth)
