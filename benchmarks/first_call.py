@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import records, start, tables, values
+from . import records, start, tables
 from .layout import several
 from .records import Refused
 
@@ -124,20 +124,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = records.parser_of("python -m benchmarks.first_call", __doc__)
-    records.add_source(parser)
-    parser.add_argument("--repeats", type=values.whole, default=7)
-    options = parser.parse_args(words)
-
-    def measure() -> tuple[dict[str, Any], str]:
-        records.require_room(options)
-        with records.source_of(options) as source:
-            file = source if source.is_file() else min(source.glob("*.safetensors"))
-            facts = {"bytes": file.stat().st_size, "loads": measured(file, options.repeats)}
-            name = f"first-call-{records.name_of(options, source)}"
-            return records.record("first-call", file, **facts), name
-
-    return records.publish("first_call", options, measure)
+    return records.loads_program("first-call", __doc__, measured, words, repeats=7)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from gdsload.memory import page_cache
 
-from . import machine, records, start, tables, values
+from . import machine, records, start, tables
 from .layout import several, size
 from .records import Refused
 
@@ -163,20 +163,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = records.parser_of("python -m benchmarks.load_into", __doc__)
-    records.add_source(parser)
-    parser.add_argument("--repeats", type=values.whole, default=5)
-    options = parser.parse_args(words)
-
-    def measure() -> tuple[dict[str, Any], str]:
-        records.require_room(options)
-        with records.source_of(options) as source:
-            file = source if source.is_file() else min(source.glob("*.safetensors"))
-            facts = {"bytes": file.stat().st_size, "loads": measured(file, options.repeats)}
-            name = f"load-into-{records.name_of(options, source)}"
-            return records.record("load-into", file, **facts), name
-
-    return records.publish("load_into", options, measure)
+    return records.loads_program("load-into", __doc__, measured, words, repeats=5)
 
 
 if __name__ == "__main__":

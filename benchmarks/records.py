@@ -237,3 +237,36 @@ def source_of(options: argparse.Namespace) -> Iterator[Path]:
 def name_of(options: argparse.Namespace, source: Path) -> str:
     """What a checkpoint is called: a directory's dots are part of its name, as in qwen3-0.6b."""
     return str(options.name or (source.stem if source.is_file() else source.name))
+
+
+def loads_program(
+    kind: str,
+    doc: str | None,
+    measured: Callable[[Path, int], list[dict[str, Any]]],
+    words: Sequence[str] | None,
+    *,
+    repeats: int,
+) -> int:
+    """A program that measures loads of one file, and stores them: its exit status.
+
+    Args:
+        kind: Of the result, such as "load-into".
+        doc: The docstring of the program.
+        measured: Returns the measured loads of a file, from so many repeats.
+        words: The arguments; None for those of the process.
+        repeats: The default.
+    """
+    module = kind.replace("-", "_")
+    parser = parser_of(f"python -m benchmarks.{module}", doc)
+    add_source(parser)
+    parser.add_argument("--repeats", type=values.whole, default=repeats)
+    options = parser.parse_args(words)
+
+    def measure() -> tuple[dict[str, Any], str]:
+        require_room(options)
+        with source_of(options) as source:
+            file = source if source.is_file() else min(source.glob("*.safetensors"))
+            facts = {"bytes": file.stat().st_size, "loads": measured(file, options.repeats)}
+            return record(kind, file, **facts), f"{kind}-{name_of(options, source)}"
+
+    return publish(module, options, measure)

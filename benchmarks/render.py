@@ -28,6 +28,7 @@ from . import (
     pictures,
     pipeline,
     pool,
+    ranks,
     records,
     restarts,
     start,
@@ -72,6 +73,7 @@ KINDS = {
     "load-into": Shown(load_into.title, load_into.table, load_into.notes),
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
+    "ranks": Shown(ranks.title, ranks.table, ranks.notes),
     "restarts": Shown(restarts.title, restarts.table, restarts.notes),
 }
 
