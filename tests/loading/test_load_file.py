@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -194,7 +196,7 @@ def test_numpy_framework_returns_arrays(tmp_path: Path) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "model.safetensors"
-    tensors = {f"t{i}": torch.full((50_000 + i,), i, dtype=torch.int32) for i in range(10)}
+    tensors = {f"t{i}": torch.full((60_000 + i,), i, dtype=torch.int32) for i in range(10)}
     safetensors.torch.save_file(tensors, file)
     return file
 
@@ -364,7 +366,7 @@ def test_report_counts_bytes_and_requests(path: Path, tmp_path: Path) -> None:
     report = gdsload.last_report()
     facts = json.loads(report.to_json())
     assert facts["tensors"] == 10 and facts["wanted_bytes"] == sum(
-        4 * (50_000 + i) for i in range(10)
+        4 * (60_000 + i) for i in range(10)
     )
     assert facts["backend"] == "posix" and facts["engine"] == "threads" and facts["failure"] == ""
     assert facts["read_bytes"] == sum(facts["paths"].values()) == os.path.getsize(path)
@@ -377,6 +379,45 @@ def test_report_counts_bytes_and_requests(path: Path, tmp_path: Path) -> None:
 
 class Regions:
     """Replaces `Region`, and remembers the regions that it made."""
+
+def test_small_cold_checkpoint_is_read_into_the_page_cache_and_mapped(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    files = sorted((tmp_path / "tiny").glob("*.safetensors"))
+    if any(page_cache.evict(file) for file in files):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    got = gdsload.load_file(tmp_path / "tiny")
+    report = gdsload.last_report()
+    assert (report.paths, report.backend) == ({"mapped": report.wanted_bytes}, "")
+    want = {
+        name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()
+    }
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    del got, want  # mapped pages stay in the page cache
+    for words in ({"cache": "direct"}, {"page_cache": "drop"}):
+        for file in files:
+            page_cache.evict(file)
+        gdsload.load_file(tmp_path / "tiny", **words)
+        assert gdsload.last_report().backend == "posix"
+
+
+def test_small_file_that_does_not_get_into_the_page_cache_is_read_by_a_backend(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping of a page that cannot be read would end in a signal."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = Path(shutil.copy(min(tiny_checkpoint.glob("*.safetensors")), tmp_path))
+    if page_cache.evict(path):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    monkeypatch.setattr(os, "preadv", fail)
+    gdsload.load_file(path)
+    assert gdsload.last_report().backend == "posix"
+
 
     file = Region.file
 

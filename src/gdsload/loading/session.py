@@ -204,6 +204,8 @@ class Session:
                 for each in members:
                     views[each.name] = BufferView(region, each.offset)
                 self.count_bytes("mapped", sum(each.nbytes for each in members))
+        if current_pool() is None:
+            self._access.fill_if_small(by_shard)
         return views
 
     def count_bytes(self, path: str, nbytes: int) -> None:
