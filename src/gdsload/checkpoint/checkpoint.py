@@ -25,7 +25,7 @@ from gdsload.checkpoint.header import (
     parse_header,
 )
 from gdsload.checkpoint.locate import CheckpointFiles, PathLike, ShardPath, locate, path_text
-from gdsload.checkpoint.selection import Names, chosen
+from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
 from gdsload.checkpoint.shard import Identity, Shard
 from gdsload.errors import CheckpointError, shown
 from gdsload.system import quiesce
@@ -223,9 +223,7 @@ class Checkpoint:
         """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
         info = self.tensors.get(name)
         if info is None:
-            raise CheckpointError(
-                f"{self.source}: there is no tensor {shown(str(name))} in it", tensor=str(name)
-            )
+            raise no_such_tensor(str(name), self.tensors, self.source)
         return info
 
     def verify_unchanged(self) -> None:

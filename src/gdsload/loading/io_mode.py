@@ -242,16 +242,23 @@ def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
 def require_cache(cache: str, page_cache: str) -> None:
     """Raises ValueError if one of them has no such value."""
     if cache not in CACHES:
-        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+        raise ValueError(f"cache={cache!r} must be one of {', '.join(CACHES)}")
     if page_cache not in PAGE_CACHES:
-        raise ValueError(f"page_cache={page_cache!r} is none of {', '.join(PAGE_CACHES)}")
+        raise ValueError(f"page_cache={page_cache!r} must be one of {', '.join(PAGE_CACHES)}")
+
+
+def require_stall_seconds(stall_seconds: float) -> None:
+    """Raises ValueError for a limit that every load exceeds."""
+    if not stall_seconds > 0:
+        raise ValueError(f"stall_seconds={stall_seconds!r} must be greater than 0")
 
 
 def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
     """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
     if isinstance(verify, str) and verify not in VERIFY_METHODS:
         raise ValueError(
-            f"verify={verify!r} is none of {', '.join(VERIFY_METHODS)}, nor the Path of a manifest"
+            f"verify={verify!r} must be one of {', '.join(VERIFY_METHODS)}, or the Path of a"
+            " manifest"
         )
     if verify != "size" and cache == "mapped":
         raise ValueError(
