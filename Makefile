@@ -15,15 +15,15 @@ endif
 SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo api lint types test coverage test-oldest gpu-check gpu-bundle clean
+.PHONY: help setup build demo api lint types test test-quick coverage test-oldest gpu-check gpu-bundle clean
 
 help:  ## list the commands
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 16
 
-setup:  ## make .venv, and build gdsload in place
+setup:  ## make .venv (6 GB, with torch and all that tests need), and build gdsload in place
 	@sh scripts/setup.sh
 
-demo: setup  ## load a 1.5 GB checkpoint cold and warm, beside safetensors and transformers
+demo: setup  ## load a 1.5 GB checkpoint, and compare with safetensors and transformers
 	@$(PY) scripts/demo.py
 
 api: setup  ## write docs/api.md from the docstrings
@@ -45,8 +45,11 @@ types: setup  ## mypy over src, stubtest over the compiled modules
 	MYPYPATH=src $(PY) -m mypy.stubtest --mypy-config-file scripts/stubtest.ini \
 	    --allowlist scripts/stubtest.allow --ignore-unused-allowlist $$modules
 
-test: setup lint types  ## everything: lint, types, tests
+test: setup lint types  ## lint, types, all tests; 20 minutes on 2 cores
 	$(PY) -m pytest $(SPREAD)
+
+test-quick: setup  ## the tests that need neither a model of transformers nor a benchmark
+	$(PY) -m pytest $(SPREAD) --ignore tests/integrations --ignore tests/bench --ignore tests/project
 
 coverage: setup  ## the tests, and the lines they do not reach; takes 1.5 times as long
 	$(PY) -m pytest $(SPREAD) --cov --cov-report=term-missing

@@ -2,14 +2,19 @@
 
 Static metadata is in pyproject.toml. This file contains what depends on the machine: whether
 liburing can be linked, and whether this Python has a stable ABI to build against.
+
+GDSLOAD_REPOSITORY is the address of the repository. The package index shows it, and links and
+pictures of README.md become absolute. The release workflow sets it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -19,7 +24,11 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
+if sys.platform != "linux":
+    sys.exit(f"gdsload runs on Linux only, and this is {sys.platform}")
+
 NATIVE = Path("src/gdsload/_native")
+REPOSITORY = os.environ.get("GDSLOAD_REPOSITORY", "").rstrip("/")
 # A free-threaded Python has no stable ABI (before 3.15): it gets modules of its own.
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # An -O in CFLAGS is the caller's choice; a later -O would override it.
@@ -71,34 +80,54 @@ def liburing_candidates() -> list[Linking]:
     return found
 
 
-def find_liburing(command: build_ext) -> Linking | None:
-    """The first liburing that compiles and links into a shared object, or None."""
+def builds(command: build_ext, text: str, linking: Linking) -> bool:
+    """Whether a C source compiles and links into a shared object."""
     from setuptools._distutils.ccompiler import new_compiler
     from setuptools._distutils.sysconfig import customize_compiler
 
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "probe.c")
+        source.write_text(text)
+        compiler = new_compiler(compiler=command.compiler)
+        customize_compiler(compiler)
+        with Path(scratch, "complaints").open("w") as sink, quiet(sink.fileno()):
+            try:
+                objects = compiler.compile(
+                    [str(source)],
+                    output_dir=scratch,
+                    include_dirs=linking.include_dirs,
+                    extra_preargs=["-Werror=implicit-function-declaration", "-fPIC"],
+                )
+                compiler.link_shared_object(
+                    objects, str(Path(scratch, "probe.so")), extra_postargs=linking.link_args
+                )
+            except Exception:  # each compiler class raises its own error type
+                return False
+    return True
+
+
+def require_toolchain(command: build_ext) -> None:
+    """Ends the build, with the names of packages, if it would fail after many lines of output."""
+    if not builds(command, "int probe;\n", Linking([], [])):
+        sys.exit(
+            "gdsload: no C compiler works here (Debian, Ubuntu: gcc libc6-dev; or name one in CC)"
+        )
+    headers = [sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
+    if not builds(command, "#include <Python.h>\n", Linking(headers, [])):
+        version = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(
+            f"gdsload: the headers of Python {version} are missing (Debian, Ubuntu:"
+            f" libpython{version}-dev; Fedora: python3-devel)"
+        )
+
+
+def find_liburing(command: build_ext) -> Linking | None:
+    """The first liburing that compiles and links into a shared object, or None."""
     if os.environ.get("GDSLOAD_LIBURING") == "0":
         print("gdsload: GDSLOAD_LIBURING=0: the io_uring engine is left out")
         return None
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch, "probe.c")
-        source.write_text(LIBURING_PROBE)
-        complaints = Path(scratch, "complaints")
-        for candidate in liburing_candidates():
-            compiler = new_compiler(compiler=command.compiler)
-            customize_compiler(compiler)
-            with complaints.open("w") as sink, quiet(sink.fileno()):
-                try:
-                    objects = compiler.compile(
-                        [str(source)],
-                        output_dir=scratch,
-                        include_dirs=candidate.include_dirs,
-                        extra_preargs=["-Werror=implicit-function-declaration", "-fPIC"],
-                    )
-                    compiler.link_shared_object(
-                        objects, str(Path(scratch, "probe.so")), extra_postargs=candidate.link_args
-                    )
-                except Exception:  # each compiler class raises its own error type
-                    continue
+    for candidate in liburing_candidates():
+        if builds(command, LIBURING_PROBE, candidate):
             print(f"gdsload: io_uring engine, with {' '.join(candidate.link_args)}")
             return candidate
     print(
@@ -189,6 +218,7 @@ class BuildNative(build_ext):
     def translate(self) -> list[Extension]:
         from Cython.Build import cythonize
 
+        require_toolchain(self)
         sources = sorted(NATIVE.glob("*.pyx"))
         liburing = None
         if NATIVE / "uring.pyx" in sources:
@@ -205,7 +235,19 @@ class BuildNative(build_ext):
         )
 
 
+def long_description() -> str:
+    """README.md. On the package index, links work only if they are absolute."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/raw/HEAD/", text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/HEAD/", text)
+
+
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    project_urls={"Repository": REPOSITORY} if REPOSITORY else {},
     ext_modules=[extension(pyx, None) for pyx in sorted(NATIVE.glob("*.pyx"))],
     cmdclass={"build_ext": BuildNative, "build_py": BuildPackage},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},

@@ -42,53 +42,59 @@ def arguments(
 ) -> argparse.Namespace:
     parser = records.parser_of(prog, about)
     records.add_source(parser)
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help=f"of {', '.join(KINDS)}, fio")
-    parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="added to the others")
-    parser.add_argument("--best", type=Path, metavar="FILE", help="what bench tune has found")
     parser.add_argument(
-        "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
+        "--arms", nargs="+", metavar="ARM", help=f"loaders: {', '.join(KINDS)}, fio"
+    )
+    parser.add_argument("--also", nargs="+", metavar="ARM", default=[], help="further loaders")
+    parser.add_argument("--best", type=Path, metavar="FILE", help="settings of bench tune")
+    parser.add_argument(
+        "--device", type=values.device, default=CPU, help="target device: cpu, cuda:0"
     )
     parser.add_argument(
-        "--repeats", type=values.whole, default=7, metavar="N", help="runs of each arm: 7"
+        "--repeats",
+        type=values.whole,
+        default=7,
+        metavar="N",
+        help="runs of each loader (default 7)",
     )
     parser.add_argument(
         "--state",
         nargs="+",
         choices=pages.STATES,
         default=["small"],
-        help="of memory: touched just before the clock as huge or as small pages, touched and then"
-        " left alone, as it is; several make one table",
+        help="state of the memory before a load: touched as huge or as small pages, touched and"
+        " left alone (idle), or as it is (none); several states make one table",
     )
     parser.add_argument(
         "--idle-seconds",
         type=values.amount(0, "seconds"),
         default=IDLE_SECONDS,
         metavar="S",
-        help="how long memory is left alone with --state idle: 12",
+        help="pause after touching, for --state idle (default 12)",
     )
     parser.add_argument(
         "--prepare-factor",
         type=values.amount(0, "multiples"),
         default=PREPARE_FACTOR,
         metavar="F",
-        help="memory touched before, in multiples of the checkpoint: 2.1",
+        help="memory to touch, as a multiple of the checkpoint (default 2.1)",
     )
-    parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
+    parser.add_argument("--warm", action="store_true", help="start with a full page cache")
     parser.add_argument(
         "--no-rehearsal",
         action="store_true",
-        help="leave first-use costs of a library inside the clock",
+        help="include what the first use of a library costs",
     )
     parser.add_argument(
         "--neighbours",
         action="store_true",
-        help="others may read from the disk meanwhile: the arm's own account must add up then",
+        help="other programs use the disk meanwhile: check the bytes of this process alone",
     )
     parser.add_argument(
         "--storage",
         choices=(*mounts.KINDS, "cgroup"),
         default="",
-        help="show the files on a filesystem of this kind, or limit the loads by a cgroup",
+        help="mount a filesystem of this kind for the files, or limit the loads by a cgroup",
     )
     parser.add_argument(
         "--storage-option",
@@ -96,7 +102,7 @@ def arguments(
         action="append",
         metavar="NAME=VALUE",
         default=[],
-        help="of slowfs.c (latency_us=2000), or of the cgroup (parent=DIR, io_max, memory_max)",
+        help="setting of slowfs.c (latency_us=2000) or the cgroup (parent=DIR, io_max, memory_max)",
     )
     parser.add_argument("--no-checksums", action="store_true", help="no CRC-32 in the first round")
     options = parser.parse_args(words)

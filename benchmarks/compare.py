@@ -31,16 +31,22 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = records.parser_of("gdsload bench compare", __doc__)
     records.add_source(parser)
     parser.add_argument(
-        "--device", type=values.device, default=CPU, help="where the model shall be: cpu, cuda:0"
+        "--device", type=values.device, default=CPU, help="target device: cpu, cuda:0"
     )
     parser.add_argument(
-        "--repeats", type=values.whole, default=5, metavar="N", help="runs of each: 5"
+        "--repeats",
+        type=values.whole,
+        default=5,
+        metavar="N",
+        help="runs of each loader (default 5)",
     )
     parser.add_argument(
-        "--state", choices=STATES, default="small", help="of memory, as in bench cold"
+        "--state", choices=STATES, default="small", help="state of the memory, as in bench cold"
     )
-    parser.add_argument("--warm", action="store_true", help="page cache full instead of empty")
-    parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
+    parser.add_argument("--warm", action="store_true", help="start with a full page cache")
+    parser.add_argument(
+        "--neighbours", action="store_true", help="other programs use the disk meanwhile"
+    )
     return parser.parse_args(words)
 
 

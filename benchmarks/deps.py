@@ -15,8 +15,8 @@ def main(words: list[str] | None = None) -> int:
         "--wheels",
         type=Path,
         metavar="DIR",
-        help="no network: take what is there, and everything else from the environment that this"
-        " Python is of",
+        help="install from this directory, without the network; use the packages of this Python"
+        " environment for the rest",
     )
     options = parser.parse_args(words)
     if options.wheels and not options.wheels.is_dir():

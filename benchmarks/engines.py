@@ -37,7 +37,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=names,
         choices=names,
-        help="engines of posix, and backends: all",
+        help="engines of posix, and backends (default: all)",
     )
     parser.add_argument(
         "--request",
@@ -45,7 +45,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         type=values.size,
         default=SIZES,
         metavar="BYTES",
-        help="of one read, at most: 1M 4M 16M",
+        help="largest size of a read (default 1M 4M 16M)",
     )
     parser.add_argument(
         "--in-flight",
@@ -53,25 +53,31 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         type=values.whole,
         default=IN_FLIGHT,
         metavar="N",
-        help="reads at one time: 4 16 64",
+        help="reads in flight (default 4 16 64)",
     )
     parser.add_argument(
         "--pages",
         nargs="+",
         default=["auto"],
         choices=tuple(MODES),
-        help="how the threads of posix touch fresh memory: auto",
+        help="how the threads of posix touch fresh memory (default auto)",
     )
     parser.add_argument(
-        "--repeats", type=values.whole, default=3, metavar="N", help="runs of each combination: 3"
+        "--repeats",
+        type=values.whole,
+        default=3,
+        metavar="N",
+        help="runs of each combination (default 3)",
     )
     parser.add_argument(
-        "--state", choices=STATES, default="small", help="of memory, as in bench cold"
+        "--state", choices=STATES, default="small", help="state of the memory, as in bench cold"
     )
     parser.add_argument(
-        "--device", type=values.device, default=CPU, help="where the tensors shall be: cpu, cuda:0"
+        "--device", type=values.device, default=CPU, help="target device: cpu, cuda:0"
     )
-    parser.add_argument("--neighbours", action="store_true", help="others use the disk meanwhile")
+    parser.add_argument(
+        "--neighbours", action="store_true", help="other programs use the disk meanwhile"
+    )
     return parser.parse_args(words)
 
 

@@ -171,13 +171,15 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, nargs="?", help="a directory of .safetensors files, or one file"
     )
-    parser.add_argument("--model", help="write a checkpoint with this model's shapes, and take it")
+    parser.add_argument("--model", help="write a checkpoint with this model's shapes, and use it")
     parser.add_argument(
-        "--dir", type=Path, default=Path(), help="where --model writes: a directory of that name"
+        "--dir", type=Path, default=Path(), help="parent directory of the checkpoint of --model"
     )
-    parser.add_argument("--keep", action="store_true", help="leave what --model wrote")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint of --model")
     parser.add_argument(
-        "--name", type=values.name, help="of the checkpoint; its directory's by default"
+        "--name",
+        type=values.name,
+        help="name of the checkpoint in the result (default: of its directory)",
     )
     add_output(parser)
 
@@ -185,14 +187,17 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the output of a result."""
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="where the JSON goes; an old one is replaced"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the result to this file, and replace an older one",
     )
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="without --output: take the place of the result of this name, not a number beside it",
+        help="without --output: replace an older result, instead of adding a number to the name",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def in_turn(arms: Sequence[T], repeat: int) -> list[T]:

@@ -157,10 +157,10 @@ def main(words: list[str] | None = None) -> int:
         nargs="*",
         type=Path,
         metavar="RESULT.json",
-        help="show these, and draw them beside their files; without any, renew the page",
+        help="results to show and to draw; without any, docs/benchmarks.md is updated",
     )
     parser.add_argument(
-        "--check", action="store_true", help="change nothing, fail where the page is behind"
+        "--check", action="store_true", help="change nothing; fail if the page is not up to date"
     )
     options = parser.parse_args(words)
     if options.results:

@@ -54,13 +54,13 @@ HARDWARE = {
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = records.parser_of("gdsload bench scale", __doc__)
     choices = [*SECTIONS, "loads", PLANS]
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(choices)}")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(choices)}")
     parser.add_argument(
-        "--repeats", type=values.whole, default=5, metavar="N", help="of each step: 5"
+        "--repeats", type=values.whole, default=5, metavar="N", help="runs of each step (default 5)"
     )
-    parser.add_argument("--dir", type=Path, help="where the sparse files go, and are removed again")
+    parser.add_argument("--dir", type=Path, help="directory for sparse files; they are removed")
     parser.add_argument(
-        "--most-bytes", type=values.size, metavar="BYTES", help="make none larger: 64M"
+        "--most-bytes", type=values.size, metavar="BYTES", help="largest file (64M)"
     )
     records.add_output(parser)
     options = parser.parse_args(words)

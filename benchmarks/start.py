@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=values.whole,
         default=7,
         metavar="N",
-        help="runs of each arm: 7",
+        help="runs of each loader (default 7)",
     )
     options = parser.parse_args(arguments)
 

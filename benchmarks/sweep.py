@@ -45,7 +45,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         type=values.size,
         default=BLOCKS,
         metavar="BYTES",
-        help="of one read: 4K to 64M",
+        help="size of a read (default 4K to 64M)",
     )
     parser.add_argument(
         "--batch",
@@ -53,7 +53,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         type=values.whole,
         default=[1, 16],
         metavar="N",
-        help="reads in one request: 1 16",
+        help="reads in a request (default 1 16)",
     )
     parser.add_argument(
         "--threads",
@@ -61,27 +61,27 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
         type=values.whole,
         default=[1],
         metavar="N",
-        help="each with requests of its own: 1",
+        help="threads with requests of their own (default 1)",
     )
     parser.add_argument(
-        "--backend", nargs="+", default=["posix"], help="of posix, gds, gds_mt: posix"
+        "--backend", nargs="+", default=["posix"], help="posix, gds, gds_mt (default posix)"
     )
     parser.add_argument(
         "--engine",
         nargs="+",
         default=list(ENGINES),
-        help=f"of the posix backend: {' '.join(ENGINES)}",
+        help=f"engines of posix (default {' '.join(ENGINES)})",
     )
     parser.add_argument(
-        "--device", type=values.device, default=CPU, help="where the bytes go: cpu, cuda:0"
+        "--device", type=values.device, default=CPU, help="target device: cpu, cuda:0"
     )
-    parser.add_argument("--random", action="store_true", help="blocks in random places")
+    parser.add_argument("--random", action="store_true", help="read blocks in random order")
     parser.add_argument(
         "--seconds",
         type=values.amount(0, "seconds"),
         default=0.3,
         metavar="S",
-        help="of reading, for each line: 0.3",
+        help="seconds of each measurement (default 0.3)",
     )
     options = parser.parse_args(words)
     uneven = [block for block in options.block if block % PAGE_BYTES]

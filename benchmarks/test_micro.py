@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from gdsload import load_file
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
 from gdsload.memory.host_buffers import HostBuffers, hand_over
+from gdsload.memory.page_cache import evict
 from gdsload.planning.read_plan import Limits, byte_ranges_of, merged_ranges_of, plan_reads
 
 from .parse import TENSOR_BYTES, write
@@ -93,3 +96,15 @@ def test_engine(benchmark: Any, file: Path, engine: str, cache: str) -> None:
         pytest.skip(str(answer))
     loaded = benchmark(load_file, file, backend="posix", cache=cache, options={"engine": engine})
     assert len(loaded) == FILE_TENSORS
+
+
+@pytest.mark.parametrize("mib", [1, 2, 4])
+@pytest.mark.parametrize("cache", ["auto", "direct"])
+def test_small_cold_file(benchmark: Any, tmp_path: Path, cache: str, mib: int) -> None:
+    """`auto` reads a small file into the page cache, `direct` opens a backend for it."""
+    path = tmp_path / "small.safetensors"
+    save_file({str(n): torch.ones(mib << 14) for n in range(16)}, path)
+    evict(path)
+    rounds = {"setup": lambda: evict(path) and None, "rounds": 20}
+    loaded = benchmark.pedantic(load_file, (path,), {"cache": cache}, **rounds)
+    assert len(loaded) == 16

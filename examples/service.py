@@ -17,6 +17,8 @@ START = time.monotonic()
 
 import gdsload
 
+if "MODEL" not in os.environ:
+    raise SystemExit("service: set MODEL to the directory of a model")
 MODEL = os.environ["MODEL"]
 # With POOL_BYTES the weights stay in host memory for the next load of the same files.
 POOL_BYTES = int(os.environ.get("POOL_BYTES", "0"))

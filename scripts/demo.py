@@ -3,8 +3,8 @@
     make demo
 
 The checkpoint has the names and shapes of Qwen3-0.6B (1.5 GB) and made-up weights; it is written
-once, below build/demo. Each figure is the median of three rounds, the arms taking turns; every
-byte of every tensor is touched before the clock stops. Exits with 1 if a bit differs.
+once, below build/demo. Each figure is the median of three rounds, in which the loaders take turns;
+every byte of every tensor is touched before the clock stops. Exits with 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import gdsload
 from gdsload.errors import GdsloadError
 from gdsload.memory import page_cache
 from gdsload.synthetic import checkpoints
+from gdsload.system.progress_bar import progress_bar
 
 MODEL = "qwen3-0.6b"
 DIRECTORY = Path(__file__).resolve().parents[1] / "build" / "demo" / MODEL
@@ -49,6 +50,12 @@ def say(text: str = "") -> None:
     print(text, flush=True)
 
 
+def status(text: str) -> None:
+    """Replaces the last line of a terminal; elsewhere nothing is shown."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
 def files() -> list[Path]:
     return sorted(DIRECTORY.glob("*.safetensors"))
 
@@ -65,7 +72,8 @@ def make_checkpoint() -> None:
             f"and the disk has {free / 1e9:.1f} GB free"
         )
     say(f"writing {DIRECTORY} (once)")
-    checkpoints.write(MODEL, DIRECTORY)
+    with progress_bar(None, checkpoints.total_bytes(MODEL), title=MODEL) as advance:
+        checkpoints.write(MODEL, DIRECTORY, progress=advance)
 
 
 def touch(tensors: Iterable[object]) -> None:
@@ -130,30 +138,31 @@ def compare(title: str, arms: list[Arm]) -> None:
     """Prints one table: the medians of the arms, cold and warm, and their ratio."""
     states = {"cold": make_cold, "warm": make_warm}
     found: dict[tuple[str, str], list[Timing]] = {}
+    say(f"\n{title}")
     for turn in range(ROUNDS):
         for state, make_ready in states.items():
             for arm in arms if turn % 2 == 0 else reversed(arms):
+                status(f"round {turn + 1} of {ROUNDS}, {state}: {arm.name}")
                 found.setdefault((arm.name, state), []).append(timed(arm, make_ready))
+    status("")
     size = checkpoints.total_bytes(MODEL)
     medians = {
         key: statistics.median(timing.seconds for timing in timings)
         for key, timings in found.items()
     }
     width = max(len(arm.name) for arm in arms) + 2
-    say(f"\n{title}")
     say(" " * width + "".join(f"{state:<20}" for state in states))
     for arm in arms:
         cells = (medians[arm.name, state] for state in states)
         line = "".join(f"{f'{s:.2f} s  {size / s / 1e9:.1f} GB/s':<20}" for s in cells)
         say(f"{arm.name:<{width}}{line}")
     ours, theirs = (arm.name for arm in arms)
-    ratios = (f"{medians[theirs, state] / medians[ours, state]:.2f} x" for state in states)
-    say(f"{'ratio':<{width}}" + "".join(f"{ratio:<20}" for ratio in ratios))
+    ratios = {state: medians[theirs, state] / medians[ours, state] for state in states}
+    texts = (f"{ratio:.2f} times as fast {state}" for state, ratio in ratios.items())
+    say(f"gdsload is {' and '.join(texts)}")
     left = max(t.resident_bytes for arm in arms for t in found[arm.name, "cold"])
     if left * 100 > size:
         say(f"NOT really cold: up to {left / 1e6:.0f} MB were still in the page cache")
-    else:
-        say(f"cold: at most {left / 1e6:.1f} MB of {size / 1e6:.0f} MB in the page cache before")
 
 
 def same_bits(ours: object, theirs: object) -> bool:
@@ -186,8 +195,8 @@ def verdict(what: str, ours: dict[str, object], theirs: dict[str, object]) -> bo
 
 def io_paths() -> str:
     report = gdsload.last_report()
-    paths = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items())
-    return f"I/O paths of the last load: {paths}\n{report.summary()}"
+    paths = (f"{name} {size / 1e6:.0f} MB" for name, size in report.paths.items() if size)
+    return f"I/O paths of a cold load: {', '.join(paths)}"
 
 
 def dictionaries(device: str) -> bool:
@@ -203,7 +212,7 @@ def dictionaries(device: str) -> bool:
         return dict(gdsload.load_file(DIRECTORY, device=device))
 
     compare(
-        f"state dict to {device}, every byte touched, median of {ROUNDS}",
+        f"[1/2] state dict to {device}: every byte touched, median of {ROUNDS} rounds",
         [
             Arm("gdsload.load_file", lambda: ours().values()),
             Arm("safetensors load_file", lambda: theirs().values()),
@@ -225,7 +234,7 @@ def models(device: str) -> bool:
     theirs = functools.partial(AutoModelForCausalLM.from_pretrained, str(DIRECTORY), **settings)
 
     compare(
-        f"transformers model on {device}, every byte touched, median of {ROUNDS}",
+        f"[2/2] transformers model on {device}: every byte touched, median of {ROUNDS} rounds",
         [
             Arm("gdsload.from_pretrained", lambda: ours().state_dict().values()),
             Arm("AutoModelForCausalLM.from_pretrained", lambda: theirs().state_dict().values()),
@@ -251,7 +260,6 @@ def main() -> int:
     size = checkpoints.total_bytes(MODEL)
     count = len(list(checkpoints.shapes(MODEL)))
     say(f"{MODEL}: {count} tensors, {size / 1e9:.2f} GB; made-up weights")
-    say("before each load as much memory as it needs is touched and freed")
     if memory.available < MEMORY_BYTES:
         sys.exit(
             f"demo: needs {MEMORY_BYTES / 1e9:.0f} GB of free memory to compare two loads, "

@@ -169,16 +169,18 @@ if ! find_uv && has_pip; then
     find_uv || say "uv could not be installed: pip alone is slower"
 fi
 
-say "building gdsload and installing what it needs (the first time, some minutes)"
+say "building gdsload and installing 6 GB of packages, if they are missing (some minutes)"
+quiet=-q
+[ ! -t 2 ] || quiet= # a terminal shows the downloads
 # Remove modules of an earlier build: an engine that is not built now must not stay.
 has_liburing || rm -f src/gdsload/_native/uring.*.so
-if [ -n "$uv" ] && "$uv" pip install -q --python .venv/bin/python \
+if [ -n "$uv" ] && "$uv" pip install ${quiet:+"$quiet"} --python .venv/bin/python \
     --reinstall-package gdsload --refresh-package gdsload -e '.[transformers,test,bench]'; then
     :
 else
     [ -z "$uv" ] || say "uv could not; trying pip"
     has_pip || .venv/bin/python -m ensurepip >/dev/null 2>&1 || die "nothing was installed"
-    .venv/bin/python -m pip install -q -e '.[transformers,test,bench]'
+    .venv/bin/python -m pip install ${quiet:+"$quiet"} -e '.[transformers,test,bench]'
 fi
 inputs | sha256sum >"$stamp"
 modules=$(cd src/gdsload/_native && for so in *.so; do [ ! -f "$so" ] || printf ' %s' "${so%%.*}"; done)

@@ -6,6 +6,7 @@ memory, so that a test can look at it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -45,10 +46,16 @@ def compiler() -> str:
     return found
 
 
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @functools.cache
 def built(name: str, *defined: str) -> Path:
     """The double of that name, compiled; it stays as long as the process."""
     folder = Path(tempfile.mkdtemp(prefix="gdsload-doubles-"))
+    atexit.register(_remove, folder, os.getpid())
     out = folder / f"lib{name}.so"
     command = [compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
                "-fvisibility=hidden", *(f"-D{word}" for word in defined),

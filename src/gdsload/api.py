@@ -28,6 +28,7 @@ from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
     require_cache,
+    require_stall_seconds,
     require_verify,
     verifier_of,
 )
@@ -78,8 +79,8 @@ class ReadSettings:
 
         Raises:
             PlacementError: The device does not exist.
-            ValueError: `cache`, `page_cache` or `verify` is unknown, or `cache` contradicts
-                `verify` or the backend of safetensors.
+            ValueError: `cache`, `page_cache`, `verify` or `stall_seconds` has no such value, or
+                `cache` contradicts `verify` or the backend of safetensors.
         """
         mode = _SAFETENSORS_MODES.get(backend)
         if mode is not None and backend not in registered():  # a plugin may have this name
@@ -87,6 +88,7 @@ class ReadSettings:
                 raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
             backend, cache = "auto", mode
         require_cache(cache, page_cache)
+        require_stall_seconds(stall_seconds)
         require_verify(verify, cache)
         self.verify = verify
         self.device, self.backend, self.cache = _target_of(device), backend, cache
@@ -239,12 +241,12 @@ def load_file(
             as `torch.chunk` divides it), to an index of slices, or to None for all of the tensor.
         readers: With `group`: "node" reads the checkpoint once for the ranks of each node; "group"
             reads it once for all ranks, so that bytes cross the network between nodes.
-        progress: Whether a progress bar is shown on stderr. None: if stderr is a terminal.
+        progress: Whether a progress bar is shown. None: if stderr is a terminal, or in a notebook.
         stall_seconds: Seconds without a new byte, or without an answer of another rank, after which
             the load fails.
         verify: "size" checks the sizes of the files, and that they do not change during the load.
             "checksum" also compares each block of a tensor with the manifest that `gdsload
-            manifest` has written beside the files; the Path of a manifest is another place.
+            manifest` has written next to the files; the Path of a manifest is another place.
             "sha256" is a manifest with SHA-256, or, in the hub cache, compares whole files before
             the load. A verified load maps no file.
         revision: Branch, tag or commit of a model in the hub cache. None is "main".
@@ -497,7 +499,7 @@ def stream(
         ...     print(name, tuple(tensor.shape))
     """
     if order not in ("file", "layers"):
-        raise ValueError(f'order={order!r} is none of "file", "layers"')
+        raise ValueError(f'order={order!r} must be "file" or "layers"')
     settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 

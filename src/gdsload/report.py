@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,10 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.{0 if unit == 'B' else 2}f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} TB"
+
+
+# A call that contains several loads, such as one of a pipeline: its report gets the sums.
+enclosing: ContextVar[LoadReport | None] = ContextVar("gdsload.enclosing", default=None)
 
 
 class Span(NamedTuple):
@@ -76,7 +81,8 @@ class LoadReport:
         cpu_seconds: Processor seconds of the whole process in this time.
         peak_rss_bytes: Largest resident memory of the process so far, in bytes.
         failure: The error that ended the load, or "".
-        integration: For a model, the way into transformers: "hook", "safe_open" or "stock".
+        integration: For a model, the way into transformers: "hook", "safe_open" or "stock". For
+            other libraries "load_file": they call functions of safetensors that gdsload replaces.
         integration_reason: Why it was not "hook", or "".
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
@@ -176,6 +182,25 @@ class LoadReport:
         self.tensors = len(infos)
         self.wanted_bytes = sum(info.nbytes for info in infos)
 
+    def add(self, other: LoadReport) -> None:
+        """Adds another load: sums of its counts, bytes and times, and its texts where this report
+        has none."""
+        devices = self.device.split(",") if self.tensors else []
+        self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
+        for name in vars(self).keys() - {"source", "device", "verify"}:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name in ("depth", "ranks", "peak_rss_bytes"):
+                setattr(self, name, max(mine, theirs))
+            elif isinstance(mine, (int, float, list)):
+                setattr(self, name, mine + theirs)
+            elif name in ("rates", "refusals"):
+                mine.update(theirs)
+            elif isinstance(mine, dict):
+                mine.update((key, mine.get(key, 0) + value) for key, value in theirs.items())
+            else:
+                setattr(self, name, mine or theirs)
+        self.verify = other.verify
+
     def to_dict(self) -> dict[str, Any]:
         """All fields except the spans, `read_ratio`, and `rate` as `bytes_per_second`."""
         facts = {
@@ -232,8 +257,8 @@ class LoadReport:
             )
         if self.integration:
             why = f" ({self.integration_reason})" if self.integration_reason else ""
-            fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items()) or "no fates"
-            lines.append(f"path into transformers: {self.integration}{why}; {fates}")
+            fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items())
+            lines.append(f"entry point: {self.integration}{why}{fates and f'; {fates}'}")
         for kind in ("missing", "unexpected"):
             if names := getattr(self, kind):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -287,6 +312,8 @@ class LoadReport:
             self.seconds = time.monotonic() - start
             self.cpu_seconds = time.process_time() - cpu
             self.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            if (around := enclosing.get()) is not None and around is not self:
+                around.add(self)
             with _lock:
                 _last[:] = [self]
             first, *others = self.summary().splitlines()

@@ -15,7 +15,7 @@ from gdsload.api import ReadSettings, load
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors
+from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
@@ -146,7 +146,7 @@ class safe_open:
             ReadError: A read failed.
         """
         infos = self._open().infos(names)
-        return {name: self._converted(tensor) for name, tensor in self._read(infos).items()}
+        return {name: self._converted(name, tensor) for name, tensor in self._read(infos).items()}
 
     @safetensors_errors()
     def get_slice(self, name: str) -> Slice:
@@ -188,9 +188,9 @@ class safe_open:
             with report.whole():
                 return load(self._session, infos, self._device)
 
-    def _converted(self, tensor: torch.Tensor) -> Any:
+    def _converted(self, name: str, tensor: torch.Tensor) -> Any:
         if self._numpy:
-            return _as_numpy(tensor)
+            return _as_numpy(name, tensor)
         return tensor if self._device == self._session.device else tensor.to(self._device)
 
     def __enter__(self) -> safe_open:
@@ -254,21 +254,24 @@ class Slice:
                 info = rows_of(info, start, max(stop, start))
                 rest = (slice(None), *index[1:]) if isinstance(index, tuple) else slice(None)
         tensor = self._opened._read([info])[info.name]
-        return self._opened._converted(tensor[rest])
+        return self._opened._converted(info.name, tensor[rest])
 
     def __reduce__(self) -> str:
         raise TypeError("a slice of a safe_open cannot be copied or pickled")
 
 
-def _as_numpy(tensor: torch.Tensor) -> Any:
+def _as_numpy(name: str, tensor: torch.Tensor) -> Any:
     """An array on the same memory. Raises TypeError for a dtype that numpy does not know."""
     import torch
 
-    if tensor.dtype == torch.bfloat16:  # numpy knows it if ml_dtypes is imported
-        import numpy
+    try:
+        if tensor.dtype == torch.bfloat16:  # numpy knows it if ml_dtypes is imported
+            import numpy
 
-        return tensor.view(torch.int16).numpy().view(numpy.dtype("bfloat16"))
-    return tensor.numpy()
+            return tensor.view(torch.int16).numpy().view(numpy.dtype("bfloat16"))
+        return tensor.numpy()
+    except TypeError as error:
+        raise TypeError(f"{error} (tensor {shown(name)})") from error
 
 
 def _require_within(index: Any, shape: Sequence[int]) -> None:

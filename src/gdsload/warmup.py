@@ -123,7 +123,7 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
         raise ValueError(f"{bytes_per_second} bytes per second is no rate; None removes the limit")
     rates = dict(zip(("all", "ahead"), traffic()[:2], strict=True))
     if of not in rates:
-        raise ValueError(f"of={of!r} is none of {', '.join(rates)}")
+        raise ValueError(f"of={of!r} must be one of {', '.join(rates)}")
     rates[of] = bytes_per_second or 0
     limit_traffic(rates["all"], rates["ahead"])
 
@@ -292,5 +292,5 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         raise SystemExit(f"gdsload: {given[0]} needs --model")
     tier = wanted["tier"]
     if tier not in TIERS:
-        raise SystemExit(f"gdsload: --tier {tier} is none of {', '.join(TIERS)}")
+        raise SystemExit(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
     return prefetch(wanted["model"], wanted["device"], tier=tier), rest

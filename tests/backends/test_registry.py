@@ -204,7 +204,7 @@ def test_plugin_is_chosen_without_built_in_backends(
 
 
 def test_unreached_memory_is_refused(entries: list[EntryPoint]) -> None:
-    with pytest.raises(gdsload.BackendUnavailable, match="does not reach DRAM"):
+    with pytest.raises(gdsload.BackendUnavailable, match="does not load into DRAM"):
         registry.choose("cpu", "gds_mt")
 
 

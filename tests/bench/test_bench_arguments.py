@@ -86,7 +86,7 @@ def test_cold_without_any_arm_is_refused(tiny_checkpoint: Path, tmp_path: Path) 
     result = cold(tiny_checkpoint, "--arms", "gdsload:engine=nonsense", "--output", output)
     assert result.exit_code == 1
     assert "no arm ran" in result.output
-    assert "there is no such engine" in result.output
+    assert "unknown engine" in result.output
     assert not output.exists()
 
 

@@ -227,7 +227,7 @@ def test_shard_name_outside_the_directory_raises_even_if_it_exists(
     touch(tmp_path / "m" / "sub", "y.safetensors")
     for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), "sub/../../x.safetensors"):
         write_index(tmp_path / "m" / "model.safetensors.index.json", {"w": name})
-        with pytest.raises(CheckpointError, match="not the plain name of a file beside the index"):
+        with pytest.raises(CheckpointError, match="not the plain name of a file next to the index"):
             locate(tmp_path / "m")
 
 
@@ -305,6 +305,22 @@ def test_permission_denied_names_path_and_mode(
     assert str(path) in str(caught.value)
     assert "mode 0600" in str(caught.value)
     assert "chmod a+r" in str(caught.value)
+
+
+def test_path_like_a_hub_id_in_a_forbidden_directory_is_permission_denied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lstat = os.lstat
+
+    def forbid(path: str, **named: object) -> os.stat_result:
+        if str(path) == "private/model":  # root may enter every directory: this is simulated
+            raise PermissionError(13, "Permission denied", path)
+        return lstat(path, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "lstat", forbid)
+    with pytest.raises(CheckpointAccessError, match="private/model: permission denied"):
+        locate("private/model", cache_dir=tmp_path / "hub")
 
 
 # --- the hub cache -------------------------------------------------------------------------------

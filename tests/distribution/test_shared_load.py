@@ -155,5 +155,5 @@ def test_death_of_a_rank_ends_all_others(checkpoint: tuple[Path, int], tmp_path:
 def test_shards_without_a_group_are_refused(checkpoint: tuple[Path, int]) -> None:
     with pytest.raises(ValueError, match="shards= needs group="):
         gdsload.load_file(checkpoint[0], shards={"rows": 0})
-    with pytest.raises(ValueError, match="readers='rack' is none of"):
+    with pytest.raises(ValueError, match="readers='rack' must be one of"):
         gdsload.stream(checkpoint[0], readers="rack")

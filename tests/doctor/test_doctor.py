@@ -69,6 +69,28 @@ def test_summary_has_a_line_per_finding_and_hints_of_failures() -> None:
     ]
 
 
+def test_summary_of_a_machine_without_a_gpu_leaves_out_checks_of_gpus() -> None:
+    checks = (
+        Finding("cuda:0", "no", "no driver", "install it", needs="GPU"),
+        Finding("libcufile", "yes", "1.14", needs="GPU"),
+    )
+    shown = Diagnosis((Finding("GPU", "no", "none found"), *checks)).summary().splitlines()
+    assert shown[:3] == [
+        "no      GPU        none found",
+        "yes     libcufile  1.14",
+        "        1 more about GPUs: gdsload doctor --json",
+    ]
+    shown = Diagnosis((Finding("GPU", "partly", "without a driver"), *checks)).summary()
+    assert "cuda:0" in shown
+
+
+def test_long_names_do_not_widen_the_column_of_names() -> None:
+    shown = Diagnosis(
+        (Finding("memory", "yes", "1 GB"), Finding("x" * 41, "yes", "seen"))
+    ).summary()
+    assert shown.splitlines()[:2] == ["yes     memory  1 GB", f"yes     {'x' * 41}  seen"]
+
+
 # --- the kernel ---------------------------------------------------------------------------------
 
 

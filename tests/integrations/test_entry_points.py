@@ -269,6 +269,11 @@ def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
+def test_single_file_without_a_config_is_a_checkpoint_error(qwen: Path) -> None:
+    with pytest.raises(gdsload.CheckpointError, match=r"this is a file.*load_file takes one"):
+        gdsload.from_pretrained(min(qwen.glob("*.safetensors")))
+
+
 def test_accelerate_loads_through_gdsload(qwen: Path) -> None:
     import accelerate
 
@@ -282,9 +287,11 @@ def test_accelerate_loads_through_gdsload(qwen: Path) -> None:
         assert tinymodels.same_bytes(tensor, full.state_dict()[f"model.{name}"])
     head = transformers.Qwen2ForCausalLM(config)
     before = gdsload.last_report()
-    with gdsload.accelerated(cache="buffered"):
+    with gdsload.accelerated(cache="buffered") as report:
         head = accelerate.load_checkpoint_and_dispatch(head, str(qwen), device_map={"": "cpu"})
     assert gdsload.last_report() is not before
+    assert report.tensors == len(wanted.state_dict()) > gdsload.last_report().tensors
+    assert sum(report.paths.values()) >= report.wanted_bytes
     assert tinymodels.same_bytes(head.model.norm.weight, wanted.norm.weight)
 
 
@@ -301,8 +308,13 @@ def test_diffusers_loads_through_gdsload(tmp_path: Path) -> None:
     report = gdsload.last_report()
     assert report.source.startswith(str(tmp_path))
     assert report.tensors == len(stock.state_dict())
+    again = gdsload.from_pretrained(tmp_path, cls=diffusers.AutoencoderKL)
+    whole = gdsload.last_report()
+    assert (whole.integration, whole.tensors) == ("load_file", report.tensors)
+    assert sum(whole.paths.values()) >= whole.wanted_bytes == report.wanted_bytes > 0
     for name, tensor in stock.state_dict().items():
         assert tinymodels.same_bytes(tensor, ours.state_dict()[name])
+        assert tinymodels.same_bytes(tensor, again.state_dict()[name])
 
 
 @pytest.fixture(scope="module")

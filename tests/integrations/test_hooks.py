@@ -131,7 +131,7 @@ def test_entry_point_is_reported_and_logged_once(
     assert gdsload.last_report().integration == FIRST
     assert len(caplog.records) == (0 if NEW else 1)
     assert sum(gdsload.last_report().fates.values()) > 0
-    assert f"path into transformers: {FIRST}" in gdsload.last_report().summary()
+    assert f"entry point: {FIRST}" in gdsload.last_report().summary()
 
 
 @pytest.mark.skipif(not NEW, reason="4.57 has no first way")

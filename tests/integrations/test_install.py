@@ -78,12 +78,14 @@ def test_run_and_activate_accelerate_a_script(qwen: Path, tmp_path: Path) -> Non
     assert f"['{qwen}', '--flag'] __main__" in done.stdout
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "from gdsload.cli.run_script import activate\nactivate()\n"
-    )
+    page = (Path(__file__).parents[2] / "docs/from-pretrained.md").read_text()
+    recipe = next(block for block in page.split("```python\n") if "activate()" in block)
+    (site / "sitecustomize.py").write_text(recipe.partition("```")[0])
     paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     done = ran(str(script), str(qwen), GDSLOAD="1", PYTHONPATH=paths)
     assert done.stdout.split()[0] == FIRST, done.stderr
+    done = ran("-c", "import sys; print('gdsload' in sys.modules)", PYTHONPATH=paths)
+    assert done.stdout.split() == ["False"], "processes without the variable pay nothing"
 
 
 # What a script finds of itself, also when its own thread has ended.

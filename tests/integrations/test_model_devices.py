@@ -223,7 +223,7 @@ def test_verified_model_compares_bytes_on_devices(
 
 
 def test_backend_for_devices_alone_needs_a_device(qwen: Path, doubles: Doubles) -> None:
-    with pytest.raises(BackendUnavailable, match="does not reach DRAM"):
+    with pytest.raises(BackendUnavailable, match="does not load into DRAM"):
         loaded(qwen, "gds_mt")
 
 

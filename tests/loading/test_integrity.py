@@ -456,11 +456,11 @@ def test_sha256_without_hub_or_manifest_is_refused(tiny_checkpoint: Path) -> Non
 
 def test_unknown_or_contradicting_verify_is_refused_by_the_call(tiny_checkpoint: Path) -> None:
     for load in (gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch):
-        with pytest.raises(ValueError, match="is none of size, checksum, sha256"):
+        with pytest.raises(ValueError, match="must be one of size, checksum, sha256"):
             load(tiny_checkpoint, verify="md5")
         with pytest.raises(ValueError, match="mapped file may change"):
             load(tiny_checkpoint, verify="checksum", cache="mapped")
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="must be one of"):
         gdsload.from_pretrained(tiny_checkpoint, verify="md5")
     with pytest.raises(ValueError, match="tier='pagecache'"):
         gdsload.prefetch(tiny_checkpoint, tier="pagecache", verify="checksum")

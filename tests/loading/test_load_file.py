@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -188,13 +190,23 @@ def test_numpy_framework_returns_arrays(tmp_path: Path) -> None:
         assert opened.get_slice("b")[1:2].shape == (1, 4)
 
 
+def test_dtype_that_numpy_lacks_names_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "n.safetensors"
+    safetensors.torch.save_file({"a.b": torch.zeros(2, dtype=torch.float8_e4m3fn)}, path)
+    with (
+        gdsload.safe_open(path, framework="np") as opened,
+        pytest.raises(TypeError, match=r"Float8_e4m3fn \(tensor 'a\.b'\)"),
+    ):
+        opened.get_tensor("a.b")
+
+
 # Life.
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "model.safetensors"
-    tensors = {f"t{i}": torch.full((50_000 + i,), i, dtype=torch.int32) for i in range(10)}
+    tensors = {f"t{i}": torch.full((60_000 + i,), i, dtype=torch.int32) for i in range(10)}
     safetensors.torch.save_file(tensors, file)
     return file
 
@@ -267,6 +279,25 @@ def test_invalid_arguments_raise(path: Path) -> None:
     for device in (1.5, True, object()):
         with pytest.raises(gdsload.PlacementError):
             gdsload.load_file(path, device=device)  # type: ignore[arg-type]
+
+
+def test_invalid_arguments_of_streams_and_prefetches_raise_at_the_call(path: Path) -> None:
+    for seconds in (0, -1.0, float("nan")):
+        for use in (gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch):
+            with pytest.raises(ValueError, match=r"stall_seconds=.* must be greater than 0"):
+                use(path, stall_seconds=seconds)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="order='random' must be"):
+        gdsload.stream(path, order="random")
+
+
+def test_similar_name_is_suggested(path: Path) -> None:
+    with pytest.raises(
+        gdsload.CheckpointError, match=r"no tensor 'ft1' in it; did you mean 't1'\?"
+    ):
+        gdsload.load_file(path, names="ft1")
+    with gdsload.safe_open(path) as opened, pytest.raises(gdsload.CheckpointError) as caught:
+        opened.get_tensor("lm_head.weight")
+    assert str(caught.value).endswith("there is no tensor 'lm_head.weight' in it")
 
 
 def test_repeated_names_load_once(path: Path) -> None:
@@ -349,6 +380,45 @@ def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
+def test_small_cold_checkpoint_is_read_into_the_page_cache_and_mapped(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    files = sorted((tmp_path / "tiny").glob("*.safetensors"))
+    if any(page_cache.evict(file) for file in files):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    got = gdsload.load_file(tmp_path / "tiny")
+    report = gdsload.last_report()
+    assert (report.paths, report.backend) == ({"mapped": report.wanted_bytes}, "")
+    want = {
+        name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()
+    }
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    del got, want  # mapped pages stay in the page cache
+    for words in ({"cache": "direct"}, {"page_cache": "drop"}):
+        for file in files:
+            page_cache.evict(file)
+        gdsload.load_file(tmp_path / "tiny", **words)
+        assert gdsload.last_report().backend == "posix"
+
+
+def test_small_file_that_does_not_get_into_the_page_cache_is_read_by_a_backend(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping of a page that cannot be read would end in a signal."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = Path(shutil.copy(min(tiny_checkpoint.glob("*.safetensors")), tmp_path))
+    if page_cache.evict(path):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    monkeypatch.setattr(os, "preadv", fail)
+    gdsload.load_file(path)
+    assert gdsload.last_report().backend == "posix"
+
+
 def test_directory_of_shards_loads_all(tiny_checkpoint: Path) -> None:
     want: dict[str, torch.Tensor] = {}
     for shard in sorted(tiny_checkpoint.glob("*.safetensors")):
@@ -364,7 +434,7 @@ def test_report_counts_bytes_and_requests(path: Path, tmp_path: Path) -> None:
     report = gdsload.last_report()
     facts = json.loads(report.to_json())
     assert facts["tensors"] == 10 and facts["wanted_bytes"] == sum(
-        4 * (50_000 + i) for i in range(10)
+        4 * (60_000 + i) for i in range(10)
     )
     assert facts["backend"] == "posix" and facts["engine"] == "threads" and facts["failure"] == ""
     assert facts["read_bytes"] == sum(facts["paths"].values()) == os.path.getsize(path)

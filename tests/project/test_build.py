@@ -125,6 +125,32 @@ def test_sdist_contains_no_build_output(sdist: Path) -> None:
     assert [n for n in names if "/build/" in n or "__pycache__" in n] == []
 
 
+def setup_py(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *words],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_description_has_absolute_links_if_the_repository_is_known() -> None:
+    text = setup_py("--long-description", GDSLOAD_REPOSITORY="https://host/us/gdsload").stdout
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10 and all(link.startswith(("https://", "#")) for link in links)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert pictures and all("/gdsload/raw/HEAD/docs/pictures/" in link for link in pictures)
+    assert "](docs/" in setup_py("--long-description").stdout
+
+
+def test_build_without_a_compiler_says_which_packages_are_missing(tmp_path: Path) -> None:
+    ran = setup_py("build_ext", "--build-lib", str(tmp_path), CC=str(tmp_path / "no-such-cc"))
+    assert ran.returncode != 0
+    assert ran.stderr.splitlines()[-1].startswith("gdsload: no C compiler works here (Debian")
+
+
 @pytest.mark.skipif(FREE_THREADED, reason="a free-threaded Python has no stable ABI")
 def test_wheel_tag_is_stable_abi(wheel: Wheel) -> None:
     assert "-cp310-abi3-" in wheel.path.name

@@ -1,11 +1,13 @@
 """Runs the code blocks of the documents, in order, in a directory with a checkpoint ``model``.
 
-A block below ``<!-- no-test: reason -->`` is skipped with that reason. A bash block below
-``<!-- run -->`` runs too: each of its ``gdsload ...`` lines, by the command line.
+A block below ``<!-- no-test: reason -->`` is skipped with that reason, one below ``<!-- needs:
+module -->`` if that module is not installed. A bash block below ``<!-- run -->`` runs too: each of
+its ``gdsload ...`` lines, by the command line.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -37,6 +39,9 @@ class Block(NamedTuple):
     @property
     def skipped(self) -> str | None:
         kind, _, reason = self.mark.partition(":")
+        if kind.strip() == "needs":
+            missing = importlib.util.find_spec(reason.strip()) is None
+            return f"{reason.strip()} is not installed" if missing else None
         return reason.strip() if kind.strip() == "no-test" else None
 
     def run(self, namespace: dict[str, object]) -> None:

@@ -44,6 +44,20 @@ def test_rate_is_that_of_the_reads_without_imports() -> None:
     assert "read: 4.00 GB in 2.000 s, 2.00 GB/s" in others
 
 
+def test_sum_of_reports_has_all_counts_and_texts() -> None:
+    first, second = report_of(seconds=1.0), report_of(seconds=2.0)
+    first.tensors, first.paths, first.depth, first.device = 2, {"mapped": 10}, 16, "cpu"
+    second.tensors, second.paths, second.depth, second.device = 3, {"mapped": 5}, 4, "cuda:0"
+    second.backend, second.failure = "posix", "ReadError: x"
+    total = LoadReport("both")
+    total.add(first)
+    total.add(second)
+    assert (total.tensors, total.paths, total.depth, total.seconds) == (5, {"mapped": 15}, 16, 3.0)
+    assert (total.source, total.device) == ("both", "cpu,cuda:0")
+    assert (total.backend, total.failure) == ("posix", "ReadError: x")
+    assert (first.tensors, first.paths) == (2, {"mapped": 10})
+
+
 def test_load_without_reads_has_no_rate() -> None:
     report = report_of()
     assert report.rate == 0.0

@@ -226,7 +226,7 @@ class Backend(ABC):
 
         Raises:
             TypeError: The backend has no such option, or an option whose default is an int was
-                given something else than a whole number.
+                given something else than an integer.
         """
         known = {option.name: option.default for option in self.options()}
         for name in options:
@@ -242,7 +242,7 @@ class Backend(ABC):
                     self.settings[name] = operator.index(self.settings[name])
                 except TypeError:
                     value = self.settings[name]
-                    raise TypeError(f"{name}={value!r}: a whole number is wanted") from None
+                    raise TypeError(f"{name}={value!r} must be an integer") from None
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

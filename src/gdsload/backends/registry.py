@@ -130,14 +130,14 @@ def find(name: str) -> type[Backend]:
     """The backend of that name.
 
     Raises:
-        BackendUnavailable: There is none of that name, or it does not fit; it names the others.
+        BackendUnavailable: The name is unknown, or the backend does not fit; it names the others.
     """
     if name in BUILT_IN:
         return built_in(name)
     found, refusals = discover()
     if name in found:
         return found[name]
-    reason = refusals.get(name, f"there is none of that name; there are {', '.join(sorted(found))}")
+    reason = refusals.get(name, f"unknown (available: {', '.join(sorted(found))})")
     raise BackendUnavailable(f"backend {name!r}: {reason}", {name: reason})
 
 
@@ -223,7 +223,7 @@ def _probe(
 ) -> Support:
     kind = DRAM if device.partition(":")[0] == "cpu" else VRAM
     if kind not in backend.memory_kinds:
-        return Support(False, (f"it does not reach {kind.upper()}",))
+        return Support(False, (f"it does not load into {kind.upper()}",))
     try:
         support = backend.probe_with(device, options) if options else backend.probe(device)
     except Exception as error:

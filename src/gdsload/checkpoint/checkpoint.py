@@ -26,12 +26,13 @@ from gdsload.checkpoint.header import (
     parse_header,
 )
 from gdsload.checkpoint.locate import CheckpointFiles, PathLike, ShardPath, locate, path_text
-from gdsload.checkpoint.selection import Names, chosen
+from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
 from gdsload.checkpoint.shard import Identity, Shard
 from gdsload.errors import CheckpointError, shown
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 
+_FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 _FIRST_READ_BYTES = 128 << 10  # length and header of most shards in one read
 
 
@@ -162,28 +163,37 @@ class Checkpoint:
 
         def first(path: str) -> tuple[CheckpointFiles, list[Shard], list[bytes]]:
             files = find(path)
-            if len(files.shards) > 1:
-                return files, [], []
-            shard = _open_shard(files.shards[0], files.index_path)
+            shards: list[Shard] = []
+            total = len(files.shards)
             try:
-                return files, [shard], [read_header(shard)]
+                for each in files.shards if total <= _FEW_SHARDS else ():
+                    shards.append(_open_shard(each, files.index_path))
+                    if total > 1 and not os.major(shards[-1].identity.dev):
+                        break  # no disk: each access may be a round trip
+                return files, shards, list(map(read_header, shards)) if len(shards) == total else []
             except BaseException:
-                shard.close()
+                for shard in shards:
+                    shard.close()
                 raise
 
         def close(found: tuple[CheckpointFiles, list[Shard], list[bytes]]) -> None:
             for shard in found[1]:
                 shard.close()
 
-        # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a single file.
+        # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
         ((files, shards, texts),) = parallel_map(first, [source], path_of=str, discard=close)
         try:
-            if not shards:
+            if len(shards) < len(files.shards):
                 # All shards are opened before the first is read: this leaves a download that
                 # replaces them one by one the least time to mix two versions.
                 open_shard = partial(_open_shard, named_by=files.index_path)
                 with closing(
-                    parallel_map(open_shard, files.shards, path_of=path_of, discard=Shard.close)
+                    parallel_map(
+                        open_shard,
+                        files.shards[len(shards) :],
+                        path_of=path_of,
+                        discard=Shard.close,
+                    )
                 ) as opening:
                     shards.extend(opening)
             # closing() ends the threads before the descriptors that they read are closed.
@@ -214,9 +224,7 @@ class Checkpoint:
         """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
         info = self.tensors.get(name)
         if info is None:
-            raise CheckpointError(
-                f"{self.source}: there is no tensor {shown(str(name))} in it", tensor=str(name)
-            )
+            raise no_such_tensor(str(name), self.tensors, self.source)
         return info
 
     def verify_unchanged(self) -> None:

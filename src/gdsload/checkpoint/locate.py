@@ -193,7 +193,7 @@ def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
 def shard_name_fault(name: str) -> str:
     """Why an index may not name a shard like this; "" if it may. Shards are in its directory."""
     if any(character in name for character in "/\\\0"):
-        return "is not the plain name of a file beside the index"
+        return "is not the plain name of a file next to the index"
     return "" if name.endswith(_SUFFIX) else f"does not end with {_SUFFIX}"
 
 
@@ -242,6 +242,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     repo = os.path.join(cache, "models--" + repo_id.replace("/", "--"))
     wanted = _relative(revision or "main", "revision")
     if not os.path.isdir(repo):
+        raise_if_forbidden(repo_id)  # it may be a path in a directory that this user may not enter
         raise_if_forbidden(repo)
         hint = (
             f"the hub cache {cache} has no model of this name (gdsload does not download:"

@@ -105,7 +105,7 @@ def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
         raise _invalid(path, f"its format is not {FORMAT!r}")
     algorithm, block_bytes = top.get("algorithm"), top.get("block_bytes")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise _invalid(path, f"its algorithm is none of {', '.join(ALGORITHMS)}")
+        raise _invalid(path, f"its algorithm must be one of {', '.join(ALGORITHMS)}")
     if type(block_bytes) is not int or block_bytes < 1:
         raise _invalid(path, "its block_bytes is not a positive integer")
     files = top.get("files")

@@ -6,6 +6,7 @@ of a tensor (`planning.tensor_slices`).
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,9 @@ Choice: TypeAlias = "str | re.Pattern[str] | Callable[[str], bool]"
 Names: TypeAlias = "Choice | Iterable[Choice] | None"
 
 _GLOB = re.compile(r"[*?[]")
+# Comparing a name with 1000 others takes 20 ms.
+_MOST_COMPARED = 2000
+_LONGEST_COMPARED = 200
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?=\.|$)")
 
@@ -128,6 +132,15 @@ def predicate(choice: Choice) -> Callable[[str], bool]:
     raise TypeError(f"names takes names, globs, regular expressions and functions, not {choice!r}")
 
 
+def no_such_tensor(name: str, tensors: Mapping[str, TensorInfo], source: str) -> CheckpointError:
+    """The error for a name that the checkpoint does not have. It names a similar one."""
+    similar = []
+    if len(tensors) <= _MOST_COMPARED and len(name) <= _LONGEST_COMPARED:
+        similar = difflib.get_close_matches(name, tensors, n=1, cutoff=0.8)
+    hint = f"; did you mean {shown(similar[0])}?" if similar else ""
+    return CheckpointError(f"{source}: there is no tensor {shown(name)} in it{hint}", tensor=name)
+
+
 def is_single(names: object) -> bool:
     """Whether `names` is one choice, rather than several or None."""
     return isinstance(names, (str, re.Pattern)) or callable(names)
@@ -150,9 +163,7 @@ def chosen(tensors: Mapping[str, TensorInfo], names: Names, source: str) -> list
             found[info.name] = info
             continue
         if isinstance(choice, str) and not _GLOB.search(choice):
-            raise CheckpointError(
-                f"{source}: there is no tensor {shown(choice)} in it", tensor=choice
-            )
+            raise no_such_tensor(choice, tensors, source)
         fits = predicate(choice)
         hits = {name: each for name, each in tensors.items() if fits(name)}
         if not hits:

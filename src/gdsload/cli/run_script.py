@@ -65,7 +65,10 @@ def run(arguments: Sequence[str]) -> None:
     module = arguments[:1] == ["-m"]
     if not arguments[module:]:
         raise SystemExit(USAGE)
-    install(backend=os.environ.get("GDSLOAD_BACKEND", "auto"))
+    try:
+        install(backend=os.environ.get("GDSLOAD_BACKEND", "auto"))
+    except GdsloadError as error:
+        raise SystemExit(f"gdsload: {error}") from None
     sys.argv = list(arguments[module:])
     main = sys.modules["__main__"] = ModuleType("__main__")
     path = os.path.abspath(sys.argv[0])

@@ -97,11 +97,13 @@ common = _options(
     click.option("--debug", is_flag=True, callback=_debug, help=_TRACEBACK, **_eager),
 )
 source_of = _options(
-    click.argument("source"),
+    click.argument("source", type=click.Path()),
     click.option("--revision", help="Branch, tag or commit of a model in the hub's cache."),
     click.option("--subfolder", default="", help="A folder inside the model."),
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
-    click.option("--cache-dir", help="The hub's cache, if not in its usual place."),
+    click.option(
+        "--cache-dir", type=click.Path(), help="The hub's cache, if not in its usual place."
+    ),
 )
 json_of = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
 

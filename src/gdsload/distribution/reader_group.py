@@ -191,7 +191,7 @@ class ReaderGroup:
 def require_readers(readers: str) -> None:
     """Raises ValueError for an unknown value of `readers`."""
     if readers not in READERS:
-        raise ValueError(f'readers={readers!r} is none of "node", "group"')
+        raise ValueError(f'readers={readers!r} must be one of "node", "group"')
 
 
 def _node() -> str:

@@ -17,12 +17,22 @@ NO: Verdict = "no"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `hint` is a remedy, or ""."""
+    """The result of one check.
+
+    Attributes:
+        name: What was checked.
+        verdict: "yes", "partly" or "no".
+        detail: What was found.
+        hint: A remedy, or "".
+        needs: The name of another finding. If that is "no", the summary shows this one only if it
+            is "yes".
+    """
 
     name: str
     verdict: Verdict
     detail: str = ""
     hint: str = ""
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +59,21 @@ class Diagnosis:
 
     def summary(self) -> str:
         """One line for each finding, its hint below it, and the conclusion."""
-        width = max((len(each.name) for each in self.findings), default=0)
+        absent = {each.name for each in self.findings if each.verdict == NO}
+        shown = [one for one in self.findings if one.verdict == YES or one.needs not in absent]
+        short = [len(each.name) for each in shown if len(each.name) <= _NAME_COLUMNS]
+        width = max(short, default=0)
         lines = []
-        for each in self.findings:
+        for each in shown:
             lines.append(f"{each.verdict:<6}  {each.name:<{width}}  {each.detail}".rstrip())
             if each.hint and each.verdict != YES:
                 lines.append(f"{'':<6}  {'':<{width}}  hint: {each.hint}")
+        if left_out := len(self.findings) - len(shown):
+            lines.append(f"{'':<6}  {left_out} more about GPUs: gdsload doctor --json")
         return "\n".join([*lines, "", _CONCLUSIONS[self.exit_code]])
 
 
+_NAME_COLUMNS = 24  # longer names, such as paths, do not widen the column
 _CONCLUSIONS = (
     f"The fastest path to DRAM works: direct reads by engine {ENGINES[0]}.",
     "Only slower paths to DRAM work: see the lines above that are not yes.",

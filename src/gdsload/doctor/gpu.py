@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import time
+from dataclasses import replace
 
 from gdsload.backends import tuning_cache
 from gdsload.backends.cufile import config, library
@@ -25,7 +26,9 @@ def findings(root: str = "/") -> list[Finding]:
         count = 0
     devices = [cuda(f"cuda:{ordinal}") for ordinal in range(max(count, 1))]  # one has the reason
     paths = [libcufile(), opening(), native_path(), configuration()]
-    return [driver(root), *devices, *paths, *staging_rings(), *measured()]
+    found = driver(root)
+    checks = [replace(each, needs=found.name) for each in (*devices, *paths)]
+    return [found, *checks, *staging_rings(), *measured()]
 
 
 def driver(root: str = "/") -> Finding:
@@ -58,7 +61,7 @@ def libcufile() -> Finding:
     except BackendUnavailable as error:
         return Finding("libcufile", NO, str(error), "pip install nvidia-cufile")
     version = found.version
-    release = f"{version // 1000}.{version % 1000 // 10}" if version else "of no version"
+    release = f"{version // 1000}.{version % 1000 // 10}" if version else "of unknown version"
     detail = f"{release} at {found.path}"
     if "cuFileBatchIOSubmit" not in found.functions:
         return Finding("libcufile", PARTLY, f"{detail}, without batches")
@@ -86,7 +89,7 @@ def native_path() -> Finding:
         hint = "the report of a load says whether it worked"
         return Finding("native path", PARTLY, "the driver is set up for PCI P2PDMA", hint)
     why = f"only cuFile's compatibility mode, which is used only if a user allows it: {why}"
-    return Finding("native path", NO, why, "scripts/install_gds.sh --check says what is missing")
+    return Finding("native path", NO, why, "scripts/install_gds.sh --check (in a checkout)")
 
 
 def configuration() -> Finding:

@@ -157,8 +157,8 @@ class WeightsReader:
         log.info("gdsload: %s", last_report().summary())
         if crowded:
             log.warning(
-                "gdsload: the model keeps more than %d bytes of weights on %s beside its parameters"
-                " (option held_bytes): the rest is handed over in host memory",
+                "gdsload: the model keeps more than %d bytes of weights on %s in addition to its"
+                " parameters (option held_bytes): the rest is handed over in host memory",
                 self._held_bytes,
                 device,
             )

@@ -2,7 +2,8 @@
 
 cache      wholly in the page cache      partly, or not at all
 "auto"     mapped                        buffered where warm, direct where cold; with
-                                         page_cache="fill": read into the page cache and mapped
+                                         page_cache="fill", and small checkpoints: read into the
+                                         page cache and mapped
 others     as the name says, whatever the page cache holds
 
 A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
@@ -15,17 +16,23 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
+from gdsload.checkpoint.file_io import parallel_map
 from gdsload.errors import ReadError
 from gdsload.memory import page_cache
 from gdsload.memory.available import available_bytes
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
+from gdsload.planning.read_plan import (
+    DEFAULT_BLOCK_BYTES,
+    ByteRange,
+    MergedRange,
+    merged_ranges_of,
+)
 from gdsload.report import LoadReport
 from gdsload.system.storage import Storage, storage_of
 
@@ -35,6 +42,10 @@ VERIFY_METHODS = ("size", "checksum", "sha256")
 # Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
 # cache of others should not be evicted for it.
 ROOM_SHARE = 1.25
+# Up to this size a cold checkpoint is read into the page cache and mapped: opening a backend and
+# its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
+SMALL_BYTES = 2 << 20
+_COPY_BYTES = 128 << 10
 
 
 class ShardAccess:
@@ -51,8 +62,11 @@ class ShardAccess:
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
         self._direct_fds: list[int] = []
         self._residency: dict[int, str] = {}  # by shard
+        self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop"
+        total_bytes = sum(shard.size for shard in checkpoint.shards)
+        self._small = cache == "auto" and not self._drops and total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
@@ -62,10 +76,37 @@ class ShardAccess:
         """A registration for each shard, as `Backend.prepare` takes them."""
         return [entry or NO_FILE for entry in self._registered]
 
+    def fill_if_small(self, ranges_of: Mapping[int, Sequence[ByteRange]]) -> None:
+        """Reads cold ranges of a small checkpoint on local storage into the page cache, so that
+        they are mapped. A shard that fails is left to a backend. `ranges_of`: ranges by shard."""
+        if not self._small:
+            return
+        shards = self._checkpoint.shards
+        cold = [
+            (shard, merged_ranges_of(ranges))
+            for shard, ranges in ranges_of.items()
+            if not self._storage_of(shard).distant and not self.mapped(shard, ranges)
+        ]
+
+        def fill(cold: Sequence[tuple[int, Sequence[MergedRange]]]) -> None:
+            for shard, ranges in cold:
+                _will_need(shards[shard].fd, ranges)
+            buffer = bytearray(_COPY_BYTES)
+            for shard, ranges in cold:
+                try:
+                    for each in ranges:
+                        for offset in range(each.offset, each.end, _COPY_BYTES):
+                            os.preadv(shards[shard].fd, [buffer], offset)
+                except OSError:
+                    self._unreadable.add(shard)
+
+        if cold:  # in a thread, so that a disk that hangs cannot block Ctrl-C
+            list(parallel_map(fill, [cold], path_of=lambda cold: shards[cold[0][0]].path))
+
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
         them here, because page faults would read them one by one."""
-        if self.cache not in ("auto", "mapped"):
+        if self.cache not in ("auto", "mapped") or shard in self._unreadable:
             return False
         fd = self._checkpoint.shards[shard].fd
         merged = merged_ranges_of(ranges)
@@ -74,9 +115,7 @@ class ShardAccess:
             distant = self._storage_of(shard).distant
             warm = page_cache.wholly_resident if distant else page_cache.mostly_resident
             return all(warm(fd, each.offset, each.length) for each in merged)
-        for each in merged:
-            with suppress(OSError):  # only a hint
-                os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
+        _will_need(fd, merged)
         return True
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
@@ -199,19 +238,33 @@ class ShardAccess:
         self._absent.clear()
 
 
+def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
+    """Makes the kernel start to read into the page cache."""
+    for each in ranges:
+        with suppress(OSError):  # only a hint
+            os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
+
+
 def require_cache(cache: str, page_cache: str) -> None:
     """Raises ValueError if one of them has no such value."""
     if cache not in CACHES:
-        raise ValueError(f"cache={cache!r} is none of {', '.join(CACHES)}")
+        raise ValueError(f"cache={cache!r} must be one of {', '.join(CACHES)}")
     if page_cache not in PAGE_CACHES:
-        raise ValueError(f"page_cache={page_cache!r} is none of {', '.join(PAGE_CACHES)}")
+        raise ValueError(f"page_cache={page_cache!r} must be one of {', '.join(PAGE_CACHES)}")
+
+
+def require_stall_seconds(stall_seconds: float) -> None:
+    """Raises ValueError for a limit that every load exceeds."""
+    if not stall_seconds > 0:
+        raise ValueError(f"stall_seconds={stall_seconds!r} must be greater than 0")
 
 
 def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
     """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
     if isinstance(verify, str) and verify not in VERIFY_METHODS:
         raise ValueError(
-            f"verify={verify!r} is none of {', '.join(VERIFY_METHODS)}, nor the Path of a manifest"
+            f"verify={verify!r} must be one of {', '.join(VERIFY_METHODS)}, or the Path of a"
+            " manifest"
         )
     if verify != "size" and cache == "mapped":
         raise ValueError(

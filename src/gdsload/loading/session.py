@@ -20,7 +20,13 @@ from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges
-from gdsload.loading.io_mode import CACHES, ShardAccess, require_cache, require_verify
+from gdsload.loading.io_mode import (
+    CACHES,
+    ShardAccess,
+    require_cache,
+    require_stall_seconds,
+    require_verify,
+)
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
 from gdsload.report import LoadReport
@@ -37,6 +43,7 @@ __all__ = [
     "STALL_SECONDS",
     "Session",
     "require_cache",
+    "require_stall_seconds",
     "require_verify",
     "verifier_of",
 ]
@@ -197,6 +204,8 @@ class Session:
         by_shard: dict[int, list[ByteRange]] = defaultdict(list)
         for each in ranges:
             by_shard[each.shard].append(each)
+        if current_pool() is None:
+            self._access.fill_if_small(by_shard)
         views: dict[str, BufferView] = {}
         for shard, members in by_shard.items():
             if self._access.mapped(shard, members):

@@ -37,8 +37,8 @@ def require_room(nbytes: int) -> None:
     if available is not None and nbytes + SPARE_BYTES > available:
         missing = nbytes + SPARE_BYTES - available
         raise PlacementError(
-            f"{nbytes:,} bytes are to be loaded into memory, but only {available:,} are available:"
-            f" {missing:,} bytes are missing",
+            f"{nbytes:,} bytes are to be loaded into memory and {SPARE_BYTES:,} are kept in"
+            f" reserve, but only {available:,} are available: {missing:,} bytes are missing",
             missing_bytes=missing,
         )
 

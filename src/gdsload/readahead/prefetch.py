@@ -29,6 +29,7 @@ from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
     require_cache,
+    require_stall_seconds,
     require_verify,
     verifier_of,
 )
@@ -538,12 +539,13 @@ def prefetch(
         >>> model = gdsload.from_pretrained("model", device_map="cuda:0")
     """
     if tier not in TIERS:
-        raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
+        raise ValueError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
     if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
     require_cache(cache, page_cache)
     if tier == "pagecache" and page_cache == "drop":
         raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
+    require_stall_seconds(stall_seconds)
     require_verify(verify, cache)
     if tier == "pagecache" and verify != "size":
         raise ValueError(

@@ -67,7 +67,7 @@ def write(
     free = shutil.disk_usage(target.parent).free
     if free < wanted + SPARE_BYTES:
         raise CheckpointError(
-            f"{target.parent}: the checkpoint takes {wanted:,} bytes; {free:,} are free, of which"
+            f"{target.parent}: the checkpoint takes {wanted:,} bytes; {free:,} are free, and"
             f" {SPARE_BYTES:,} are not used",
             path=str(target.parent),
         )

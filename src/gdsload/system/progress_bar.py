@@ -1,10 +1,11 @@
-"""A progress bar in bytes on stderr. Not responsible for counting the bytes."""
+"""A progress bar in bytes, on stderr or in a notebook. Not responsible for counting the bytes."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 _DELAY_SECONDS = 0.5  # a load that is over sooner shows no bar
@@ -20,22 +21,23 @@ def progress_bar(
 
     Args:
         wanted: True shows the bar and leaves it on the screen, False shows none, None shows it
-            while the load runs if stderr is a terminal.
+            while the load runs if stderr is a terminal or this is a notebook.
         total_bytes: Where the bar ends.
         title: Text in front of the bar.
 
     Yields:
         A function that takes the number of new bytes.
     """
-    shown = wanted or (wanted is None and sys.stderr is not None and sys.stderr.isatty())
+    notebook = "ipykernel" in sys.modules
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    shown = wanted or (wanted is None and (terminal or notebook))
     bar: Any = None
 
     def advance(nbytes: int) -> None:
         nonlocal bar
         if shown and bar is None:
-            from tqdm import tqdm
-
-            bar = tqdm(
+            # tqdm.auto has a bar for notebooks, and takes longer to import.
+            bar = import_module("tqdm.auto" if notebook else "tqdm").tqdm(
                 desc=title,
                 total=total_bytes,
                 unit="B",

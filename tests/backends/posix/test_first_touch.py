@@ -215,5 +215,5 @@ def test_report_names_bounced_bytes_and_units(odd: Path) -> None:
 
 
 def test_unknown_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="pages='large' is none of auto, huge, small, bounce"):
+    with pytest.raises(ValueError, match="pages='large' must be one of auto, huge, small, bounce"):
         PosixBackend(pages="large")

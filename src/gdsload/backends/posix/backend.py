@@ -70,7 +70,7 @@ class PosixBackend(PumpBackend):
         if not 0 < depth <= MOST_DEPTH:
             raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
         if self.settings["pages"] not in MODES:
-            raise ValueError(f"pages={self.settings['pages']!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"pages={self.settings['pages']!r} must be one of {', '.join(MODES)}")
         # Settings of loads to DRAM. Distant storage changes those that the user did not set.
         self._dram_settings = self.settings
         self._asked = frozenset(options)

@@ -84,7 +84,7 @@ def try_engine(engine: str) -> Support:
 def _try_engine(engine: str) -> tuple[Support, int]:
     """The answer, and the errno of the refusal or 0."""
     if engine not in ENGINES:
-        return Support(False, (f"there is no such engine; there are {', '.join(ENGINES)}",)), 0
+        return Support(False, (f"unknown engine (available: {', '.join(ENGINES)})",)), 0
     try:
         module = engine_module(engine)
     except ImportError:

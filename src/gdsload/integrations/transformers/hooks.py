@@ -3,6 +3,7 @@
     hook       `PreTrainedModel._load_pretrained_model` gets lazy slices instead of a state dict
     safe_open  `modeling_utils.safe_open` opens files read by gdsload (transformers 4.57)
     stock      transformers reads by itself
+    load_file  other libraries call functions of safetensors that gdsload replaces
 
 The first one that fits is used. The report says which and why; the log says it once if it is not
 the first. Callers that did not ask for gdsload (other threads, other loads) get the originals. Not
@@ -47,7 +48,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 
 log = logging.getLogger("gdsload")
 
-HOOK, SAFE_OPEN, STOCK = "hook", "safe_open", "stock"
+HOOK, SAFE_OPEN, STOCK, LOAD_FILE = "hook", "safe_open", "stock", "load_file"
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _LOAD = "_load_pretrained_model"
 _LOAD_PARAMETERS = ("model", "state_dict", "checkpoint_files")
@@ -89,10 +90,11 @@ def note(report: LoadReport, path: str, reason: str = "") -> None:
         (name, why) for name, why in patcher.misfits.items() if name.startswith("transformers.")
     )
     with _logged_lock:
-        if path == HOOK or (path, reason) in _logged:
+        if path in (HOOK, LOAD_FILE) or (path, reason) in _logged:
             return
         _logged.add((path, reason))
-    log.warning("%s: loaded by the path %r: %s", report.source, path, reason)
+    reader = "transformers reads the weights itself" if path == STOCK else f"entry point {path!r}"
+    log.warning("%s: %s: %s", report.source, reader, reason)
 
 
 @contextmanager

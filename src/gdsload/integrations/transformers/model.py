@@ -22,7 +22,7 @@ from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.report import LoadReport
+from gdsload.report import LoadReport, enclosing
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -113,9 +113,15 @@ def from_pretrained(
             with report.phase("import transformers"):  # which takes nearly all of it
                 cls = architecture(source, **kwargs)
             cancellation.check()
-        with held(hooks.outer_report, report), report.phase("from_pretrained"):
+        with (
+            held(hooks.outer_report, report),
+            held(enclosing, report),
+            report.phase("from_pretrained"),
+        ):
             model = cls.from_pretrained(source, *args, **kwargs)
-        if not report.integration:
+        if not report.integration and report.tensors:
+            hooks.note(report, hooks.LOAD_FILE)
+        elif not report.integration:
             hooks.note(report, hooks.STOCK, "transformers did not call its function for weights")
         if callbacks is not None:
             callbacks.finish(model)
@@ -130,7 +136,7 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
         **kwargs: The keywords of `from_pretrained`; those that find a config are used.
 
     Raises:
-        CheckpointError: The config names no class.
+        CheckpointError: The config names no class, or `source` is a single file.
         OSError, ValueError: transformers finds no config.
     """
     try:
@@ -147,6 +153,12 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
         try:
             config = transformers.AutoConfig.from_pretrained(config or source, **words)
         except (OSError, ValueError):
+            if os.path.isfile(source) and config is None:
+                raise CheckpointError(
+                    f"{source}: this is a file, and from_pretrained needs the directory with its"
+                    " config.json (load_file takes one file)",
+                    path=str(source),
+                ) from None
             # An adapter has no config of its own: the Auto classes find its base model.
             if not os.path.exists(os.path.join(str(source), "adapter_config.json")):
                 raise
@@ -182,11 +194,12 @@ def accelerated(
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
     verify: str | os.PathLike[str] = "size",
-) -> Iterator[None]:
+) -> Iterator[LoadReport]:
     """Inside the `with`, `from_pretrained` calls of this thread read by gdsload.
 
     So do accelerate's and diffusers' loading of safetensors files. Other threads are not affected,
-    and nothing stays replaced afterwards.
+    and nothing stays replaced afterwards. Yields a report with the sums of all loads inside it;
+    `last_report` is that of the last one.
 
     Args:
         backend: "auto" or the name of a backend.
@@ -200,24 +213,26 @@ def accelerated(
 
     Raises:
         ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
+        BackendUnavailable: No backend has this name.
 
     Example:
-        with gdsload.accelerated():
+        with gdsload.accelerated() as report:
             model = AutoModelForCausalLM.from_pretrained("model")
+        print(report.summary())
     """
-    with _entered(
-        Options(
-            backend,
-            cache,
-            page_cache,
-            dict(options or {}),
-            stall_seconds,
-            window_bytes,
-            ahead_bytes,
-            verify=verify,
-        )
-    ):
-        yield
+    wanted = Options(
+        backend,
+        cache,
+        page_cache,
+        dict(options or {}),
+        stall_seconds,
+        window_bytes,
+        ahead_bytes,
+        verify=verify,
+    )
+    report = LoadReport("accelerated")
+    with _entered(wanted), held(enclosing, report):
+        yield report
 
 
 def install(
@@ -246,6 +261,7 @@ def install(
 
     Raises:
         ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
+        BackendUnavailable: No backend has this name.
 
     Example:
         gdsload.install()

@@ -38,6 +38,7 @@ from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
     require_cache,
+    require_stall_seconds,
     require_verify,
     verifier_of,
 )
@@ -53,7 +54,8 @@ opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How weights are read: the arguments of `accelerated`. Raises ValueError."""
+    """How weights are read: the arguments of `accelerated`. Raises ValueError, and
+    BackendUnavailable for an unknown backend."""
 
     backend: str = "auto"
     cache: str = "auto"
@@ -68,7 +70,9 @@ class Options:
 
     def __post_init__(self) -> None:
         require_cache(self.cache, self.page_cache)
+        require_stall_seconds(self.stall_seconds)
         require_readers(self.readers)
+        reaches(self.backend, DRAM)  # raises for an unknown name
         require_verify(self.verify, self.cache)
         if self.group is not None and self.verify != "size":
             raise ValueError(NOT_COMPARED)
