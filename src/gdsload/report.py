@@ -12,17 +12,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
-
-if TYPE_CHECKING:
-    from gdsload.checkpoint import TensorInfo
-    from gdsload.planning.tensor_slices import WantedTensor
 
 
 def size(nbytes: float) -> str:
@@ -176,11 +172,6 @@ class LoadReport:
         """Bytes read for each wanted byte: above 1 for gaps and aligned edges, below it for bytes
         that were in memory already; 0.0 if nothing was wanted."""
         return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 0.0
-
-    def count(self, infos: Collection[TensorInfo | WantedTensor]) -> None:
-        """Records the number and the size of the wanted tensors."""
-        self.tensors = len(infos)
-        self.wanted_bytes = sum(info.nbytes for info in infos)
 
     def add(self, other: LoadReport) -> None:
         """Adds another load: sums of its counts, bytes and times, and its texts where this report

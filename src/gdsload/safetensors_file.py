@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native.ranges import bytes_of
 from gdsload.api import ReadSettings, load
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
@@ -184,9 +185,9 @@ class safe_open:
             verify = self._session.report.verify
             report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
             report.verify = verify
-            report.count(infos)
+            report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
             with report.whole():
-                return load(self._session, infos, self._device)
+                return load(self._session, infos, report.wanted_bytes, self._device)
 
     def _converted(self, name: str, tensor: torch.Tensor) -> Any:
         if self._numpy:
