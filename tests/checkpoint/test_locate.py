@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -275,6 +276,20 @@ def test_special_files_raise_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(CheckpointError, match="a FIFO"):
         locate(tmp_path / "fifo.json")
+
+
+def test_source_that_cannot_be_examined_raises_the_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path, "model.safetensors")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "stat", fail)
+        with pytest.raises(CheckpointUnreadable, match="Input/output error"):
+            locate(tmp_path)
 
 
 def test_opened_descriptor_blocks_and_is_not_inherited(tmp_path: Path) -> None:
