@@ -43,7 +43,7 @@ from .arms import parse
 from .loaded import ArmFailed
 from .records import Refused
 
-ARMS = ("gdsload", "safetensors-mmap", "fastsafetensors", "runai")
+ARMS = ("gdsload", "gdsload:cache=direct", "safetensors-mmap", "fastsafetensors", "runai")
 ROWS = places.ROOT / "tests/checkpoint/test_header.py"
 HUGE_BYTES = 1 << 40  # of a sparse file: more than any limit here
 VALID = "valid"
