@@ -67,6 +67,13 @@ gpu-bundle: setup  ## build/gpu-bundle: gpu-check for a machine with a GPU and w
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
 	$(PY) -m benchmarks.faults --replace --publish $(ARGS)
 
+.PHONY: sanitize malformed
+sanitize: setup  ## native code under address, undefined and thread sanitizers; ARGS=--quick for a part
+	@$(PY) scripts/sanitize.py $(ARGS)
+
+malformed: bench-deps  ## malformed files and failing calls: how gdsload and other loaders end
+	$(PY) -m benchmarks.malformed --replace --publish $(ARGS)
+
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp

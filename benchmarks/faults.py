@@ -78,7 +78,6 @@ REQUEST_BYTES = 256 << 10
 UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
 GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
-BEGIN, END = "<!-- faults: generated -->\n", "<!-- faults: end -->\n"
 
 Load = Callable[[], Mapping[str, Any]]
 
@@ -616,14 +615,10 @@ def table(result: Mapping[str, Any]) -> str:
 
 def publish(result: Mapping[str, Any]) -> None:
     """Writes the table into its page."""
-    text = DOCUMENT.read_text()
-    head, rest = text.split(BEGIN)
     part = "" if result["every"] == 1 else f", one case in {result['every']}"
     machine = records.described(dict(result))
     shown = f"All k of {result['loads']} kinds of loads{part}; {machine}.\n\n"
-    DOCUMENT.write_text(
-        head + BEGIN + "\n" + shown + table(result) + "\n" + END + rest.split(END)[1]
-    )
+    records.fill(DOCUMENT, "faults", shown + table(result))
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:

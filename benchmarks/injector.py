@@ -17,7 +17,7 @@ import os
 import platform
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 # Numbers by machine; a call that a machine does not have is left out.
@@ -95,13 +95,15 @@ class Calls:
         self.arm(0, 0, 0)
         self.armed = False
 
-    def arm(self, error: int, first: int, last: int) -> None:
+    def arm(
+        self, error: int, first: int, last: int, act: Callable[[], object] | None = None
+    ) -> None:
         """From now on the calls `first` to `last`, counted from 1, fail with the errno `error`; 0:
-        they return 0 and do nothing."""
+        they return 0 and do nothing. With `act`, they wait for it and go on."""
         self.armed = True
         self.seen: Counter[int] = Counter()  # by number
         self.failed = 0
-        self._error, self._first, self._last = error, first, last
+        self._error, self._first, self._last, self._act = error, first, last, act
 
     def answer(self) -> None:
         """Takes one call that waits, and answers it; nothing where its process has gone."""
@@ -114,5 +116,8 @@ class Calls:
                 self.seen[number] += 1
                 if self._first <= self.seen.total() <= self._last:
                     self.failed += 1
-                    reply = struct.pack("=QqiI", key, 0, -self._error, 0)
+                    if self._act is not None:
+                        self._act()
+                    else:
+                        reply = struct.pack("=QqiI", key, 0, -self._error, 0)
             fcntl.ioctl(self.listener, _ANSWER, bytearray(reply))

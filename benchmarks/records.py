@@ -152,6 +152,13 @@ def say(text: str) -> None:
     print(text)
 
 
+def fill(document: Path, name: str, text: str) -> None:
+    """Writes `text` into a page, between its marks `name: generated` and `name: end`."""
+    begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->\n"
+    head, _, rest = document.read_text().partition(begin)
+    document.write_text(f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
 def described(result: dict[str, Any]) -> str:
     """The machine, the date and the commit of a result, in one line."""
     facts = result["machine"]

@@ -104,10 +104,17 @@ static void clear_script(void)
     fault_count = struck = violations = gate_open = 0;
     said[0] = 0;
 }
-EXPORT int double_struck(void) { return struck; }
-EXPORT int double_hung(void) { return hung; }
-EXPORT int double_calls(void) { return total_calls; }
-EXPORT int double_violations(void) { return violations; }
+static int counted(const int *word)
+{
+    pthread_mutex_lock(&lock);
+    int value = *word;
+    pthread_mutex_unlock(&lock);
+    return value;
+}
+EXPORT int double_struck(void) { return counted(&struck); }
+EXPORT int double_hung(void) { return counted(&hung); }
+EXPORT int double_calls(void) { return counted(&total_calls); }
+EXPORT int double_violations(void) { return counted(&violations); }
 EXPORT const char *double_said(void) { return said; }
 EXPORT void double_clear(void)
 {

@@ -176,15 +176,22 @@ cdef class Request:
                 and op.length % file.block == 0
             )
 
+    cdef void lock(self) noexcept nogil:
+        """Keeps the pump's thread from writing."""
+        if self.pid == getpid():  # after a fork, a thread that stayed in the parent may hold it
+            pthread_mutex_lock(&self.to.lock)
+
+    cdef void unlock(self) noexcept nogil:
+        if self.pid == getpid():
+            pthread_mutex_unlock(&self.to.lock)
+
     cdef int read_counter(self, int *word) noexcept:
         """A number that the pump's thread writes."""
         cdef int value
-        if self.pid != getpid():
-            return word[0]
         with nogil:
-            pthread_mutex_lock(&self.to.lock)
+            self.lock()
             value = word[0]
-            pthread_mutex_unlock(&self.to.lock)
+            self.unlock()
         return value
 
     cdef require_own_process(self):
@@ -341,32 +348,44 @@ cdef class Request:
 
     def result(self, int op):
         """(settled, bytes arrived, error): error is an errno, or -1 for a file that ended early."""
+        cdef Op *found
+        cdef int settled, error
+        cdef uint64_t arrived
         if not 0 <= op < self.request.count:
             raise IndexError(f"op {op} of {self.request.count}")
-        return (
-            self.request.ops[op].state != PENDING,
-            self.request.ops[op].arrived,
-            self.request.ops[op].error,
-        )
+        found = &self.request.ops[op]
+        with nogil:
+            self.lock()
+            settled, arrived, error = found.state != PENDING, found.arrived, found.error
+            self.unlock()
+        return bool(settled), arrived, error
 
     def counts(self):
         """(bytes by direct reads, bytes by buffered ones, short reads continued, retries)."""
-        return (
-            self.request.direct_bytes,
-            self.request.buffered_bytes,
-            self.request.short_reads,
-            self.request.retries,
-        )
+        cdef CRequest *request = self.request
+        cdef int64_t direct, buffered, short_reads, retries
+        with nogil:
+            self.lock()
+            direct, buffered = request.direct_bytes, request.buffered_bytes
+            short_reads, retries = request.short_reads, request.retries
+            self.unlock()
+        return direct, buffered, short_reads, retries
 
     def touched(self):
-        """(units touched as huge pages, as small pages, bytes that went through bounce buffers)."""
-        cdef CRequest *request = self.request
+        """(units touched as huge pages, as small pages, bytes that went through bounce buffers), of
+        the ops that have settled."""
         cdef int64_t huge = 0, small = 0, bounced = 0
+        cdef Op *op
         cdef int i
-        for i in range(request.count):
-            huge += request.ops[i].memory.huge_units
-            small += request.ops[i].memory.small_units
-            bounced += request.ops[i].memory.bounced_bytes
+        with nogil:
+            self.lock()
+            for i in range(self.request.count):
+                op = &self.request.ops[i]
+                if op.state != PENDING:  # the thread that reads it may write now
+                    huge += op.memory.huge_units
+                    small += op.memory.small_units
+                    bounced += op.memory.bounced_bytes
+            self.unlock()
         return huge, small, bounced
 
     def refused_direct(self):

@@ -118,12 +118,12 @@ def read_exactly(fd: int, offset: int, wanted: int, path: str) -> bytes:
     return b"".join(parts)
 
 
-def raise_if_forbidden(path: str) -> None:
-    """Raises CheckpointError if `path` cannot be examined; os.path.exists() hides that error."""
+def is_directory(path: str) -> bool:
+    """os.path.isdir, which hides errors, with a CheckpointError if `path` cannot be examined."""
     try:
-        os.lstat(path)
+        return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return False
     except OSError as error:
         raise open_error(error, path) from error
 

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import open_error, open_regular, raise_if_forbidden, read_exactly
+from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
 
@@ -71,7 +71,7 @@ def locate(
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
         raise CheckpointError(f"{shown(variant)} is not the name of a variant")
     directory = title
-    if not os.path.isdir(title):
+    if not is_directory(title):
         if os.path.lexists(title):
             if subfolder or variant:
                 raise CheckpointError(
@@ -81,7 +81,6 @@ def locate(
                 return _from_index(title, title, limit)
             return CheckpointFiles(title, (ShardPath(os.path.basename(title), title),))
         if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
-            raise_if_forbidden(title)
             raise _not_found(f"No such file or directory: {title}", title)
         directory = _snapshot(title, revision, cache_dir)
     if subfolder:
@@ -241,9 +240,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     cache = _expanded(path_text(cache_dir)) if cache_dir is not None else hub_cache()
     repo = os.path.join(cache, "models--" + repo_id.replace("/", "--"))
     wanted = _relative(revision or "main", "revision")
-    if not os.path.isdir(repo):
-        raise_if_forbidden(repo_id)  # it may be a path in a directory that this user may not enter
-        raise_if_forbidden(repo)
+    if not is_directory(repo):
         hint = (
             f"the hub cache {cache} has no model of this name (gdsload does not download:"
             f" `hf download {repo_id}` does)"
