@@ -24,9 +24,9 @@ from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.errors import ReadError
 from gdsload.memory import page_cache
-from gdsload.memory.available import available_bytes
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, ByteRange, merged_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system.available import available_bytes
 from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
