@@ -64,6 +64,13 @@ gpu-bundle: setup  ## build/gpu-bundle: gpu-check for a machine with a GPU and w
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
 	$(PY) -m benchmarks.faults --replace --publish $(ARGS)
 
+.PHONY: soak fuzz
+soak: setup  ## thousands of loads in one process and in eight: nothing grows; ARGS='--loads 500'
+	$(PY) -m benchmarks.soak --replace --publish $(ARGS)
+
+fuzz: setup  ## parsers, planner and command line under atheris; ARGS='--seconds 600'
+	@sh scripts/fuzz.sh $(ARGS)
+
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -f src/gdsload/_native/*.so .venv/gdsload.stamp

@@ -78,7 +78,6 @@ REQUEST_BYTES = 256 << 10
 UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
 GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
-BEGIN, END = "<!-- faults: generated -->\n", "<!-- faults: end -->\n"
 
 Load = Callable[[], Mapping[str, Any]]
 
@@ -614,16 +613,19 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_section(name: str, text: str) -> None:
+    """Replaces the generated part of docs/reliability.md that has this name."""
+    begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->\n"
+    head, rest = DOCUMENT.read_text().split(begin)
+    DOCUMENT.write_text(head + begin + "\n" + text + "\n" + end + rest.split(end)[1])
+
+
 def publish(result: Mapping[str, Any]) -> None:
     """Writes the table into its page."""
-    text = DOCUMENT.read_text()
-    head, rest = text.split(BEGIN)
     part = "" if result["every"] == 1 else f", one case in {result['every']}"
     machine = records.described(dict(result))
     shown = f"All k of {result['loads']} kinds of loads{part}; {machine}.\n\n"
-    DOCUMENT.write_text(
-        head + BEGIN + "\n" + shown + table(result) + "\n" + END + rest.split(END)[1]
-    )
+    write_section("faults", shown + table(result))
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
