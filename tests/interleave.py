@@ -200,9 +200,12 @@ class DeviceJob(Job):
         return ctypes.string_at(self.block.address, self.target.nbytes)
 
     def drop(self) -> None:
-        # As a batch releases it: no copy may run into memory that is freed.
+        # As a batch releases it: no copy may run into memory that others may use from now on.
         require(self.map.end(LONG_SECONDS), "copies to a device did not end")
+        before = self.memory()
         self.request = None
+        self.run.switching.il_pause(5_000_000)
+        require(self.memory() == before, "a copy to memory that was given back")
         del self.map, self.block
 
 
@@ -448,7 +451,6 @@ class DeviceRun(Run):
         require(ring.lent == ring.lost, f"{ring.lent} slots are lent at the end")
         del ring
         self.stages.clear()
-        gc.collect()
         self.device.unpin(self.memory.address)
         said = self.cuda.double_said().decode()
         require(not said, said)
