@@ -657,7 +657,7 @@ static int explore_reap(
 static void explore_cancel(void *engine) {
     counted.cancels++;
     for (int i = 0; i < flight_count; i++)
-        if (flights[i].engine == engine && chance(4)) {
+        if (flights[i].engine == engine && chance(2)) {
             flights[i].cancelled = 1;
             if (flights[i].ready > now) flights[i].ready = now;
         }

@@ -435,7 +435,7 @@ class DeviceRun(Run):
     def open_pumps(self) -> list[Pump]:
         self.device, self.cuda = device()
         self.cuda.cuda_double_set(1, 1 << 36, self.random.choice((0, 1, 3, 10)))
-        slots = self.random.randint(2, 6)
+        slots = self.random.randint(2, 5)
         self.memory = Region.anonymous(slots * BLOCK)
         self.device.pin(self.memory.address, slots * BLOCK)
         self.ring = Ring(self.memory.address, BLOCK, slots)
@@ -444,6 +444,11 @@ class DeviceRun(Run):
             Stage(self.ring, self.device, engine(), self.random.randrange(2)) for _ in range(count)
         ]
         return [Pump(stage.capsule(), self.random.randint(1, 5)) for stage in self.stages]
+
+    def after_clients(self) -> None:
+        super().after_clients()
+        self.switching.il_pause(1_000_000_000)
+        require(self.ring.lent == self.ring.lost, "idle pumps keep slots")
 
     def close(self) -> None:
         ring, log = self.ring, self.log
