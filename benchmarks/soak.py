@@ -311,6 +311,7 @@ def soak(folder: Path, loads: int, seed: int, patterns: Sequence[str]) -> dict[s
         began = time.monotonic()
         every = max(loads // SAMPLES, 1)
         with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(time.sleep, [0.05] * THREADS))  # which starts all of them
             while made.total() < loads:
                 if others and chance.randrange(PARALLEL_EVERY) == 0:
                     chosen = chance.choices(list(others), k=THREADS)
