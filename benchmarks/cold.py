@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdsload.memory.available import available_bytes
+from gdsload.system.available import available_bytes
 
 from . import cache, machine, mounts, pages, records, states, values
 from .arms import KINDS, Arm, parse

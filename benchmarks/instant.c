@@ -95,7 +95,8 @@ static struct {
     int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);
     void (*close)(void *);
-} ops = { open_engine, submit, reap, cancel, close_engine };
+    int (*take_back)(void *);
+} ops = { open_engine, submit, reap, cancel, close_engine, NULL };
 
 __attribute__((visibility("default"))) void instant_rate(int64_t wanted) { rate = wanted; }
 __attribute__((visibility("default"))) void *instant_engine(void) { return &ops; }

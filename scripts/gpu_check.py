@@ -1141,8 +1141,8 @@ def tables(context: Context) -> Iterator[Row]:
 
 def room_for(context: Context, nbytes: int) -> bool:
     """Whether disk, memory and device have room for a checkpoint and its page cache."""
-    from gdsload.memory.available import available_bytes
     from gdsload.system import gpu as gpus
+    from gdsload.system.available import available_bytes
 
     free = gpus.device(gpus.ordinal_of(context.device)).memory()[0]
     disk = shutil.disk_usage(context.work).free

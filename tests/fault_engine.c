@@ -28,6 +28,7 @@ struct ops {
     int (*reap)(void *, struct completion *, int, int, int64_t);
     void (*cancel)(void *);
     void (*close)(void *);
+    int (*take_back)(void *);
 };
 
 enum { SHORT = 1, ERRNO, ZERO, HANG };
@@ -202,7 +203,7 @@ static void fault_close(void *engine) {
 }
 
 struct ops fault_ops = {
-    fault_open, fault_submit, fault_reap, fault_cancel, fault_close,
+    fault_open, fault_submit, fault_reap, fault_cancel, fault_close, NULL,
 };
 
 /* Functions that the tests call. */

@@ -9,10 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from compiled import compiled
 from gdsload.backends.posix import engines
 
 SOURCE = Path(__file__).with_name("fault_engine.c")
@@ -74,14 +71,7 @@ def rule(
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler: neither $CC, cc nor gcc is on the path")
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, "fault_engine.so")
-        command = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread"]
-        subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True)
-        lib = ctypes.CDLL(str(built))
+    lib = ctypes.CDLL(str(compiled(SOURCE, "-O1")))
     lib.fault_set.argtypes = [ctypes.POINTER(Script), ctypes.POINTER(Rule), ctypes.c_int]
     lib.fault_log.argtypes = [ctypes.POINTER(Log)]
     lib.fault_wait.argtypes = [ctypes.c_int64, ctypes.c_int64]

@@ -6,14 +6,9 @@ memory, so that a test can look at it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import gc
-import os
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +19,7 @@ import pytest
 import torch
 import torch.utils.dlpack
 
+from compiled import compiled
 from gdsload.backends import staging
 from gdsload.backends.cufile import library as library_module
 from gdsload.memory import host_buffers, staging_ring
@@ -39,29 +35,10 @@ _PATIENCE_SECONDS = 120.0  # ends a test that would otherwise hang
 _FAULT_ARGUMENTS = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
 
 
-def compiler() -> str:
-    found = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if found is None:
-        pytest.skip("no C compiler: neither $CC, cc nor gcc is on the path")
-    return found
-
-
-def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not a forked child
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@functools.cache
 def built(name: str, *defined: str) -> Path:
     """The double of that name, compiled; it stays as long as the process."""
-    folder = Path(tempfile.mkdtemp(prefix="gdsload-doubles-"))
-    atexit.register(_remove, folder, os.getpid())
-    out = folder / f"lib{name}.so"
-    command = [compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread",
-               "-fvisibility=hidden", *(f"-D{word}" for word in defined),
-               str(SOURCES / f"{name}.c"), "-o", str(out)]  # fmt: skip
-    subprocess.run(command, check=True)
-    return out
+    flags = ("-O1", "-fvisibility=hidden", *(f"-D{word}" for word in defined))
+    return compiled(SOURCES / f"{name}.c", *flags)
 
 
 @functools.cache

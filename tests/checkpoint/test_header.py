@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import safetensors
 
 import gdsload
+from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.header import Header, header_length, parse_header, read_weight_map
+from gdsload.checkpoint.strict_json import parsed_bytes, strict_json
 from gdsload.dtypes import DTYPES
-from gdsload.errors import CheckpointError
+from gdsload.errors import CheckpointError, PlacementError
+from gdsload.system import available
 
 U8 = '"dtype":"U8","shape":[4],"data_offsets":[0,4]'
 ONE = "{" + U8 + "}"
@@ -365,3 +369,54 @@ def test_largest_shapes_of_empty_tensors_are_loaded(tmp_path: Path, shape: str) 
     path = tmp_path / "empty.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     assert list(gdsload.load_file(path)["w"].shape) == json.loads(shape)
+
+
+HOSTILE = {
+    "nested lists": b"[[[0]]],",
+    "lists": b"[0],",
+    "empty lists": b"[],",
+    "objects": b'{"":0},',
+    "strings": b'[""],',
+    "wide characters": b'"ab",' * 50 + '"\U0001f600",'.encode(),
+    "numbers": b"999,",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_memory_of_hostile_json_is_below_its_estimate(kind: str) -> None:
+    raw = b'{"a":[' + HOSTILE[kind] * (20_000 // len(HOSTILE[kind])) + b"0]}"
+    tracemalloc.start()
+    try:
+        strict_json(raw)
+        assert tracemalloc.get_traced_memory()[1] < parsed_bytes(raw)
+    finally:
+        tracemalloc.stop()
+
+
+def test_header_that_needs_more_memory_than_there_is_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(available, "available_bytes", lambda: 100 << 20)
+    raw = b'{"w":[' + b"0," * (3 << 20) + b"0]}"
+    with pytest.raises(PlacementError, match=r"needed to parse f, but only") as caught:
+        parse_header(raw, 8 + len(raw), path="f")
+    assert caught.value.missing_bytes > 0
+
+
+def test_many_tensors_open_in_memory_bounded_by_the_header(tmp_path: Path) -> None:
+    count = 20_000
+    entries = (
+        f'"model.layers.{i // 1000}.mlp.experts.{i % 1000}.w.weight":'
+        f'{{"dtype":"BF16","shape":[1,2],"data_offsets":[{4 * i},{4 * i + 4}]}}'
+        for i in range(count)
+    )
+    text = "{" + ",".join(entries) + "}"
+    path = tmp_path / "many.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(4 * count))
+    tracemalloc.start()
+    try:
+        with Checkpoint.open(path) as checkpoint:
+            assert len(checkpoint.tensors) == count
+        assert tracemalloc.get_traced_memory()[1] < 13 * len(text)
+    finally:
+        tracemalloc.stop()

@@ -21,6 +21,7 @@ import pytest
 import gdsload
 from gdsload.backends.posix import engines
 from gdsload.errors import PlacementError, ReadError
+from gdsload.system import available
 from storage import ENGINES, SMALL, is_full_of, python, save
 
 
@@ -77,6 +78,21 @@ def test_file_larger_than_memory_raises_placement_error(tmp_path: Path) -> None:
         assert 0 < caught.value.missing_bytes < size + (1 << 30)
     with gdsload.safe_open(path, cache="direct") as opened:
         assert bool((opened.get_slice("t")[size - 10 :] == 0).all())
+
+
+def test_more_reads_than_memory_can_plan_raise_placement_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream needs the memory of a window only, and that of its plan."""
+    path, size = tmp_path / "sparse.safetensors", 8 << 30
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    monkeypatch.setattr(available, "available_bytes", lambda: 100 << 20)
+    stream = gdsload.stream(path, cache="direct", options={"request_bytes": 4096})
+    with pytest.raises(PlacementError, match="to plan the reads"):
+        next(stream)
 
 
 def test_limited_address_space_raises_but_slices_load(tmp_path: Path) -> None:

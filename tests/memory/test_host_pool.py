@@ -20,10 +20,10 @@ from gdsload import warmup
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
-from gdsload.memory import available
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.synthetic import checkpoints
+from gdsload.system import available
 
 UNIT = 2 << 20
 READ: dict[str, Any] = {"cache": "buffered"}  # also where the page cache holds the files

@@ -286,7 +286,7 @@ cdef void close_batches(void *engine) noexcept nogil:
 
 
 cdef EngineOps OPS = EngineOps(
-    open_batches, submit_batches, reap_batches, cancel_batches, close_batches
+    open_batches, submit_batches, reap_batches, cancel_batches, close_batches, NULL
 )
 
 

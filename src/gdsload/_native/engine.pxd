@@ -1,4 +1,4 @@
-# Interface between the pump and its engines: C structs and five functions. An engine knows nothing
+# Interface between the pump and its engines: C structs and six functions. An engine knows nothing
 # of requests, and the pump knows nothing of io_uring. An engine is passed on as a capsule that
 # holds an `EngineOps`; every call is made on the pump's own thread, without the GIL.
 
@@ -66,6 +66,10 @@ cdef struct EngineOps:
     void (*cancel)(void *engine) noexcept nogil
     # Only with nothing in flight.
     void (*close)(void *engine) noexcept nogil
+    # Takes back what reads hold that ended for the pump when they were cancelled, and in fact later.
+    # Returns the number of those that have not ended, or -errno of an engine that failed for good.
+    # NULL: reads end for the pump when they end.
+    int (*take_back)(void *engine) noexcept nogil
 
 # Completions that wait for the next reap.
 cdef struct Results:

@@ -140,7 +140,7 @@ cdef void close_aio(void *engine) noexcept nogil:
     free_aio(self)
 
 
-cdef EngineOps OPS = EngineOps(open_aio, submit_aio, reap_aio, cancel_aio, close_aio)
+cdef EngineOps OPS = EngineOps(open_aio, submit_aio, reap_aio, cancel_aio, close_aio, NULL)
 
 
 def engine():

@@ -363,7 +363,7 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
     cdef int64_t wait_ns
-    cdef int taken, seen, wanted, cancelled, cancel_sent = 0, pause = 0
+    cdef int taken, seen, wanted, cancelled, given_up, cancel_sent = 0, pause = 0
     pthread_mutex_lock(&self.lock)
     self.broken = self.ops.open(
         &self.engine, self.context, self.depth, self.buffers, self.buffer_count, &self.fixed
@@ -378,7 +378,12 @@ cdef void *serve(void *arg) noexcept nogil:
         if self.in_flight == 0 and self.staged_count == 0:
             if self.closing and self.first == NULL:
                 break
-            wait_for_news(self, PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns)
+            wait_ns = PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns
+            given_up = 0 if self.ops.take_back == NULL else self.ops.take_back(self.engine)
+            if given_up < 0:
+                self.broken = given_up
+                continue
+            wait_for_news(self, min(wait_ns, <int64_t>IDLE_WAIT_NS) if given_up else wait_ns)
             continue
         wait_ns = poll_timeout(self, &wanted, &cancelled)
         if cancelled and not cancel_sent:

@@ -522,7 +522,7 @@ cdef enum SlotState:
     IDLE
     READING
     COPYING
-    VOID                   # given up by the pump, still with the engine
+    VOID                   # ended for the pump, still with the engine
 
 cdef struct Slot:
     SlotState state
@@ -544,7 +544,8 @@ cdef struct Runner:
     int first_copying
     int copying_count
     Results ready
-    int reading            # reads that the engine has, including those given up
+    int reading            # reads that the engine has
+    int given_up           # of these, the ones that have ended for the pump
 
 
 cdef char *slot_address(Runner *self, int number) noexcept nogil:
@@ -564,6 +565,7 @@ cdef void end_read(Runner *self, Slot *slot, int64_t result) noexcept nogil:
     cdef int lost = result <= -LOST
     cdef int made = 0, code
     self.reading -= 1
+    self.given_up -= slot.state == VOID
     if not lost and slot.state == READING and result > 0:
         slot.result = min(result, <int64_t>slot.length)
         pthread_mutex_lock(&slot.map.lock)
@@ -695,6 +697,10 @@ cdef int submit_stage(void *engine, const Read *reads, int count) noexcept nogil
     cdef const Read *read
     cdef Slot *slot
     cdef int prepared = 0, taken, i, refused = 0, all_lost
+    # With nothing else in flight, there would be no other reap.
+    taken = take_back_slots(self)
+    if taken < 0:
+        return taken
     for i in range(self.depth):
         if prepared == min(count, <int>BATCH):
             break
@@ -785,14 +791,25 @@ cdef void cancel_stage(void *engine) noexcept nogil:
     for i in range(self.depth):
         if self.slots[i].state == READING:
             self.slots[i].state = VOID
+            self.given_up += 1
             add_result(&self.ready, self.slots[i].cookie, -ECANCELED)
+
+
+cdef int take_back_slots(void *engine) noexcept nogil:
+    """A slot that no read writes to any more may be needed by other stages, too."""
+    cdef Runner *self = <Runner *>engine
+    cdef int seen = 0
+    if self.given_up > 0:
+        seen = reap_reads(self, 1, 0)
+    return seen if seen < 0 else self.given_up
 
 
 cdef void close_stage(void *engine) noexcept nogil:
     """Waits for the reads that were given up, because others will use their slots, and a limited
-    time for the copies of an engine that failed."""
+    time for the copies of an engine that failed. Its other slots are lost."""
     cdef Runner *self = <Runner *>engine
     cdef int64_t until
+    cdef int i
     while self.reading > 0 and reap_reads(self, 1, CLOSE_POLL_NS) >= 0:
         pass
     until = monotonic_ns() + LAST_COPIES_NS
@@ -800,8 +817,13 @@ cdef void close_stage(void *engine) noexcept nogil:
     while self.copying_count > 0 and monotonic_ns() < until:
         sleep_ns(COPY_POLL_NS)
         poll_copies(self)
+    for i in range(self.depth):
+        if self.slots[i].state != IDLE:
+            vacate(self, &self.slots[i], 1)
     self.stage.ops.close(self.engine)
     free_runner(self)
 
 
-cdef EngineOps OPS = EngineOps(open_stage, submit_stage, reap_stage, cancel_stage, close_stage)
+cdef EngineOps OPS = EngineOps(
+    open_stage, submit_stage, reap_stage, cancel_stage, close_stage, take_back_slots
+)

@@ -274,10 +274,10 @@ cdef void cancel_workers(void *engine) noexcept nogil:
 
 
 cdef EngineOps OPS = EngineOps(
-    open_readers, submit_to_workers, reap_from_workers, cancel_workers, close_workers
+    open_readers, submit_to_workers, reap_from_workers, cancel_workers, close_workers, NULL
 )
 cdef EngineOps CUFILE_OPS = EngineOps(
-    open_cufile_readers, submit_to_workers, reap_from_workers, cancel_workers, close_workers
+    open_cufile_readers, submit_to_workers, reap_from_workers, cancel_workers, close_workers, NULL
 )
 
 

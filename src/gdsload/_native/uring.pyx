@@ -217,7 +217,9 @@ cdef void close_uring(void *engine) noexcept nogil:
     free(self)
 
 
-cdef EngineOps OPS = EngineOps(open_uring, submit_uring, reap_uring, cancel_uring, close_uring)
+cdef EngineOps OPS = EngineOps(
+    open_uring, submit_uring, reap_uring, cancel_uring, close_uring, NULL
+)
 
 
 def engine():

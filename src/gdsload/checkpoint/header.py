@@ -123,7 +123,7 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
     data_start = LENGTH_BYTES + len(raw)
     prefix = len(raw).to_bytes(LENGTH_BYTES, "little")
     try:
-        top = strict_json(raw)
+        top = strict_json(raw, path)
         if type(top) is not tuple:
             raise FormatError("its header is not a JSON object")
     except FormatError as error:
@@ -300,7 +300,7 @@ def read_weight_map(raw: bytes, *, path: str) -> dict[str, str]:
     names are not checked here.
     """
     try:
-        top = strict_json(raw)
+        top = strict_json(raw, path)
         if type(top) is not tuple:
             raise FormatError("it is not a JSON object")
         check_value([value for key, value in top if key != "weight_map"], depth=0)

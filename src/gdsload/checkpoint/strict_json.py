@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from gdsload.errors import shown
+from gdsload.system.available import require_room
 
 _DEPTH_LIMIT = 127  # nested arrays and objects; safetensors refuses the 128th
 _DIGITS_LIMIT = 4300  # of an integer: the default limit of Python
@@ -81,14 +82,22 @@ _MAYBE_MINUS_ZERO = re.compile(rb"[\[,:\s]-0")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"'))
 _SAFE_RECURSION = 10_000  # levels of the C parser that fit into the smallest usual stack
+_CHECKED_BYTES = 4 << 20  # parsing shorter JSON takes 150 MB at most
+# Bytes of the objects that a parser makes for each of these characters, at most; of a header with a
+# million tensors 1.3 times what it takes.
+_OBJECT_BYTES = {b"[": 88, b"{": 64, b",": 44, b":": 80, b'"': 30}
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def strict_json(raw: bytes) -> Any:
-    """Parses JSON in strict UTF-8. Raises FormatError.
+def strict_json(raw: bytes, path: str = "it") -> Any:
+    """Parses JSON in strict UTF-8; `path` is for messages.
+
+    Raises FormatError, or PlacementError if the machine has too little memory to parse it.
 
     Depth, repeated keys and number ranges of ignored values are checked by `check_value`.
     """
+    if len(raw) > _CHECKED_BYTES:
+        require_room(parsed_bytes(raw), f"bytes of memory are needed to parse {path}")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -113,6 +122,12 @@ def strict_json(raw: bytes) -> Any:
     except ValueError:  # Python converts no integer of more than 4,300 digits
         raise FormatError("its JSON holds an integer with thousands of digits") from None
     return value
+
+
+def parsed_bytes(raw: bytes) -> int:
+    """The bytes of memory that `strict_json` takes at most; for hostile JSON 40 times its size."""
+    text = len(raw) if raw.isascii() else 4 * len(raw)
+    return text + sum(raw.count(char) * size for char, size in _OBJECT_BYTES.items())
 
 
 def _is_deep(raw: bytes) -> bool:

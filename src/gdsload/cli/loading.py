@@ -121,7 +121,7 @@ def settings_of(options: Iterable[str]) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not key or not equals:
             raise click.UsageError(f"--option takes KEY=VALUE, not {option!r}")
-        settings[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
+        settings[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
     return settings
 
 

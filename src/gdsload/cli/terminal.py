@@ -24,6 +24,7 @@ from gdsload.report import size as size  # the one of the commands, too
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
 DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_BYTES = r"(\d{1,18})(?:\.(\d{1,18}))?\s*([KMGT]?)(I?B)?"  # int() takes 4,300 digits at most
 
 
 class Commands(click.Group):
@@ -114,12 +115,14 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?B)?", str(value).strip().upper())
+        found = re.fullmatch(_BYTES, str(value).strip().upper())
         if found is None:
             self.fail(f"{value!r} is not a number of bytes, such as 4096, 64K or 1.5GB", param, ctx)
-        number, unit, suffix = found.groups()
+        whole, part, unit, suffix = found.groups(default="")
         factor = 1000 ** (_UNITS[unit] // 10) if suffix == "B" else 1 << _UNITS[unit]
-        return int(float(number) * factor)
+        # Exact for every size, unlike the product of a float.
+        nbytes: int = int(whole + part) * factor // 10 ** len(part)
+        return nbytes
 
 
 class Pattern(click.ParamType):  # type: ignore[type-arg]
@@ -132,7 +135,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]
             return value
         try:
             return re.compile(value[3:])
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
 
 
@@ -142,7 +145,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = re.fullmatch(r"(\d+)(:(\d*))?", str(value))
+        found = re.fullmatch(r"(\d{1,18})(:(\d{0,18}))?", str(value))
         if found is None or (found[3] and int(found[3]) <= int(found[1])):
             self.fail(f"{value!r} is not FIRST:END, such as 0:16", param, ctx)
         first = int(found[1])

@@ -11,7 +11,7 @@ import sys
 from gdsload._native import system
 from gdsload.backends.posix.backend import RING_BYTES
 from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
-from gdsload.memory.available import available_bytes
+from gdsload.system.available import available_bytes
 
 _CAP_IPC_LOCK = 14
 

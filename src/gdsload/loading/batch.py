@@ -85,6 +85,7 @@ class Batch:
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
         self._failure: Failure | None = None  # the first one
+        self._lost_error: ReadError | None = None  # of reading what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
@@ -149,11 +150,16 @@ class Batch:
         return True
 
     def _read_lost(self) -> None:
+        if self._lost_error is not None:
+            raise self._lost_error
         lost = [claim.range for claim in self.claims.values() if claim.state() == LOST]
         again = self._start_anew(lost)
         try:
             again.wait()
             self.views.update(again.views)
+        except ReadError as error:
+            self._lost_error = error
+            raise
         finally:
             again.release()
         for lost_range in lost:

@@ -26,7 +26,6 @@ from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import parallel_map
 from gdsload.errors import ReadError
 from gdsload.memory import page_cache
-from gdsload.memory.available import available_bytes
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     ByteRange,
@@ -34,6 +33,7 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
+from gdsload.system.available import available_bytes
 from gdsload.system.storage import Storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")

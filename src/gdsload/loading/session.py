@@ -31,6 +31,7 @@ from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
+from gdsload.system.available import require_room
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
 
@@ -52,6 +53,9 @@ __all__ = [
 # A read without a single byte for this long has failed. Longer than an NFS server usually needs to
 # restart.
 STALL_SECONDS = 60.0
+# Memory of one read in a plan, and the number of reads that fits everywhere.
+READ_BYTES = 256
+_FEW_READS = 100_000
 
 
 def verifier_of(
@@ -230,10 +234,17 @@ class Session:
         return self._mapped[shard]
 
     def plan(self, ranges: Sequence[ByteRange], *, window_bytes: int = 0) -> ReadPlan:
-        """The reads for these ranges. The page cache, as it is now, decides their I/O modes."""
+        """The reads for these ranges. The page cache, as it is now, decides their I/O modes.
+
+        Raises PlacementError if the plan itself does not fit into memory: a sparse file may declare
+        a tensor of any size.
+        """
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
         limits = self.open().limits(self.device)
+        reads = sum(each.nbytes for each in ranges) // limits.max_request
+        if reads > _FEW_READS:
+            require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._fills and "mapped" in limits.io_modes and current_pool() is None:
             known = self._expected_bytes or self.report.wanted_bytes
             self._access.fill_if_room(known or sum(one.size for one in self.checkpoint.shards))

@@ -16,8 +16,8 @@ from gdsload._native.memory import Pool, Region
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import DTYPES, torch_dtype
 from gdsload.errors import CheckpointError, PlacementError
-from gdsload.memory.available import require_room
 from gdsload.planning.read_plan import ReadPlan
+from gdsload.system.available import require_room
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from gdsload._native.cuda import CudaFailure, Device
 from gdsload._native.memory import Lease, Region
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.errors import PlacementError
-from gdsload.memory import available, page_cache
+from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView, pools
 from gdsload.planning.read_plan import ByteRange, ReadPlan
-from gdsload.system import gpu, quiesce
+from gdsload.system import available, gpu, quiesce
 from gdsload.system.lifecycle import fork_safe_lock
 
 # Alignment of the targets in a segment: the unit in which memory is touched.

@@ -26,8 +26,8 @@ from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
 from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
-from gdsload.memory.available import available_bytes
 from gdsload.system import gpu, lifecycle, quiesce
+from gdsload.system.available import available_bytes
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ, READING, OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
-from gdsload.memory.available import available_bytes
 from gdsload.memory.host_buffers import BufferView, HostBuffers
 from gdsload.planning.read_plan import (
     ByteRange,
@@ -27,6 +26,7 @@ from gdsload.planning.read_plan import (
     Transfer,
     merged_ranges_of,
 )
+from gdsload.system.available import available_bytes
 from gdsload.system.lifecycle import fork_safe_lock
 
 # Size of one read into the page cache, and of the scratch memory that all of them share.

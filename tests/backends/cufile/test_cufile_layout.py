@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from gpudoubles import compiler
+from compiled import compiler
 
 # The types of CUDA that cufile.h needs.
 CUDA_H = """

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from compiled import compiler
 from gdsload.backends.cufile import library as library_module
 from gdsload.synthetic import checkpoints
-from gpudoubles import SOURCES, compiler
+from gpudoubles import SOURCES
 
 HERE = Path(__file__).parents[2]
 RUN_SECONDS = 360  # ends a library that spins; a busy machine needs more than a minute

@@ -27,8 +27,8 @@ _V1 = (
 _V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem")
 
 
-def require_room(nbytes: int) -> None:
-    """Checks that `nbytes` of host memory are available.
+def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") -> None:
+    """Checks that `nbytes` of host memory are available; `what` is their purpose, for the message.
 
     Raises:
         PlacementError: too little memory; with the number of missing bytes.
@@ -37,8 +37,8 @@ def require_room(nbytes: int) -> None:
     if available is not None and nbytes + SPARE_BYTES > available:
         missing = nbytes + SPARE_BYTES - available
         raise PlacementError(
-            f"{nbytes:,} bytes are to be loaded into memory and {SPARE_BYTES:,} are kept in"
-            f" reserve, but only {available:,} are available: {missing:,} bytes are missing",
+            f"{nbytes:,} {what} and {SPARE_BYTES:,} are kept in reserve, but only {available:,} are"
+            f" available: {missing:,} bytes are missing",
             missing_bytes=missing,
         )
 
