@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,13 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.cli.terminal import size
 from gdsload.errors import one_line
+from gdsload.system.progress_bar import progress_bar
+
+if TYPE_CHECKING:
+    from gdsload.readahead.prefetch import Prefetch
 
 COLD = 3  # the exit code if the page cache holds less than was read
+_POLL_SECONDS = 0.1
 
 
 @click.command()
@@ -50,7 +55,7 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
             click.echo(f"{one_line(source)}: process {pid} reads it into the page cache")
         return 0
     with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
-        ahead.wait()
+        wait_with_bar(ahead)
         progress = ahead.progress()
     if as_json:
         terminal.show_json({"source": source, "tier": tier} | progress._asdict())
@@ -60,6 +65,19 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
             f" {size(progress.wanted_bytes)} in the page cache after {progress.seconds:.2f} s"
         )
     return 0 if progress.resident_bytes >= progress.wanted_bytes else COLD
+
+
+def wait_with_bar(ahead: Prefetch) -> None:
+    """Waits for a prefetch, with a progress bar if stderr is a terminal. Raises as `wait`."""
+    total_bytes = shown_bytes = 0
+    while not (ended := ahead.wait(_POLL_SECONDS)) and not total_bytes:
+        total_bytes = ahead.progress().wanted_bytes  # 0 while it opens the files
+    with progress_bar(None, total_bytes) as advance:
+        while not ended:
+            landed_bytes = ahead.progress().landed_bytes
+            advance(landed_bytes - shown_bytes)
+            shown_bytes = landed_bytes
+            ended = ahead.wait(_POLL_SECONDS)
 
 
 def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:
