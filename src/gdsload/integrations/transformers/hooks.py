@@ -102,7 +102,8 @@ def reported(source: str) -> Iterator[LoadReport]:
     if outer is not None:
         yield outer
         return
-    report = LoadReport(source)
+    options = active()
+    report = LoadReport(source, on_event=None if options is None else options.on_event)
     with report.whole():
         yield report
 
@@ -331,6 +332,7 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
         "options": options.options,
         "stall_seconds": options.stall_seconds,
         "verify": options.verify,
+        "on_event": options.on_event,
     }
 
 
