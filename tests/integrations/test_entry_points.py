@@ -269,42 +269,6 @@ def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     assert tinymodels.differences(stock, ours) == []
 
 
-def test_accelerate_loads_through_gdsload(qwen: Path) -> None:
-    import accelerate
-
-    config = transformers.AutoConfig.from_pretrained(qwen)
-    wanted = transformers.Qwen2Model.from_pretrained(qwen)
-    full = transformers.Qwen2ForCausalLM(config)
-    with gdsload.accelerated(cache="buffered"):
-        accelerate.load_checkpoint_in_model(full, str(qwen))
-    assert gdsload.last_report().source.startswith(str(qwen))
-    for name, tensor in wanted.state_dict().items():
-        assert tinymodels.same_bytes(tensor, full.state_dict()[f"model.{name}"])
-    head = transformers.Qwen2ForCausalLM(config)
-    before = gdsload.last_report()
-    with gdsload.accelerated(cache="buffered"):
-        head = accelerate.load_checkpoint_and_dispatch(head, str(qwen), device_map={"": "cpu"})
-    assert gdsload.last_report() is not before
-    assert tinymodels.same_bytes(head.model.norm.weight, wanted.norm.weight)
-
-
-def test_diffusers_loads_through_gdsload(tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-    torch.manual_seed(0)
-    model = diffusers.AutoencoderKL(
-        block_out_channels=(8,), norm_num_groups=4, latent_channels=2, sample_size=8
-    )
-    model.save_pretrained(tmp_path)
-    stock = diffusers.AutoencoderKL.from_pretrained(tmp_path)
-    with gdsload.accelerated(cache="buffered"):
-        ours = diffusers.AutoencoderKL.from_pretrained(tmp_path)
-    report = gdsload.last_report()
-    assert report.source.startswith(str(tmp_path))
-    assert report.tensors == len(stock.state_dict())
-    for name, tensor in stock.state_dict().items():
-        assert tinymodels.same_bytes(tensor, ours.state_dict()[name])
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[Any]]:
     """Models that two ranks have loaded, and what each found: of a dense model, of a mixture, which
