@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 import gdsload
 import tinymodels
@@ -219,6 +221,13 @@ def empty(source: Path) -> Any:
     return transformers.Qwen2ForCausalLM(transformers.AutoConfig.from_pretrained(source))
 
 
+OFFLOADED = {
+    "model.embed_tokens": "cpu",
+    "model.layers": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
 ACCELERATE: dict[str, dict[str, Any]] = {
     "default": {},
     "one device": {"device_map": {"": "cpu"}},
@@ -241,24 +250,33 @@ def test_accelerate_load_equals_stock_and_is_read_by_gdsload(how: str, qwen: Pat
         require_read(found, files, len(checkpoint.tensors))
 
 
-def test_accelerate_with_several_devices_equals_stock(qwen: Path, tmp_path: Path) -> None:
-    """accelerate asks for each tensor alone: each is a load."""
+def test_accelerate_offload_to_disk_equals_stock(qwen: Path, tmp_path: Path) -> None:
     import accelerate
 
-    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu",
-               "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
     stock, ours = empty(qwen), empty(qwen)
-    accelerate.load_checkpoint_in_model(stock, str(qwen), devices, tmp_path / "a")
+    accelerate.load_checkpoint_in_model(stock, str(qwen), OFFLOADED, tmp_path / "a")
     with reports() as found:
-        accelerate.load_checkpoint_in_model(ours, str(qwen), devices, tmp_path / "b")
+        accelerate.load_checkpoint_in_model(ours, str(qwen), OFFLOADED, tmp_path / "b")
     assert {tensor.device.type for tensor in ours.state_dict().values()} == {"cpu", "meta"}
     for name, tensor in stock.state_dict().items():
         if tensor.device.type == "cpu":
             assert tinymodels.same_bytes(tensor, ours.state_dict()[name]), name
-    files = contents(tmp_path / "a")
-    assert files and files == contents(tmp_path / "b")
+    written, same = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert json.loads(written.pop("index.json")) == json.loads(same.pop("index.json"))
+    assert written and written == same
     with gdsload.Checkpoint.open(qwen) as checkpoint:
-        assert len(found) == len(checkpoint.tensors)
+        require_read(found, list(qwen.glob("*.safetensors")), len(checkpoint.tensors))
+
+
+def test_accelerate_that_asks_for_each_tensor_gets_what_stock_gets(qwen: Path) -> None:
+    """As it does for several GPUs. Each is a load."""
+    from accelerate.utils import modeling
+
+    file = next(qwen.glob("*.safetensors"))
+    with reports() as found, modeling.safe_open(file, framework="pt", device="cpu") as opened:
+        ours = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    require_same(load_file(file), ours)
+    assert len(found) == len(ours)
 
 
 def test_accelerate_dispatch_with_offload_to_disk_answers_as_stock(
@@ -266,13 +284,10 @@ def test_accelerate_dispatch_with_offload_to_disk_answers_as_stock(
 ) -> None:
     import accelerate
 
-    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu",
-               "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
-
     def dispatched(folder: Path) -> Any:
         model = empty(qwen)
         return accelerate.load_checkpoint_and_dispatch(
-            model, str(qwen), device_map=devices, offload_folder=folder
+            model, str(qwen), device_map=OFFLOADED, offload_folder=folder
         ).eval()
 
     stock = tinymodels.answers(dispatched(tmp_path / "a"))

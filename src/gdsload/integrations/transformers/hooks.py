@@ -310,11 +310,14 @@ def _reader(name: str, file: str) -> Patch:
             if options is None or not isinstance(path, (str, os.PathLike)):
                 return original(*args, **named)
             if str(path).endswith(".safetensors"):
-                if named != {"disable_mmap": True}:
-                    return original(*args, **named)
-                # diffusers would have the bytes in memory twice.
-                with held(chosen, _unmapped(options)):
-                    return original(*args, disable_mmap=False)
+                if named == {"disable_mmap": True}:
+                    # diffusers would have the bytes in memory twice.
+                    with held(chosen, _unmapped(options)):
+                        return original(*args, disable_mmap=False)
+                if set((named.get("device_map") or {}).values()) == {"cpu", "disk"}:
+                    # All goes to the CPU first. accelerate would ask for each tensor alone.
+                    named = {**named, "device_map": {"": "cpu"}}
+                return original(*args, **named)
             if (outer := outer_report.get()) is not None:
                 outer.refusals[f"gdsload on {path}"] = reason
                 return original(*args, **named)
