@@ -160,6 +160,20 @@ def test_diffusers_pickled_weights_are_reported_as_stock(vae: dict[str, Path]) -
     require_stock(found, file, "diffusers")
 
 
+def test_diffusers_class_in_from_pretrained_equals_stock(vae: dict[str, Path]) -> None:
+    """The report of the whole load names a file that the library reads by itself."""
+    import diffusers
+
+    stock = diffusers.AutoencoderKL.from_pretrained(vae["file"])
+    (file,) = vae["pickled"].glob("*.bin")
+    for way in ("file", "pickled"):
+        ours = gdsload.from_pretrained(vae[way], cls=diffusers.AutoencoderKL)
+        require_same(stock.state_dict(), ours.state_dict())
+        report = gdsload.last_report()
+        assert report.source == str(vae[way]) and report.integration == "stock"
+        assert (f"gdsload on {file}" in report.refusals) is (way == "pickled")
+
+
 def test_diffusers_damaged_file_raises_what_stock_raises(
     vae: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -296,6 +296,8 @@ def _reader(name: str, file: str) -> Patch:
     """Reports the files that another library's function reads by itself.
 
     `file` is its first parameter. Safetensors files it reads by functions that are replaced, too.
+    Arguments by which it would call them for each tensor, or not at all, are replaced by others
+    with the same result.
     """
 
     def replacements(module: ModuleType) -> Iterator[Replacement]:
