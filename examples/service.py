@@ -4,7 +4,7 @@
 
 GET /health      503 until the model is ready, then 200, with the progress of weights and modules
 POST /next       {"tokens": [1, 2, 3]} -> {"token": 42}
-GET /metrics     seconds to the end of each phase, and prefetched bytes, for Prometheus
+GET /metrics     seconds to the end of each phase, prefetched bytes, and the metrics of the load
 """
 
 # ruff: noqa: E402 - the order of the imports is the point
@@ -38,6 +38,7 @@ log = logging.getLogger("uvicorn.error")
 seconds = Gauge("model_ready_seconds", "Seconds from process start to a phase's end", ["phase"])
 prefetched = Gauge("model_prefetch_bytes", "Bytes that were prefetched")
 prefetched.set_function(lambda: prefetch.progress().landed_bytes)
+gdsload.telemetry.record_metrics()
 state: dict[str, Any] = {}
 modules: list[str] = []  # names of ready modules
 

@@ -3,8 +3,8 @@
     python scripts/api_reference.py           writes the page
     python scripts/api_reference.py --check   fails if the page is out of date
 
-The page has all names in the `__all__` of gdsload, gdsload.warmup and gdsload.backends, all errors,
-and the options of all backends. Docstrings have Google's sections.
+The page has all names in the `__all__` of gdsload and of its public modules, all errors, and the
+options of all backends. Docstrings have Google's sections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gdsload
-from gdsload import backends, errors, warmup
+from gdsload import backends, errors, events, telemetry, warmup
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEAD = """\
@@ -55,6 +55,8 @@ def page() -> str:
             *prose(inspect.getdoc(errors) or ""),
             *entries("gdsload.errors", error_types),
             *module_entries(warmup),
+            *module_entries(events),
+            *module_entries(telemetry),
             *module_entries(backends),
             "## Backend options\n",
             "Passed as `options={...}` together with `backend=`.\n",

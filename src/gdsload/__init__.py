@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
-    from gdsload import warmup as warmup
+    from gdsload import events as events, telemetry as telemetry, warmup as warmup
     from gdsload.aio import afrom_pretrained as afrom_pretrained, astream as astream
     from gdsload.api import (
         load_file as load_file,
@@ -62,14 +62,15 @@ _MODULES = {
     "version": "__version__",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted([*_MODULE_OF, "warmup"])
+_SUBMODULES = ("events", "telemetry", "warmup")
+__all__ = sorted([*_MODULE_OF, *_SUBMODULES])
 
 
 if not TYPE_CHECKING:  # type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
-        if name == "warmup":
-            return import_module("gdsload.warmup")
+        if name in _SUBMODULES:
+            return import_module(f"gdsload.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'gdsload' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"gdsload.{_MODULE_OF[name]}"), name)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from gdsload.checkpoint.selection import Names
     from gdsload.distribution.exchange import Shards
+    from gdsload.events import OnEvent
 
 _END = ("", None)
 
@@ -66,6 +67,7 @@ async def astream(
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -95,6 +97,7 @@ async def astream(
         progress: As for `load_file`.
         stall_seconds: As for `load_file`.
         verify: As for `load_file`.
+        on_event: As for `load_file`; called in threads of the loop's executor.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.

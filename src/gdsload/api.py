@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gdsload.checkpoint.selection import Names
     from gdsload.distribution.exchange import Shards
     from gdsload.distribution.shared_load import Sharing
+    from gdsload.events import OnEvent
     from gdsload.loading.destinations import Rename, Targets
     from gdsload.loading.integrity import Verifier
     from gdsload.planning.tensor_slices import WantedTensor
@@ -75,6 +76,7 @@ class ReadSettings:
         options: Mapping[str, Any] | None,
         stall_seconds: float,
         verify: str | os.PathLike[str] = "size",
+        on_event: OnEvent | None = None,
     ) -> None:
         """Checks the values. A backend of safetensors becomes the `cache` that reads like it.
 
@@ -94,6 +96,7 @@ class ReadSettings:
         self.verify = verify
         self.device, self.backend, self.cache = _target_of(device), backend, cache
         self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
+        self.on_event = on_event
 
     def session(
         self,
@@ -201,6 +204,7 @@ def load_file(
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -252,6 +256,7 @@ def load_file(
             manifest` has written next to the files; the Path of a manifest is another place.
             "sha256" is a manifest with SHA-256, or, in the hub cache, compares whole files before
             the load. A verified load maps no file.
+        on_event: Called with what happens in the load: the types in `gdsload.events`.
         revision: Branch, tag or commit of a model in the hub cache. None is "main".
         subfolder: Folder inside the model.
         variant: Such as "fp16", for model.fp16.safetensors.
@@ -281,7 +286,8 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
+    how = backend, cache, page_cache, options, stall_seconds, verify, on_event
+    settings = ReadSettings(device, *how)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     opened = partial(_opened, filename, settings, lookup, names, slices, progress)
     sharing = _sharing(group, shards, readers)
@@ -316,6 +322,7 @@ def load_into(
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -357,6 +364,7 @@ def load_into(
         stall_seconds: Seconds without a new byte after which the load fails.
         verify: As for `load_file`. Other than "size", all bytes pass read windows, and each window
             is compared before any of it is copied.
+        on_event: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -393,7 +401,7 @@ def load_into(
     checked = ReadSettings("cpu" if device is None else device, *how, verify)
     only = None if device is None else checked.device
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(os.fspath(source))
+    report = LoadReport(os.fspath(source), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
@@ -451,6 +459,7 @@ def stream(
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -484,6 +493,7 @@ def stream(
         progress: As for `load_file`.
         stall_seconds: As for `load_file`.
         verify: As for `load_file`.
+        on_event: As for `load_file`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -504,7 +514,8 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} must be "file" or "layers"')
-    settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
+    how = backend, cache, page_cache, options, stall_seconds, verify, on_event
+    settings = ReadSettings(device, *how)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
 
     sharing = _sharing(group, shards, readers)
@@ -575,7 +586,7 @@ def _opened(
     """A session for one load, what it reads, and the function for its progress bar."""
     single = isinstance(source, (str, bytes, os.PathLike))
     title = os.fspath(source) if single else f"{len(source)} files"  # type: ignore[arg-type]
-    report = LoadReport(title, device=settings.device)
+    report = LoadReport(title, device=settings.device, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))

@@ -12,13 +12,16 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.system.lifecycle import fork_safe_lock
+
+if TYPE_CHECKING:
+    from gdsload.events import OnEvent, Publisher
 
 
 def size(nbytes: float) -> str:
@@ -89,7 +92,17 @@ class LoadReport:
         spans: Time intervals for `trace`.
     """
 
-    def __init__(self, source: str, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        source: str,
+        device: str = "cpu",
+        *,
+        on_event: OnEvent | None = None,
+        kind: str = "load",
+    ) -> None:
+        """`on_event` and `kind` are as in `gdsload.events`."""
+        self._on_event, self._kind = on_event, kind
+        self._publisher: Publisher | None = None
         self.source = source
         self.device = device
         self.backend = ""
@@ -178,7 +191,8 @@ class LoadReport:
         has none."""
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
-        for name in vars(self).keys() - {"source", "device", "verify"}:
+        fields = {name for name in vars(self) if name[0] != "_"}
+        for name in fields - {"source", "device", "verify"}:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name in ("depth", "ranks", "peak_rss_bytes"):
                 setattr(self, name, max(mine, theirs))
@@ -197,7 +211,7 @@ class LoadReport:
         facts = {
             name: copy(value) if isinstance(value, (dict, list)) else value
             for name, value in vars(self).items()
-            if name != "spans"
+            if name != "spans" and name[0] != "_"
         }
         return {**facts, "bytes_per_second": self.rate, "read_ratio": self.read_ratio}
 
@@ -287,12 +301,33 @@ class LoadReport:
             end = time.monotonic()
             self.phases[name] = self.phases.get(name, 0.0) + end - start
             self.spans.append(Span(name, "phases", start, end))
+            self.publish()
+
+    def begin(self) -> None:
+        """Reports to observers, if there are any, that the load begins."""
+        observers = list(_observers) if self._on_event is None else [*_observers, self._on_event]
+        if observers:
+            from gdsload.events import Publisher
+
+            self._publisher = Publisher(self, observers, self._kind)
+
+    def publish(self) -> None:
+        """Reports to observers what was recorded since the last call."""
+        if self._publisher is not None:
+            self._publisher.publish()
+
+    def end(self) -> None:
+        """Reports to observers that the load has ended."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.end()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Measures the load from its first step to its last; then it is `last_report`."""
         start, cpu = time.monotonic(), time.process_time()
         try:
+            self.begin()
             yield
         except GeneratorExit:  # the caller closed a stream: not a failure
             raise
@@ -311,11 +346,34 @@ class LoadReport:
             _log.info("%s", first)
             for line in others:
                 _log.debug("%s", line)
+            self.end()
 
 
 _log = logging.getLogger("gdsload")
 _lock = fork_safe_lock(sys.modules[__name__])
 _last: list[LoadReport] = []
+_observers: list[OnEvent] = []
+
+
+def observe(on_event: OnEvent) -> Callable[[], None]:
+    """Calls `on_event` with the events of all loads and prefetches of this process.
+
+    Args:
+        on_event: Called with `gdsload.events`. Those that began before are not reported.
+
+    Returns:
+        A function that ends it for loads that begin later.
+
+    Example:
+        >>> stop = gdsload.telemetry.observe(print)
+    """
+    _observers.append(on_event)
+
+    def stop() -> None:
+        if on_event in _observers:
+            _observers.remove(on_event)
+
+    return stop
 
 
 def last_report() -> LoadReport:

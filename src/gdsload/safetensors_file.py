@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.events import OnEvent
 
 
 class safe_open:
@@ -44,6 +45,7 @@ class safe_open:
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which a read fails.
         verify: As for `load_file`. A slice is compared in the blocks that it contains wholly.
+        on_event: As for `load_file`; each read is a load.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -73,6 +75,7 @@ class safe_open:
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         verify: str | os.PathLike[str] = "size",
+        on_event: OnEvent | None = None,
         revision: str | None = None,
         subfolder: str = "",
         variant: str | None = None,
@@ -86,7 +89,7 @@ class safe_open:
             )
         self._numpy = framework in ("np", "numpy")
         settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
-        self._device = settings.device
+        self._device, self._on_event = settings.device, on_event
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
@@ -183,7 +186,9 @@ class safe_open:
             if self._checkpoint.closed and self._checkpoint.shards:
                 raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
             verify = self._session.report.verify
-            report = self._session.report = LoadReport(self._checkpoint.source, device=self._device)
+            report = self._session.report = LoadReport(
+                self._checkpoint.source, device=self._device, on_event=self._on_event
+            )
             report.verify = verify
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
             with report.whole():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.events import OnEvent
 
 __all__ = [
     "Hook",
@@ -186,6 +187,7 @@ def hook(
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -212,6 +214,7 @@ def hook(
         options: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the prefetch fails.
         verify: As for `gdsload.prefetch`.
+        on_event: As for `gdsload.prefetch`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.

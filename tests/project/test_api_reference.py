@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gdsload
-from gdsload import backends, warmup
+from gdsload import backends, events, telemetry, warmup
 from gdsload.report import LoadReport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,9 @@ def test_page_is_up_to_date() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("module", [gdsload, warmup, backends], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "module", [gdsload, warmup, events, telemetry, backends], ids=lambda each: each.__name__
+)
 def test_page_has_every_public_name(module: object) -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     names = [name for name in vars(module)["__all__"] if not name.startswith("__")]
@@ -30,7 +32,7 @@ def test_page_has_every_public_name(module: object) -> None:
 
 def test_page_has_every_field_of_the_report_and_every_option() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    fields = vars(LoadReport(""))
+    fields = [name for name in vars(LoadReport("")) if name[0] != "_"]
     assert [name for name in fields if f"- `{name}`: " not in page] == []
     options = [each.name for name in backends.names() for each in backends.find(name).options()]
     assert [name for name in options if f"| `{name}` |" not in page] == []

@@ -81,3 +81,4 @@ def test_service_becomes_ready_and_answers(address: str) -> None:
     phases = [values[f'model_ready_seconds{{phase="{phase}"}}'] for phase in ("imports", "ready")]
     assert 0 < phases[0] <= phases[1]
     assert values["model_prefetch_bytes"] == health["wanted_bytes"]
+    assert values['gdsload_loads_total{kind="load"}'] == 1

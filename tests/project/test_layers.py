@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gdsload"
 # From the bottom to the top. A package stands for all modules in it.
 LAYERS = (
     "_native errors dtypes version",
-    "system report",
+    "system report events telemetry",
     "checkpoint",
     "planning",
     "synthetic",

@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 
 import gdsload
-from gdsload import backends, warmup
+from gdsload import backends, events, telemetry, warmup
 
 NAMES = {
     gdsload: [
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
         "GdsloadError", "IntegrityError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch",
         "RankError", "ReadError", "ShortRead", "StallError", "TensorInfo", "__version__",
-        "accelerated", "afrom_pretrained", "astream", "experts", "from_pretrained", "install",
-        "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce", "resume",
-        "safe_open", "stream", "uninstall", "warmup",
+        "accelerated", "afrom_pretrained", "astream", "events", "experts", "from_pretrained",
+        "install", "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce",
+        "resume", "safe_open", "stream", "telemetry", "uninstall", "warmup",
     ],
+    events: [
+        "BackendChosen", "Event", "FailedOver", "LoadEnded", "LoadStarted", "PathRefused",
+        "PathUsed", "PhaseEnded", "Retried",
+    ],
+    telemetry: ["observe", "record_metrics", "record_spans"],
     warmup: [
         "Hook", "HostPool", "Status", "from_environment", "from_words", "hook", "limit_bandwidth",
         "source_and_device", "status",
@@ -35,7 +40,7 @@ NAMES = {
 LOOKUP = ["revision", "subfolder", "variant", "cache_dir", "strict", "header_limit"]
 # A load into existing tensors cannot take back what differs.
 NOT_OF = {gdsload.load_into: {"verify"}}
-READING = ["backend", "cache", "page_cache", "options", "stall_seconds", "verify"]
+READING = ["backend", "cache", "page_cache", "options", "stall_seconds", "verify", "on_event"]
 
 
 def run(code: str, *words: str) -> str:

@@ -20,8 +20,8 @@ from gdsload.system.progress_bar import progress_bar
 if TYPE_CHECKING:
     from gdsload.readahead.prefetch import Prefetch
 
-_STEP_SECONDS = 0.1
 COLD = 3  # the exit code if the page cache holds less than was read
+_POLL_SECONDS = 0.1
 
 
 @click.command()
@@ -55,7 +55,7 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
             click.echo(f"{one_line(source)}: process {pid} reads it into the page cache")
         return 0
     with prefetch(source, tier=tier, limit_bytes=limit or None, **where) as ahead:
-        _wait_with_bar(ahead)
+        wait_with_bar(ahead)
         progress = ahead.progress()
     if as_json:
         terminal.show_json({"source": source, "tier": tier} | progress._asdict())
@@ -67,16 +67,17 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     return 0 if progress.resident_bytes >= progress.wanted_bytes else COLD
 
 
-def _wait_with_bar(ahead: Prefetch) -> None:
-    """Waits for the end, and shows the progress if stderr is a terminal."""
-    while not ahead.wait(_STEP_SECONDS) and not ahead.progress().wanted_bytes:
-        pass  # it opens the files
-    with progress_bar(None, ahead.progress().wanted_bytes, title="warmup") as advance:
-        shown = 0
-        while not ahead.wait(_STEP_SECONDS):
-            landed = ahead.progress().landed_bytes
-            advance(landed - shown)
-            shown = landed
+def wait_with_bar(ahead: Prefetch) -> None:
+    """Waits for a prefetch, with a progress bar if stderr is a terminal. Raises as `wait`."""
+    total_bytes = shown_bytes = 0
+    while not (ended := ahead.wait(_POLL_SECONDS)) and not total_bytes:
+        total_bytes = ahead.progress().wanted_bytes  # 0 while it opens the files
+    with progress_bar(None, total_bytes) as advance:
+        while not ended:
+            landed_bytes = ahead.progress().landed_bytes
+            advance(landed_bytes - shown_bytes)
+            shown_bytes = landed_bytes
+            ended = ahead.wait(_POLL_SECONDS)
 
 
 def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> int:

@@ -94,13 +94,15 @@ def open_backend(
 
 
 def describe(report: LoadReport, backend: Backend) -> None:
-    """Updates the report: the backend in use, how it was chosen, and why others were not."""
+    """Updates the report: the backend in use, how it was chosen, and why others were not. Observers
+    of the load hear of it."""
     status = backend.status()
     report.backend, report.engine = status.backend, status.engine
     report.choice = status.choice or report.choice
     report.refusals.update(status.refusals)
     report.rates.update(status.rates)
     report.failovers.update(status.failovers)
+    report.publish()
 
 
 def note(

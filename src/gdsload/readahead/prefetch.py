@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdsload.checkpoint.selection import Names
+    from gdsload.events import OnEvent
     from gdsload.readahead.device_init import DeviceInit
 
 TIERS = ("memory", "pool", "pagecache")
@@ -117,11 +118,12 @@ class Prefetch(quiesce.Holder):
         where: dict[str, Any],
         checkpoint: Checkpoint | None = None,
         verify: str | os.PathLike[str] = "size",
+        on_event: OnEvent | None = None,
     ) -> None:
         self._verify = verify
         self.source = source
         self.tier = tier
-        self.report = LoadReport(source, device=device)
+        self.report = LoadReport(source, device=device, on_event=on_event, kind="prefetch")
         self._session, self._where = session, where
         # A list may change, and an iterator end, before the thread reads it.
         self._names = names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
@@ -149,6 +151,7 @@ class Prefetch(quiesce.Holder):
                 _started.append(self)
             self._thread = start_thread(self._run, "gdsload-prefetch")
             if self._thread is None:
+                self.report.begin()
                 self._fail(
                     GdsloadError(
                         f"{self.source}: no thread could be started to prefetch it (the limits on"
@@ -167,6 +170,7 @@ class Prefetch(quiesce.Holder):
     def _run(self) -> None:
         device_init: DeviceInit | None = None
         try:
+            self.report.begin()
             device_init = self._open_device()
             with self.report.phase("open"), self._opened() as checkpoint:
                 ranges = byte_ranges_of(checkpoint, self._names)
@@ -319,6 +323,7 @@ class Prefetch(quiesce.Holder):
             self._withdraw()
         self._posted.set()
         self._ended.set()
+        self.report.end()
 
     def _withdraw(self) -> None:
         claims.withdraw(self._offer)
@@ -479,6 +484,7 @@ def prefetch(
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -517,6 +523,7 @@ def prefetch(
         verify: As for `load_file`; not for tier "pagecache". Loads wait until all bytes were
             compared. For a GPU the bytes are read to host memory. A load that compares them again,
             or reads what this prefetch refused, needs its own `verify`.
+        on_event: As for `load_file`; called in the thread of the prefetch, or of `cancel`.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -564,7 +571,9 @@ def prefetch(
     where = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
-    made = Prefetch(title, name, tier, session, names, limit_bytes, keep, where, opened, verify)
+    made = Prefetch(
+        title, name, tier, session, names, limit_bytes, keep, where, opened, verify, on_event
+    )
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()

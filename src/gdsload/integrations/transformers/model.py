@@ -29,6 +29,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from gdsload.events import OnEvent
+
 # Keywords of from_pretrained by which a config is found; the others are for the model.
 _CONFIG_WORDS = (
     "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
@@ -47,6 +49,7 @@ def from_pretrained(
     readers: str = "node",
     verify: str | os.PathLike[str] = "size",
     on_module_ready: Callable[[str, Any], object] | None = None,
+    on_event: OnEvent | None = None,
     **kwargs: Any,
 ) -> Any:
     """`cls.from_pretrained(source, *args, **kwargs)`, with the weights read by gdsload.
@@ -75,6 +78,7 @@ def from_pretrained(
             an adapter or offloading, or if transformers reads by itself.
             `last_report().modules_ready` says which. An exception in it ends the load and is
             raised.
+        on_event: As for `load_file`.
         **kwargs: Passed to `cls.from_pretrained`.
 
     Returns:
@@ -99,7 +103,9 @@ def from_pretrained(
         inherited = replace(inherited, group=group, readers=readers)
     if verify != "size":
         inherited = replace(inherited, verify=verify)
-    report = LoadReport(str(source))
+    if on_event is not None:
+        inherited = replace(inherited, on_event=on_event)
+    report = LoadReport(str(source), on_event=inherited.on_event)
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
     )
@@ -194,12 +200,13 @@ def accelerated(
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
 ) -> Iterator[LoadReport]:
     """Inside the `with`, `from_pretrained` calls of this thread read by gdsload.
 
-    So do accelerate's and diffusers' loading of safetensors files. Other threads are not affected,
-    and nothing stays replaced afterwards. Yields a report with the sums of all loads inside it;
-    `last_report` is that of the last one.
+    So do the functions of accelerate, diffusers and peft that read safetensors files. Other threads
+    are not affected, and nothing stays replaced afterwards. Yields a report with the sums of all
+    loads inside it; `last_report` is that of the last one.
 
     Args:
         backend: "auto" or the name of a backend.
@@ -210,6 +217,7 @@ def accelerated(
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
         verify: As for `gdsload.load_file`.
+        on_event: As for `gdsload.load_file`, for each load inside.
 
     Raises:
         ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
@@ -229,6 +237,7 @@ def accelerated(
         window_bytes,
         ahead_bytes,
         verify=verify,
+        on_event=on_event,
     )
     report = LoadReport("accelerated")
     with _entered(wanted), held(enclosing, report):
@@ -245,6 +254,7 @@ def install(
     window_bytes: int = WINDOW_BYTES,
     ahead_bytes: int = AHEAD_BYTES,
     verify: str | os.PathLike[str] = "size",
+    on_event: OnEvent | None = None,
 ) -> None:
     """`accelerated` for all threads of the process, until `uninstall`.
 
@@ -277,6 +287,7 @@ def install(
         window_bytes,
         ahead_bytes,
         verify=verify,
+        on_event=on_event,
     )
     with _lock:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint, Identity
@@ -48,6 +48,9 @@ from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused
 
+if TYPE_CHECKING:
+    from gdsload.events import OnEvent
+
 # A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
 opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
 
@@ -67,6 +70,7 @@ class Options:
     group: Any = None  # of torch.distributed: its ranks share the reads
     readers: str = "node"
     verify: str | os.PathLike[str] = "size"
+    on_event: OnEvent | None = None
 
     def __post_init__(self) -> None:
         require_cache(self.cache, self.page_cache)
