@@ -101,19 +101,19 @@ def run(
     The kind "pump alone" reads as if to host memory, without the staging pipeline.
     """
     alone = kind == "pump alone"
-    if alone:
-        ops: list[Any] = [
-            (0, t.offset, t.length, t.wanted, (1 << 40) + t.target_offset, None, -1)
-            for t in plan.transfers
-        ]
-    else:
+    if not alone:
         memory = [Registration(entry, -1) for entry in memory_of(plan, kind)]
         files = [Registration(OpenFile("/dev/null", 0, LOAD_BYTES), (0, 1))]
     copies = staging.stage.copies
     instant.instant_sleeps()
     began = time.process_time()
     request: Any = (
-        Request(pump, [(0, -1, 4096, -1, -1)], ops)
+        Request(
+            pump,
+            [(0, -1, 4096, -1, -1)],
+            plan.transfers,
+            [(1 << 40, plan.targets[0].length, None, -1)],
+        )
         if alone
         else staging.prepare(plan.transfers, files, memory)
     )

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, reaches
 from gdsload.backends.registry import names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -133,17 +134,19 @@ def post(session: Session, infos: Sequence[TensorInfo]) -> Batch:
 
 def load(
     session: Session,
-    infos: Sequence[TensorInfo],
+    infos: list[TensorInfo],
+    nbytes: int,
     device: str,
     advance: Callable[[int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Tensors by name, on the session's device, which is `device` or the CPU on the way to it."""
-    groups: Iterable[Sequence[TensorInfo]] = (infos,)
+    """Tensors of `nbytes` bytes in all, by name, on the session's device, which is `device` or the
+    CPU on the way to it."""
+    groups: Iterable[list[TensorInfo]] = (infos,)
     if session.device != "cpu":
         from gdsload.loading.device_batch import starting_windows
 
-        groups = starting_windows(session, infos)
-    posted: list[tuple[Sequence[TensorInfo], Batch]] = []
+        groups = starting_windows(session, infos, nbytes)
+    posted: list[tuple[list[TensorInfo], Batch]] = []
     try:
         for group in groups:
             posted.append((group, post(session, group)))
@@ -281,7 +284,7 @@ def load_file(
         if session.device != settings.device:  # torch moves the tensors there
             pairs = _windows(session, infos, WINDOW_BYTES, settings.device, advance)
             return dict(wanted.assembled(pairs))
-        tensors = load(session, infos, settings.device, advance)
+        tensors = load(session, infos, wanted.read_bytes, settings.device, advance)
         if wanted.whole:
             return tensors
         return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
@@ -504,21 +507,28 @@ def stream(
 
 class _Wanted:
     """The tensors that a load returns, and `parts`: what it reads, in that order. `whole`: the same
-    ones, not parts of them."""
+    ones, not parts of them. `nbytes` is their size, `read_bytes` that of the parts."""
 
-    def __init__(self, infos: list[TensorInfo], slices: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: Names,
+        slices: Mapping[str, Any] | None,
+        order: str = "file",
+    ) -> None:
         self.whole = not slices
         self._tensors: list[WantedTensor] = []
-        self.parts = infos
+        infos = _arranged(order, checkpoint.infos(names))
+        self.number, self.parts = len(infos), infos
         if slices:
             from gdsload.planning.tensor_slices import wanted_tensors
 
             self._tensors = wanted_tensors(infos, slices)
             self.parts = [part for each in self._tensors for part in each.slice.parts]
-
-    def count(self, report: LoadReport) -> None:
-        """Records their number and size."""
-        report.count(self.parts if self.whole else self._tensors)
+        # The first read waits for these figures.
+        all_of_it = self.whole and len(infos) == len(checkpoint.tensors)
+        self.read_bytes = checkpoint.total_bytes if all_of_it else bytes_of(self.parts)
+        self.nbytes = sum(each.nbytes for each in self._tensors) if slices else self.read_bytes
 
     def assembled(
         self, pairs: Iterable[tuple[str, torch.Tensor]]
@@ -553,8 +563,8 @@ def _opened(
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
-            wanted = _Wanted(_arranged(order, checkpoint.infos(names)), slices)
-        wanted.count(report)
+            wanted = _Wanted(checkpoint, names, slices, order)
+        report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
         session = stack.enter_context(settings.session(checkpoint, report, report.wanted_bytes))
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         yield session, wanted, advance
@@ -692,7 +702,7 @@ def plan(
     with lookup.open(source) as checkpoint:
         alignments = [direct_alignment(shard.fd) for shard in checkpoint.shards]
         return plan_reads(
-            ranges_of(_Wanted(checkpoint.infos(names), slices).parts),
+            ranges_of(_Wanted(checkpoint, names, slices).parts),
             [shard.size for shard in checkpoint.shards],
             limits or Limits(),
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],

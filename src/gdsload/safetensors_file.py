@@ -186,7 +186,7 @@ class safe_open:
             report.verify = verify
             report.count(infos)
             with report.whole():
-                return load(self._session, infos, self._device)
+                return load(self._session, infos, report.wanted_bytes, self._device)
 
     def _converted(self, tensor: torch.Tensor) -> Any:
         if self._numpy:

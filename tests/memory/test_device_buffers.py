@@ -26,7 +26,7 @@ def test_a_block_for_what_fits() -> None:
     """In file order, each on a border, what is empty left out."""
     wanted = ranges_of_sizes(256, 10, 0, 300, 512)
     assert device_buffers.grouped(wanted[::-1]) == [
-        (256 + 256 + 512 + 512, [("t0", 0), ("t1", 256), ("t3", 512), ("t4", 1024)])
+        (256 + 256 + 512 + 512, {"t0": 0, "t1": 256, "t3": 512, "t4": 1024})
     ]
     assert device_buffers.grouped([]) == device_buffers.grouped(ranges_of_sizes(0)) == []
 
@@ -35,7 +35,7 @@ def test_a_few_blocks_for_what_is_large() -> None:
     many = ranges_of_sizes(*[1 << 20] * 20_000)
     groups = device_buffers.grouped(many)
     assert device_buffers.MOST_BLOCKS <= len(groups) <= device_buffers.MOST_BLOCKS + 1
-    assert [name for _, members in groups for name, _ in members] == [p.name for p in many]
+    assert [name for _, members in groups for name in members] == [p.name for p in many]
     assert sum(length for length, _ in groups) == sum(each.nbytes for each in many)
     small = device_buffers.grouped(ranges_of_sizes(*[1 << 20] * 600))
     assert len(small) == 3 and max(length for length, _ in small) <= device_buffers.LEAST_BYTES

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,13 +33,13 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
         yield installed
 
 
-def whole(region: Region, fd: int, count: int) -> tuple[list[object], list[object]]:
-    files = [(fd, -1, 4096, 0, 1)]
-    ops = [
-        (0, i * 4096, 4096, 4096, region.address + i * 4096, region.handle(), -1)
-        for i in range(count)
-    ]
-    return files, ops  # type: ignore[return-value]
+def whole(region: Region, fd: int, count: int) -> tuple[Any, Any, Any]:
+    transfers = [(0, i * 4096, 4096, 4096, 0, i * 4096, "buffered") for i in range(count)]
+    return [(fd, -1, 4096, 0, 1)], transfers, [target(region)]
+
+
+def target(region: Region) -> tuple[int, int, object, int]:
+    return region.address, region.length, region.handle(), -1
 
 
 @pytest.fixture
@@ -229,23 +230,31 @@ def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
 
 
 @pytest.mark.parametrize(
-    "op",
+    "transfer",
     [
-        (1, 0, 4096, 4096, 0, -1),  # no such file
-        (0, 0, 4096, 4097, 0, -1),  # wants more bytes than it reads
-        (0, 0, 4096, 4096, 4096, -1),  # exceeds its region
-        (0, 0, 1 << 63, 1, 0, -1),
-        (0, 0, 4096, 4096, -4096, -1),
+        (1, 0, 4096, 4096, 0, 0, "buffered"),  # no such file
+        (-1, 0, 4096, 4096, 0, 0, "buffered"),
+        (0, 0, 4096, 4096, 1, 0, "buffered"),  # no such target
+        (0, 0, 4096, 4096, -1, 0, "buffered"),
+        (0, 0, 4096, 4097, 0, 0, "buffered"),  # wants more bytes than it reads
+        (0, 0, 4096, 4096, 0, (1 << 21) - 1, "buffered"),  # exceeds its target
+        (0, 0, 4096, 4096, 0, -4096, "buffered"),
+        (0, 0, 4096, 1, 0, (1 << 21) - 1, "buffered"),  # exceeds its region
+        (0, 0, 1 << 63, 1, 0, 0, "buffered"),
+        (0, 0, 0, 4096, 0, (1 << 21) - 1, "mapped"),  # reads all that it wants
+        (0, 0, 4096, 4096, 0, 0, "odd"),
+        (0, 0, 1 << 64, 1, 0, 0, "buffered"),
+        (0, -1, 4096, 1, 0, 0, "buffered"),
+        (0, 0, 4096, 4096, 0, 0),
+        [0, 0, 4096, 4096, 0, 0, "buffered"],
     ],
 )
-def test_read_outside_its_region_raises(fd: int, pump: Pump, op: tuple[int, ...]) -> None:
+def test_invalid_read_raises_and_leaves_its_region(fd: int, pump: Pump, transfer: Any) -> None:
+    """Also that of a valid read before it."""
     region = Region.anonymous(1 << 21)
-    file, offset, length, wanted, shift, buffer = op
-    if shift == 4096:
-        shift = (1 << 21) - 1
-    entry = (file, offset, length, wanted, region.address + shift, region.handle(), buffer)
-    with pytest.raises((ValueError, IndexError)):
-        Request(pump, [(fd, -1, 4096, 0, 1)], [entry])
+    reads = [(0, 0, 4096, 4096, 0, 0, "direct"), transfer]
+    with pytest.raises((ValueError, LookupError, OverflowError, TypeError)):
+        Request(pump, [(fd, -1, 4096, 0, 1)], reads, [target(region)])
     assert region.references == 1
     pump.close(1.0)
 
@@ -259,8 +268,7 @@ def test_file_without_a_slot_is_read_by_its_own_descriptor(
     except (ImportError, OSError) as error:
         pytest.skip(f"{engine}: {error}")
     region = Region.anonymous(10 * 4096)
-    _, ops = whole(region, fd, 10)
-    request = Request(pump, [(fd, -1, 4096, -1, -1)], ops)  # type: ignore[arg-type]
+    request = Request(pump, [(fd, -1, 4096, -1, -1)], *whole(region, fd, 10)[1:])
     request.post()
     assert request.wait(10.0)
     assert request.failed == 0

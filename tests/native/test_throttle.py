@@ -50,11 +50,12 @@ def no_limits() -> Iterator[None]:
 
 def reads(pump: Pump, fd: int, *, ahead: bool, first: int = 0, count: int = COUNT) -> Request:
     region = Region.anonymous(COUNT * 4096)
-    ops = [
-        (0, place * 4096, 4096, 4096, region.address + place * 4096, region.handle(), -1)
+    transfers = [
+        (0, place * 4096, 4096, 4096, 0, place * 4096, "buffered")
         for place in range(first, first + count)
     ]
-    request = Request(pump, [(fd, -1, 4096, 0, 1)], ops)  # type: ignore[arg-type]
+    target = region.address, region.length, region.handle(), -1
+    request = Request(pump, [(fd, -1, 4096, 0, 1)], transfers, [target])
     request.ahead = ahead
     return request
 

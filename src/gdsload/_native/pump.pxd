@@ -23,8 +23,7 @@ cdef struct File:
     int direct_fd              # -1: this file is read through the page cache
     int direct_slot            # the engine's numbers for the two
     int buffered_slot
-    uint64_t block             # direct reads start and end on multiples of it; 0: the memory is a
-                               # mapping of the file
+    uint64_t block             # direct reads start and end on multiples of it
     int refused                # errno of the last direct read that was refused; 0: none
     int refused_in_row         # direct reads refused since one succeeded
 
@@ -39,7 +38,8 @@ cdef struct Op:
     int32_t file
     int32_t buffer             # index of the engine's registered buffer, or -1
     uint8_t state
-    uint8_t direct
+    uint8_t io_mode            # what was asked for: DIRECT, BUFFERED or MAPPED
+    uint8_t direct             # the next read of it is direct
     uint8_t retried
     int32_t error
     int64_t posted_ns

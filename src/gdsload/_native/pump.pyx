@@ -199,7 +199,7 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
         read.length = op.length - start
     else:
         read.fd, read.slot = file.buffered_fd, file.buffered_slot
-        read.io_mode = BUFFERED if file.block else MAPPED
+        read.io_mode = MAPPED if op.io_mode == MAPPED else BUFFERED
         read.length = op.wanted - start
     read.address = op.address + start
     read.memory = &op.memory

@@ -1,4 +1,5 @@
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
 from gdsload._native.pump import Pump
 
@@ -9,7 +10,8 @@ class Request:
         cls,
         pump: Pump,
         files: list[tuple[int, int, int, int, int]],
-        ops: list[tuple[int, int, int, int, int, object | None, int]],
+        transfers: Sequence[tuple[Any, ...]],
+        targets: Sequence[tuple[int, int, object | None, int]],
     ) -> Request: ...
     ahead: bool
     def post(self) -> None: ...

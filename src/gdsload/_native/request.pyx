@@ -7,13 +7,15 @@ releases the memory, when the last of them has completed.
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.tuple cimport PyTuple_Check
 from libc.errno cimport EBADF
-from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport calloc
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport calloc, free
 from posix.time cimport timespec
 from posix.unistd cimport getpid
 
 from gdsload._native.atomics cimport gds_load
+from gdsload._native.engine cimport BUFFERED, DIRECT, MAPPED
 from gdsload._native.memory cimport CRegion, retain_region
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_ns, pthread_cond_signal, pthread_cond_timedwait, pthread_mutex_lock,
@@ -22,6 +24,71 @@ from gdsload._native.pthreads cimport (
 from gdsload._native.pump cimport (
     PENDING, CPump, CRequest, File, Op, Waiter, cancel_request, count_load, free_request,
 )
+
+
+# Memory that a request reads into.
+cdef struct Target:
+    uint64_t address
+    uint64_t length
+    CRegion *region             # NULL if the memory is not the library's own
+    int32_t buffer
+
+
+cdef int io_mode_of(object name) except -1:
+    if name == "direct":
+        return DIRECT
+    if name == "buffered":
+        return BUFFERED
+    if name == "mapped":
+        return MAPPED
+    raise ValueError(f"{name!r} is no I/O mode")
+
+
+cdef int add_read(CRequest *request, object transfer, Target *targets, Py_ssize_t count) except -1:
+    """Adds a read to a request, which has room for it. Its region is retained only if it is valid."""
+    cdef Op *op = &request.ops[request.count]
+    cdef Target *target
+    cdef Py_ssize_t number
+    cdef int64_t shift
+    cdef uint64_t start
+    if not PyTuple_Check(transfer):
+        raise TypeError(f"read {request.count} is {transfer!r}")
+    row = <tuple>transfer    # of any type of tuple
+    op.request = request
+    op.file, op.offset, op.length, op.wanted = row[0], row[1], row[2], row[3]
+    number, shift = row[4], row[5]
+    op.io_mode = io_mode_of(row[6])
+    if op.io_mode == MAPPED:
+        op.length = op.wanted   # the mapping ends with the file
+    if not 0 <= op.file < request.file_count:
+        raise IndexError(
+            f"read {request.count} refers to file {op.file} of {request.file_count}"
+        )
+    if not 0 <= number < count:
+        raise IndexError(f"read {request.count} refers to target {number} of {count}")
+    target = &targets[number]
+    if op.wanted > op.length:
+        raise ValueError(f"read {request.count} wants more bytes than it reads")
+    if (
+        shift < 0
+        or <uint64_t>shift > target.length
+        or op.wanted > target.length - <uint64_t>shift
+    ):
+        raise ValueError(f"read {request.count} exceeds its target")
+    op.address = <char *><size_t>(target.address + <uint64_t>shift)
+    op.buffer = target.buffer
+    if target.region != NULL:
+        start = <uint64_t>(op.address - target.region.base)
+        if (
+            op.address < target.region.base
+            or start > target.region.length
+            or op.length > target.region.length - start
+        ):
+            raise ValueError(f"read {request.count} exceeds its region")
+        op.memory.region = target.region
+        retain_region(target.region)
+    request.count += 1
+    return 0
 
 
 # No collector: it would clear `pump` before __dealloc__, which needs it to find out whether reads are
@@ -36,16 +103,22 @@ cdef class Request:
     cdef readonly object pump
     cdef int pid
 
-    def __cinit__(self, object pump, list files, list ops):
+    def __cinit__(self, object pump, list files, object transfers, list targets):
         """``files``: (buffered fd, direct fd or -1, block, direct slot, buffered slot). A slot is a
-        number that stands for one descriptor during the life of the pump, and is never reused. With
-        block 0 the reads go to a private mapping of the file.
+        number that stands for one descriptor during the life of the pump, and is never reused.
 
-        ``ops``: (file, offset, length, wanted, address, region's handle or None, buffer or -1).
+        ``transfers``: (file, offset, length, wanted, target, offset in it, I/O mode, ...), such as
+        those of a read plan. The target of a "mapped" one is a private mapping of the file, and ends
+        with it. ``targets``: (address, bytes, region's handle or None, buffer or -1).
+
+        Raises IndexError for a transfer of no file or target, ValueError for one that exceeds its
+        target or has no such I/O mode.
         """
         cdef CRequest *made = <CRequest *>calloc(1, sizeof(CRequest))
         cdef File *file
-        cdef Op *op
+        cdef Target *places
+        cdef Py_ssize_t number
+        cdef tuple reads = tuple(transfers)
         if made == NULL:
             raise MemoryError("no memory for a request")
         self.request = made
@@ -53,37 +126,28 @@ cdef class Request:
         self.to = <CPump *>PyCapsule_GetPointer(pump.handle(), b"gdsload.pump")
         self.pump = pump
         made.files = <File *>calloc(len(files) + 1, sizeof(File))
-        made.ops = <Op *>calloc(len(ops) + 1, sizeof(Op))
-        made.order = <int *>calloc(len(ops) + 1, sizeof(int))
-        if made.files == NULL or made.ops == NULL or made.order == NULL:
-            raise MemoryError(f"no memory for a request of {len(ops)} reads")
-        for entry in files:
-            file = &made.files[made.file_count]
-            file.buffered_fd, file.direct_fd, file.block = entry[0], entry[1], entry[2]
-            file.direct_slot, file.buffered_slot = entry[3], entry[4]
-            made.file_count += 1
-        for entry in ops:
-            op = &made.ops[made.count]
-            op.request = made
-            op.file, op.offset, op.length, op.wanted = entry[0], entry[1], entry[2], entry[3]
-            op.address = <char *><size_t>entry[4]
-            op.buffer = entry[6]
-            if not 0 <= op.file < made.file_count:
-                raise IndexError(f"read {made.count} refers to file {op.file} of {made.file_count}")
-            if op.wanted > op.length:
-                raise ValueError(f"read {made.count} wants more bytes than it reads")
-            if entry[5] is not None:
-                op.memory.region = <CRegion *>PyCapsule_GetPointer(entry[5], b"gdsload.region")
-                if (
-                    op.address < op.memory.region.base
-                    or <uint64_t>(op.address - op.memory.region.base) > op.memory.region.length
-                    or op.length
-                    > op.memory.region.length - <uint64_t>(op.address - op.memory.region.base)
-                ):
-                    op.memory.region = NULL
-                    raise ValueError(f"read {made.count} exceeds its region")
-                retain_region(op.memory.region)
-            made.count += 1
+        made.ops = <Op *>calloc(len(reads) + 1, sizeof(Op))
+        made.order = <int *>calloc(len(reads) + 1, sizeof(int))
+        places = <Target *>calloc(len(targets) + 1, sizeof(Target))
+        try:
+            if made.files == NULL or made.ops == NULL or made.order == NULL or places == NULL:
+                raise MemoryError(f"no memory for a request of {len(reads)} reads")
+            for entry in files:
+                file = &made.files[made.file_count]
+                file.buffered_fd, file.direct_fd, file.block = entry[0], entry[1], entry[2]
+                file.direct_slot, file.buffered_slot = entry[3], entry[4]
+                made.file_count += 1
+            for number, entry in enumerate(targets):
+                places[number].address, places[number].length = entry[0], entry[1]
+                if entry[2] is not None:
+                    places[number].region = <CRegion *>PyCapsule_GetPointer(
+                        entry[2], b"gdsload.region"
+                    )
+                places[number].buffer = entry[3]
+            for transfer in reads:
+                add_read(made, transfer, places, len(targets))
+        finally:
+            free(places)
         self.reset()
 
     cdef void reset(self) noexcept nogil:
@@ -105,7 +169,8 @@ cdef class Request:
             op.memory.huge_units = op.memory.small_units = 0
             op.memory.bounced_bytes = 0
             op.direct = (
-                file.direct_fd >= 0
+                op.io_mode == DIRECT
+                and file.direct_fd >= 0
                 and op.length > 0
                 and op.offset % file.block == 0
                 and op.length % file.block == 0

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import final
 
 from gdsload._native.cuda import Device
@@ -38,7 +39,9 @@ class Stage:
 
 @final
 class AddressMap:
-    def __new__(cls, stage: Stage, shares: list[tuple[int, int, int]]) -> AddressMap: ...
+    def __new__(
+        cls, stage: Stage, spaces: list[tuple[int, int, Sequence[tuple[int, int, int]]]]
+    ) -> AddressMap: ...
     @property
     def base(self) -> int: ...
     def end(self, timeout: float) -> bool: ...

@@ -20,7 +20,7 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport EFAULT, EINVAL, EIO, ENOBUFS, ENOMEM
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport calloc, free, malloc, qsort, realloc
 from libc.string cimport memset
 from posix.mman cimport MADV_HUGEPAGE, MADV_WIPEONFORK, madvise
 from posix.unistd cimport getpid
@@ -401,6 +401,11 @@ cdef class Stage:
             release_stage(self.stage)
 
 
+cdef int compare_shares(const void *left, const void *right) noexcept nogil:
+    cdef uint64_t first = (<const Share *>left).start, second = (<const Share *>right).start
+    return (first > second) - (first < second)
+
+
 # No collector: clearing `stage` before __dealloc__ would leave the map in its table.
 @cython.no_gc
 @cython.final
@@ -411,12 +416,20 @@ cdef class AddressMap:
     cdef Stage stage
     cdef int number
 
-    def __cinit__(self, Stage stage, list shares):
-        """``shares``: (offset in the map, bytes, device address), in any order. A share takes one
-        copy, so contiguous device memory should be one share."""
+    def __cinit__(self, Stage stage, list spaces):
+        """``spaces``: (offset in the map, bytes, shares) of memory; ``shares``: (offset in the memory,
+        bytes, device address), in any order. A share takes one copy, so contiguous device memory
+        should be one share.
+
+        Raises ValueError for shares that overlap or leave their memory.
+        """
         cdef CMap *made
         cdef CMap **grown
+        cdef Share *share
+        cdef uint64_t start, length, to, most = <uint64_t>1 << MAP_SHIFT
+        cdef int64_t at, nbytes
         cdef int i, room
+        cdef Py_ssize_t count = 0
         self.number = -1
         self.stage = stage
         made = <CMap *>calloc(1, sizeof(CMap))
@@ -425,18 +438,28 @@ cdef class AddressMap:
         self.map = made
         made.references = 1
         pthread_mutex_init(&made.lock, NULL)
-        made.shares = <Share *>calloc(len(shares) + 1, sizeof(Share))
+        spaces = [(start, length, tuple(shares)) for start, length, shares in spaces]
+        for _, _, shares in spaces:
+            count += len(shares)
+        made.shares = <Share *>calloc(count + 1, sizeof(Share))
         if made.shares == NULL:
-            raise MemoryError(f"no memory for an address map of {len(shares)} shares")
-        end = 0
-        for start, length, to in sorted(shares):
-            if length < 1 or start + length > (<uint64_t>1 << MAP_SHIFT):
-                raise ValueError(f"a share of {length} bytes at {start} fits no address map")
-            if start < end:
-                raise ValueError(f"two shares of an address map overlap at {start}")
-            made.shares[made.count] = Share(start, length, to)
-            made.count += 1
-            end = start + length
+            raise MemoryError(f"no memory for an address map of {count} shares")
+        for start, length, shares in spaces:
+            if length > most or start > most - length:
+                raise ValueError(f"{length} bytes at {start} fit no address map")
+            for at, nbytes, to in shares:
+                if at < 0 or nbytes < 0 or <uint64_t>nbytes > length or (
+                    <uint64_t>at > length - <uint64_t>nbytes
+                ):
+                    raise ValueError(f"a share of {nbytes} bytes at {at} leaves its memory")
+                if nbytes > 0:
+                    made.shares[made.count] = Share(start + <uint64_t>at, <uint64_t>nbytes, to)
+                    made.count += 1
+        qsort(made.shares, made.count, sizeof(Share), compare_shares)
+        for i in range(1, made.count):
+            share = &made.shares[i]
+            if share.start < made.shares[i - 1].start + made.shares[i - 1].length:
+                raise ValueError(f"two shares of an address map overlap at {share.start}")
         pthread_mutex_lock(&stage.stage.lock)
         for i in range(stage.stage.room):
             if stage.stage.maps[i] == NULL:

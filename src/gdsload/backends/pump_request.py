@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 0.15
 
 
-_IO_MODES = ("direct", "buffered", "mapped")
-
-
 class PumpedRequest:
     """A list of transfers in a pump. `native` is the pump's request."""
 
@@ -48,7 +45,7 @@ class PumpedRequest:
         pump: Pump,
         transfers: Sequence[Transfer],
         files: Registrations,
-        targets: Sequence[tuple[int, object | None, int]],
+        targets: Sequence[tuple[int, int, object | None, int]],
         *,
         by_slot: bool = True,
     ) -> None:
@@ -59,34 +56,20 @@ class PumpedRequest:
             pump: The pump that reads.
             transfers: The reads.
             files: The files of the transfers, registered.
-            targets: For each memory its address, the handle that keeps it alive or None, and the
-                number of the registered buffer or -1.
+            targets: For each memory its address, its size in bytes, the handle that keeps it alive
+                or None, and the number of the registered buffer or -1.
             by_slot: Whether the engine knows files by the slots of their registration, rather than
                 by their descriptors.
         """
         self.backend, self.transfers = backend, transfers
-        # Each file once for each I/O mode.
         table: list[tuple[int, int, int, int, int]] = []
         for number, registration in enumerate(files):
             file = registration.what
             if not isinstance(file, OpenFile):
                 raise TypeError(f"file {number} of the request is {file!r}")
             slots = registration.handle if by_slot else (-1, -1)
-            table += [
-                (file.fd, file.direct_fd, file.block, *slots),
-                (file.fd, -1, file.block, *slots),
-                (file.fd, -1, 0, *slots),
-            ]
-        ops: list[tuple[int, int, int, int, int, object | None, int]] = []
-        for transfer in transfers:
-            file_number = len(_IO_MODES) * transfer.shard + _IO_MODES.index(transfer.io_mode)
-            address, region, buffer = targets[transfer.target]
-            address += transfer.target_offset
-            offset, length, wanted = transfer.offset, transfer.length, transfer.wanted
-            if transfer.io_mode == "mapped":
-                length = wanted  # the mapping ends with the file
-            ops.append((file_number, offset, length, wanted, address, region, buffer))
-        self.native = Request(pump, table, ops)
+            table.append((file.fd, file.direct_fd, file.block, *slots))
+        self.native = Request(pump, table, transfers, list(targets))
 
     def post(self) -> None:
         """Starts it. Raises BackendUnavailable after a fork, or if the pump has ended."""
@@ -129,9 +112,8 @@ class PumpedRequest:
         direct, _, short_reads, retries = native.counts()
         huge, small, _ = native.touched()
         refusals = {
-            number // len(_IO_MODES): "the kernel refused direct reads of it"
-            f" ({os.strerror(code)}): {'the rest' if whole else 'these bytes'} came through"
-            " the page cache"
+            number: f"the kernel refused direct reads of it ({os.strerror(code)}):"
+            f" {'the rest' if whole else 'these bytes'} came through the page cache"
             for number, code, whole in self.native.refused_direct()
         }
         times = [(posted, done) for posted, done, _ in self.native.trace()]

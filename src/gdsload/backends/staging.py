@@ -130,29 +130,21 @@ class StagedRequest(PumpedRequest):
         self._files = files
         self._memory = list(memory)  # alive as long as something may be copied into it
         # One address space for all memory of the request, in which the pump reads.
-        shares: list[tuple[int, int, int]] = []
-        lengths, starts, end = [], [], 0
+        spaces: list[tuple[int, int, Sequence[tuple[int, int, int]]]] = []
+        end = 0
         for entry in memory:
             what = entry.what
             if not isinstance(what, Memory) or what.kind != VRAM:
                 raise TypeError(f"{what!r} is no memory of a device")
-            lengths.append(what.length)
-            starts.append(end)
-            for start, nbytes, address in what.shares or ((0, what.length, what.address),):
-                if start < 0 or nbytes < 0 or start + nbytes > what.length:
-                    raise ValueError(f"a share of {nbytes} bytes at {start} leaves its memory")
-                if nbytes:
-                    shares.append((end + start, nbytes, address))
+            spaces.append((end, what.length, what.shares or ((0, what.length, what.address),)))
             end += -(-what.length // DEFAULT_BLOCK_BYTES) * DEFAULT_BLOCK_BYTES
-        for transfer in transfers:
-            if transfer.target_offset + transfer.wanted > lengths[transfer.target]:
-                raise ValueError(f"transfer {transfer.tag} leaves its memory")
-        self._addresses = AddressMap(pipeline.stage, shares)
+        self._addresses = AddressMap(pipeline.stage, spaces)
         self._ended = False
         # A pipeline that is used again must not keep the files of loads that have ended; but
         # cuFile needs slots for its own handles.
         by_slot = pipeline.files is not None
-        targets = [(self._addresses.base + start, None, -1) for start in starts]
+        base = self._addresses.base
+        targets = [(base + start, length, None, -1) for start, length, _ in spaces]
         super().__init__(pipeline.name, pipeline.pump, transfers, files, targets, by_slot=by_slot)
 
     def failure(self, number: int) -> Failure:

@@ -16,6 +16,7 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
+from gdsload._native.ranges import bytes_of
 from gdsload.checkpoint.file_io import open_regular, parallel_map, read_exactly
 from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
@@ -54,7 +55,7 @@ class Checkpoint:
         self.metadata: dict[str, str] = {}
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata)
-        self.total_bytes = sum(info.nbytes for info in self.tensors.values())
+        self.total_bytes = bytes_of(list(self.tensors.values()))
         quiesce.register(self)
 
     @classmethod

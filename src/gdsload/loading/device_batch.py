@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdsload._native import ranges as native
 from gdsload._native.cuda import Block
 from gdsload.backends import VRAM, Memory, reaches
 from gdsload.checkpoint import TensorInfo
@@ -36,7 +37,7 @@ from gdsload.memory.host_buffers import (
     torch_dtype_of,
 )
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
-from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
+from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
@@ -69,39 +70,38 @@ def reached(target: str, backend: str) -> str:
 
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
     """Posts the reads of whole tensors to the session's device and returns without waiting."""
+    ranges = ranges_of(infos)
     if not torch_imported():
-        return BlockBatch(session, *session.arrange(ranges_of(infos)))
+        return BlockBatch(session, *session.arrange(ranges))
     slices = [whole(info) for info in infos]
-    return DeviceBatch(session, *session.arrange(runs_of(slices)), slices=slices)
+    return DeviceBatch(session, *session.arrange(ranges), slices=slices)
 
 
 def starting_windows(
-    session: Session, infos: Sequence[TensorInfo]
-) -> Iterator[Sequence[TensorInfo]]:
-    """Groups of tensors to post one after the other, so that the first is read while the others are
-    planned. Each is twice as large as all before it: planning is faster than reading.
+    session: Session, infos: list[TensorInfo], nbytes: int
+) -> Iterator[list[TensorInfo]]:
+    """Groups of tensors, of `nbytes` bytes in all, to post one after the other, so that the first
+    is read while the others are planned. Each is as large as all before it.
 
     Raises PlacementError, before the first group, if the device is too full for all.
     """
-    total = sum(info.nbytes for info in infos)
-    if total <= FIRST_BYTES or offered():  # prefetched tensors may need no memory
+    if nbytes <= FIRST_BYTES or offered():  # prefetched tensors may need no memory
         yield infos
         return
     ordinal = gpu.ordinal_of(session.device)
     reusable = reusable_bytes(ordinal) if torch_imported() else 0
-    gpu.require_room(ordinal, total, reusable)
-    ordered = sorted(infos, key=FILE_ORDER)
-    first, limit, nbytes = 0, FIRST_BYTES, 0
-    for number, info in enumerate(ordered):
-        if nbytes >= limit:
-            yield ordered[first:number]
-            if not first and torch_imported():
-                # The reads of the first group do not wait for this allocation.
-                sizes = [info.nbytes for info in ordered[number:]]
-                have_whole(session.device, sizes)
-            first, limit = number, 3 * limit
-        nbytes += info.nbytes
-    yield ordered[first:]
+    gpu.require_room(ordinal, nbytes, reusable)
+    end = native.end_of(infos, 0, FIRST_BYTES)
+    yield infos[:end]
+    # The reads of the first group do not wait for the order of the rest, or for its memory.
+    rest = native.in_file_order(infos[end:])
+    if torch_imported():
+        have_whole(session.device, rest)
+    first, limit = 0, native.bytes_of(infos[:end])
+    while first < len(rest):
+        end = native.end_of(rest, first, limit)
+        yield rest[first:end]
+        first, limit = end, limit + native.bytes_of(rest[first:end])
 
 
 def torch_imported() -> bool:
@@ -113,11 +113,7 @@ class BlockBatch(Batch):
     """Whole tensors that are being read into blocks of the device, before torch is imported."""
 
     def _take_memory(self) -> list[Memory]:
-        names = self.plan.locations
-        ranges = ranges_of(
-            info for info in self.session.checkpoint.tensors.values() if info.name in names
-        )
-        views, memory = in_blocks(self.session, self.plan, ranges)
+        views, memory = in_blocks(self.session, self.plan)
         self.views.update(views)
         return memory
 
@@ -167,51 +163,28 @@ def read_to_blocks(session: Session, ranges: Sequence[ByteRange]) -> Batch:
     """Posts reads into blocks of the session's device that belong to no tensor yet. Raises
     PlacementError if the device is too full."""
     plan = session.plan(ranges)
-    return Batch(session, plan, *in_blocks(session, plan, ranges))
+    return Batch(session, plan, *in_blocks(session, plan))
 
 
-def in_blocks(
-    session: Session, plan: ReadPlan, ranges: Sequence[ByteRange]
-) -> tuple[dict[str, BufferView], list[Memory]]:
+def in_blocks(session: Session, plan: ReadPlan) -> tuple[dict[str, BufferView], list[Memory]]:
     """Blocks of the session's device for a plan: a view for each range, and the memory of each
     target. Raises PlacementError if the device is too full."""
-    views = device_buffers.take(gpu.ordinal_of(session.device), ranges)
-    placed = [
-        (each.name, each.nbytes, view.region.address + view.offset)
-        for each in ranges
-        if (view := views.get(each.name)) is not None
-    ]
-    owners = {view.region for view in views.values()}
-    return views, memory_of(session.device, plan, placed, owners)
+    views = device_buffers.take(gpu.ordinal_of(session.device), plan.ranges)
+    starts = {view.region: view.region.address for view in views.values()}
+    addresses = {name: starts[block] + offset for name, (block, offset) in views.items()}
+    return views, memory_of(session.device, plan, addresses, list(starts))
 
 
 @collector_paused()
 def memory_of(
-    device: str, plan: ReadPlan, placed: Iterable[tuple[str, int, int]], owners: object
+    device: str, plan: ReadPlan, addresses: dict[str, int], owners: object
 ) -> list[Memory]:
     """The memory of each target of the plan, in shares that are as long as possible.
 
-    `placed` are (name, bytes, device address) of ranges; `owners` keep their memory alive.
+    `addresses` are device addresses of the byte ranges; `owners` keep their memory alive.
     """
     owner = gpu.device(gpu.ordinal_of(device))
-    rows = []
-    for name, nbytes, address in placed:
-        location = plan.locations.get(name)
-        if location is not None and location.target >= 0:
-            rows.append((location.target, location.offset, nbytes, address))
-    shares: list[list[tuple[int, int, int]]] = [[] for _ in plan.targets]
-    limit = 0  # where the allocation of the last share ends
-    for target, offset, nbytes, address in sorted(rows):
-        if shares[target]:
-            start, held, to = shares[target][-1]
-            if (offset, address) == (start + held, to + held):
-                # Allocations may be neighbours, but no copy may cross from one to the next.
-                limit = limit or sum(owner.range_of(to))
-                if address + nbytes <= limit:
-                    shares[target][-1] = (start, held + nbytes, to)
-                    continue
-        limit = 0
-        shares[target].append((offset, nbytes, address))
+    shares = native.shares(plan.members, addresses, len(plan.targets), owner.range_of)
     return [
         Memory(VRAM, 0, target.length, owners, device=device, shares=shares[number])
         for number, target in enumerate(plan.targets)
@@ -237,17 +210,19 @@ class DeviceTensors:
         """
         self.device = session.device
         self._session = session
-        self._slices = sorted(
-            (each for each in slices if not _stays(each, views)),
-            key=lambda each: FILE_ORDER(each.parts[0]),
-        )
-        self._place_of = {each.key: place for place, each in enumerate(self._slices)}
-        sizes = [each.nbytes for each in self._slices]
-        if sum(sizes):
-            have_whole(self.device, sizes)
-        self.tensors: dict[str, torch.Tensor] = {
-            each.key: self._empty(each) for each in self._slices
-        }
+        taken = [each for each in slices if not _stays(each, views)] if views else [*slices]
+        # The beginning of each slice, with the bytes of all of it.
+        starts = [
+            parts[0] if len(parts) == 1 else parts[0]._replace(nbytes=sum(p.nbytes for p in parts))
+            for _, parts, _, _ in taken
+        ]
+        if native.in_file_order(starts) is not starts:
+            taken.sort(key=lambda each: FILE_ORDER(each.parts[0]))
+        self._slices = taken
+        self._place_of = {each.key: place for place, each in enumerate(taken)}
+        if native.bytes_of(starts):
+            have_whole(self.device, starts)
+        self.tensors: dict[str, torch.Tensor] = {each.key: self._empty(each) for each in taken}
 
     def _empty(self, tensor_slice: TensorSlice) -> torch.Tensor:
         first = tensor_slice.parts[0]
@@ -269,13 +244,13 @@ class DeviceTensors:
     def memory(self, plan: ReadPlan) -> list[Memory]:
         """The memory of each target of a plan whose reads are about to be posted."""
         follow(self._session)
-        placed = []
+        addresses = {}
         for tensor_slice in self._slices:
             address = self.tensors[tensor_slice.key].data_ptr()
             for part in tensor_slice.parts:
-                placed.append((part.name, part.nbytes, address))
+                addresses[part.name] = address
                 address += part.nbytes
-        return memory_of(self.device, plan, placed, self.tensors)
+        return memory_of(self.device, plan, addresses, self.tensors)
 
     def give(
         self,
@@ -434,7 +409,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def have_whole(device: str, sizes: Sequence[int]) -> None:
+def have_whole(device: str, infos: list[TensorInfo]) -> None:
     """Makes torch's allocator take one block for many tensors, if there is room. It caches the
     block and carves the tensors out of it. Without room each tensor is allocated on its own.
 
@@ -442,11 +417,10 @@ def have_whole(device: str, sizes: Sequence[int]) -> None:
     """
     ordinal = gpu.ordinal_of(device)
     reusable = reusable_bytes(ordinal)
-    free_bytes = gpu.require_room(ordinal, sum(sizes), reusable)
-    large = [size for size in sizes if size > _SMALL_BYTES]
-    total = sum(-(-size // _ROUND_BYTES) * _ROUND_BYTES for size in large)
+    free_bytes = gpu.require_room(ordinal, native.bytes_of(infos), reusable)
+    large, total = native.rounded(infos, _SMALL_BYTES + 1, _ROUND_BYTES)
     fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
-    if len(large) > 1 and fits and _carves(os.environ):
+    if large > 1 and fits and _carves(os.environ):
         with suppress(RuntimeError):
             empty((total,), torch_dtype("U8"), device)
 

@@ -44,13 +44,13 @@ class TargetBatch(Batch):
         from gdsload.loading.device_batch import follow, memory_of
 
         follow(self.session)
-        placed = []
+        addresses = {}
         for destination in self._destinations:
             address = destination.tensor.data_ptr()
             for part in destination.wanted.slice.parts:
-                placed.append((part.name, part.nbytes, address))
+                addresses[part.name] = address
                 address += part.nbytes
-        return memory_of(self.session.device, self.plan, placed, self._destinations)
+        return memory_of(self.session.device, self.plan, addresses, self._destinations)
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         from gdsload.loading.device_batch import read_to_blocks

@@ -31,6 +31,7 @@ from gdsload.system.lifecycle import fork_safe_lock
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
     from gdsload.loading.integrity import Verifier
+    from gdsload.memory.host_pool import HostPool
 
 __all__ = [
     "CACHES",
@@ -150,7 +151,7 @@ class Session:
         with self.report.phase("plan"):
             views = self._views_of(ranges)
             try:
-                to_read = [each for each in ranges if each.name not in views]
+                to_read = [each for each in ranges if each.name not in views] if views else ranges
                 plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
             except BaseException:
                 self.claims_of(views)  # no batch takes these claims
@@ -161,8 +162,9 @@ class Session:
     def _views_of(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         """Views of the ranges that need no read: prefetched, in the host pool, or mapped."""
         views = self._prefetched(ranges) if self._adopts else {}
-        if self.cache != "mapped" and (self.device == "cpu" or self._adopts):
-            views |= self._in_pool([each for each in ranges if each.name not in views])
+        pool = current_pool()
+        if pool is not None and self.cache != "mapped" and (self.device == "cpu" or self._adopts):
+            views |= self._in_pool(pool, [each for each in ranges if each.name not in views])
         # For a device, reading warm ranges through the staging ring is faster than mapping them.
         if self._maps and self.device == "cpu":
             views |= self._in_page_cache([each for each in ranges if each.name not in views])
@@ -183,10 +185,7 @@ class Session:
             for name, claim in claims.items()
         }
 
-    def _in_pool(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
-        pool = current_pool()
-        if pool is None:
-            return {}
+    def _in_pool(self, pool: HostPool, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         # A copy to a device can start from the pinned memory itself.
         pinned = self.device != "cpu"
         views = pool.find(self.checkpoint, ranges, self._pooled, pinned=pinned)

@@ -9,13 +9,12 @@ as from host buffers (`memory.host_buffers`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
+from gdsload._native import ranges as native
 from gdsload._native.cuda import Block, CudaFailure
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
-from gdsload.planning import read_plan
-from gdsload.planning.read_plan import FILE_ORDER, ByteRange
+from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
 
@@ -28,22 +27,14 @@ LEAST_BYTES = 256 << 20
 MOST_BLOCKS = 16
 
 
-def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, list[tuple[str, int]]]]:
-    """For each block its bytes, and the names of its ranges with their offsets in it.
+def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
+    """For each block its bytes, and the offsets of its ranges in it by name.
 
     In file order, so that ranges of one request are neighbours. No range is split.
     """
-    most = max(LEAST_BYTES, -(-sum(map(_room, ranges)) // MOST_BLOCKS))
-    groups = []
-    wanted = sorted((each for each in ranges if each.nbytes), key=FILE_ORDER)
-    for group in read_plan.grouped(wanted, most, size=_room):
-        *offsets, length = accumulate(map(_room, group), initial=0)
-        groups.append((length, [(r.name, at) for r, at in zip(group, offsets, strict=True)]))
-    return groups
-
-
-def _room(wanted: ByteRange) -> int:
-    return -(-wanted.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    ordered = native.in_file_order(list(ranges))
+    _, total = native.rounded(ordered, 1, ALIGN_BYTES)
+    return native.laid_out(ordered, ALIGN_BYTES, max(LEAST_BYTES, -(-total // MOST_BLOCKS)))
 
 
 @collector_paused()
@@ -67,6 +58,7 @@ def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
     gpu.require_room(ordinal, total)
     device = gpu.device(ordinal)
     views: dict[str, BufferView] = {}
+    make = tuple.__new__
     for length, members in groups:
         try:
             block = Block(device, length)
@@ -76,6 +68,7 @@ def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
                 f"no {length:,} bytes on cuda:{ordinal} for some of {total:,}: {error}",
                 missing_bytes=length,
             ) from error
-        views.update((name, BufferView(block, offset)) for name, offset in members)
+        for name, offset in members.items():
+            views[name] = make(BufferView, (block, offset))
         del block
     return views

@@ -12,10 +12,12 @@ The same input gives the same plan. Nothing is read and no memory is allocated h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from gdsload._native import ranges as native
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
@@ -95,6 +97,63 @@ class Location(NamedTuple):
     last: int
 
 
+class Members(NamedTuple):
+    """The byte ranges of one merged range.
+
+    Attributes:
+        ranges: The byte ranges in file order, without empty ones.
+        target: The number of the target.
+        base: The file offset of the target.
+        start: The file offset of the first transfer.
+        first: The number of the first transfer.
+        step: The size of the transfers in bytes.
+    """
+
+    ranges: Sequence[ByteRange]
+    target: int
+    base: int
+    start: int
+    first: int
+    step: int
+
+
+class Locations(Mapping[str, Location]):
+    """The locations of byte ranges by name, made when the first one is asked for. A load into a
+    device asks for none, unless a read fails."""
+
+    def __init__(self, members: Sequence[Members], empty: Sequence[ByteRange]) -> None:
+        self._members, self._empty = members, empty
+
+    @cached_property
+    @collector_paused()
+    def _found(self) -> dict[str, Location]:
+        found: dict[str, Location] = {}
+        make = tuple.__new__
+        for ranges, target, base, start, first, step in self._members:
+            for name, _, offset, nbytes in ranges:
+                byte = offset - start
+                first_read, last_read = first + byte // step, first + (byte + nbytes - 1) // step
+                found[name] = make(Location, (target, offset - base, first_read, last_read))
+        found.update((each.name, Location(-1, 0, 0, -1)) for each in self._empty)
+        return found
+
+    def __getitem__(self, name: str) -> Location:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    # Those of Mapping cost a call more for each of 100,000 tensors.
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._found.get(name, default)
+
+    def items(self) -> Any:
+        return self._found.items()
+
+
 class Limits:
     """The requests that a backend accepts.
 
@@ -127,7 +186,8 @@ class Limits:
 class ReadPlan(NamedTuple):
     """The ordered transfers, and the locations of the wanted byte ranges by name.
 
-    Each of `windows` is (first, end), a range of transfers.
+    Each of `windows` is (first, end), a range of transfers. `members` are the byte ranges of each
+    of the merged ranges.
     """
 
     transfers: tuple[Transfer, ...] = ()
@@ -136,6 +196,12 @@ class ReadPlan(NamedTuple):
     locations: Mapping[str, Location] = MappingProxyType({})
     windows: tuple[tuple[int, int], ...] = ()
     wanted_bytes: int = 0
+    members: tuple[Members, ...] = ()
+
+    @property
+    def ranges(self) -> list[ByteRange]:
+        """The byte ranges that are read, in the order of the reads."""
+        return [each for members in self.members for each in members.ranges]
 
     @property
     def read_bytes(self) -> int:
@@ -238,13 +304,15 @@ def plan_reads(
     transfers: list[Transfer] = []
     targets: list[Target] = []
     merged_ranges: list[MergedRange] = []
-    locations: dict[str, Location] = {}
+    members: list[Members] = []
+    empty: list[ByteRange] = []
     windows: list[tuple[int, int]] = []
     make = tuple.__new__
     for window in grouped(ranges, window_bytes) if window_bytes else (ranges,):
         first = len(transfers)
-        ordered = sorted(window, key=FILE_ORDER)
-        for merged, members in _merged(ordered, gap_bytes, limits.block):
+        found, none = _merged(window, gap_bytes, limits.block)
+        empty += none
+        for merged, inside in found:
             merged_ranges.append(merged)
             shard = merged.shard
             align = max(blocks[shard] if blocks else limits.block, DEFAULT_BLOCK_BYTES)
@@ -261,62 +329,43 @@ def plan_reads(
                 targets.append(Target(shard, start, end - start))
             target, base = len(targets) - 1, targets[-1].offset
             step = max(limits.max_request // align * align, align)
-            for offset in range(start, end, step):
+            size = sizes[shard]
+            for tag, offset in enumerate(range(start, end, step), number):
                 length = min(step, end - offset)
-                wanted = min(length, sizes[shard] - offset)
+                wanted = min(length, size - offset)
                 mode = io_mode_of(shard, offset, length) if io_mode_of else "direct"
-                tag = len(transfers)
-                transfers.append(
-                    Transfer(shard, offset, length, wanted, target, offset - base, mode, tag)
-                )
-            for name, _, offset, nbytes in members:
-                first_byte = offset - start
-                first_read = number + first_byte // step
-                last_read = number + (first_byte + nbytes - 1) // step
-                locations[name] = make(Location, (target, offset - base, first_read, last_read))
-        for item in ordered:
-            if item.nbytes == 0:
-                locations[item.name] = Location(-1, 0, 0, -1)
+                row = (shard, offset, length, wanted, target, offset - base, mode, tag)
+                transfers.append(make(Transfer, row))
+            members.append(Members(inside, target, base, start, number, step))
         if len(transfers) > first:
             windows.append((first, len(transfers)))
     return ReadPlan(
         tuple(transfers),
         tuple(targets),
         tuple(merged_ranges),
-        locations,
+        Locations(members, empty),
         tuple(windows),
-        sum(item.nbytes for item in ranges),
+        native.bytes_of(list(ranges)),
+        tuple(members),
     )
 
 
 def merged_ranges_of(ranges: Sequence[ByteRange], gap_bytes: int = GAP_BYTES) -> list[MergedRange]:
     """Byte ranges in file order, joined over gaps of up to `gap_bytes`."""
-    ordered = sorted(ranges, key=FILE_ORDER)
-    return [merged for merged, _ in _merged(ordered, gap_bytes, DEFAULT_BLOCK_BYTES)]
+    found, _ = _merged(ranges, gap_bytes, DEFAULT_BLOCK_BYTES)
+    return [merged for merged, _ in found]
 
 
 def _merged(
-    ordered: Sequence[ByteRange], gap_bytes: int, block: int
-) -> Iterator[tuple[MergedRange, list[ByteRange]]]:
-    """Joins ranges with small gaps, and yields their members, too. Skips empty ranges.
+    ranges: Sequence[ByteRange], gap_bytes: int, block: int
+) -> tuple[list[tuple[MergedRange, list[ByteRange]]], list[ByteRange]]:
+    """Joins ranges with small gaps: each with its members, in file order; and the empty ranges.
 
     The gap is at least two blocks. Otherwise two merged ranges could both read a shared block, and
     the later read would overwrite a tensor that its owner has already modified.
     """
     gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
-    members: list[ByteRange] = []
-    shard = start = end = -1
-    for item in ordered:
-        _, item_shard, offset, nbytes = item
-        if nbytes == 0:
-            continue
-        if members and item_shard == shard and offset <= end + gap:
-            members.append(item)
-            end = max(end, offset + nbytes)
-            continue
-        if members:
-            yield MergedRange(shard, start, end - start), members
-        members = [item]
-        shard, start, end = item_shard, offset, offset + nbytes
-    if members:
-        yield MergedRange(shard, start, end - start), members
+    found, empty = native.merged(native.in_file_order(list(ranges)), gap)
+    return [
+        (MergedRange(shard, start, end - start), inside) for shard, start, end, inside in found
+    ], empty

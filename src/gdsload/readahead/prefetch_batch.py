@@ -64,7 +64,7 @@ class PrefetchBatch(Batch):
         plan, views = session.arrange(ranges)
         if not plan.transfers:
             return cls(session, plan, views)
-        blocks, memory = in_blocks(session, plan, ranges)
+        blocks, memory = in_blocks(session, plan)
         return cls(session, plan, blocks, memory)
 
     def offered_ranges(self, ranges: Sequence[ByteRange]) -> dict[Identity, list[OfferedRange]]:

@@ -71,10 +71,9 @@ def touched_by(
     direct_fd = os.open(file, os.O_RDONLY | os.O_DIRECT) if direct else -1
     pump = Pump(engines.engine_capsule("threads", pages), 4)
     size = 2 * UNIT
-    ops = [
-        (0, n * size, size, size, region.address + UNIT + n * size, handle, -1) for n in range(3)
-    ]
-    request = Request(pump, [(fd, direct_fd, 4096, 0, 1)], ops)
+    reads = [(0, n * size, size, size, 0, UNIT + n * size, "direct") for n in range(3)]
+    target = region.address, region.length, handle, -1
+    request = Request(pump, [(fd, direct_fd, 4096, 0, 1)], reads, [target])
     request.post()
     assert request.wait(60.0) and not request.failed
     found = request.touched()
@@ -143,7 +142,8 @@ def test_file_truncated_inside_a_unit_fails_where_it_ends(
     request = Request(
         pump,
         [(fd, direct_fd, 4096, 0, 1)],
-        [(0, 0, 6 * UNIT, 6 * UNIT, units.address, units.handle(), -1)],
+        [(0, 0, 6 * UNIT, 6 * UNIT, 0, 0, "direct")],
+        [(units.address, 6 * UNIT, units.handle(), -1)],
     )
     request.post()
     assert request.wait(60.0) and request.failed
@@ -173,7 +173,8 @@ def test_cancelled_read_stops_at_its_next_unit(tmp_path: Path) -> None:
     request = Request(
         pump,
         [(fd, direct_fd, 4096, 0, 1)],
-        [(0, 0, size, size, region.address, region.handle(), -1)],
+        [(0, 0, size, size, 0, 0, "direct")],
+        [(region.address, size, region.handle(), -1)],
     )
     request.post()
     while request.touched()[2] == 0:

@@ -399,7 +399,10 @@ class AutoBackend(Backend):
         self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
     ) -> AutoRequest:
         require_own_process(self.pid, "auto")
-        numbered = [each._replace(tag=number) for number, each in enumerate(transfers)]
+        numbered = [
+            each if each.tag == number else each._replace(tag=number)
+            for number, each in enumerate(transfers)
+        ]
         return AutoRequest(numbered, files, memory, self._followed.stream)
 
     def post(self, request: AutoRequest) -> None:
@@ -666,6 +669,8 @@ def ragged_ends_apart(
 def split(whole: Transfer, limit: int) -> list[Transfer]:
     """Splits a transfer into reads of at most `limit` bytes that start on blocks like the whole."""
     step = max(limit // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES)
+    if whole.length <= step:
+        return [whole]
     return [
         whole._replace(
             offset=whole.offset + start,

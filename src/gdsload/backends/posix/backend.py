@@ -197,7 +197,12 @@ class PosixBackend(PumpBackend):
         if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
             return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
         targets = [
-            (what.address, None if what.region is None else what.region.handle(), entry.handle)
+            (
+                what.address,
+                what.length,
+                None if what.region is None else what.region.handle(),
+                entry.handle,
+            )
             for entry in memory
             if isinstance(what := entry.what, Memory)
         ]

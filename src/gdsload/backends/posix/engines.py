@@ -113,7 +113,8 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
         request = Request(
             pump,
             [(fd, -1, DEFAULT_BLOCK_BYTES, 0, 1)],
-            [(0, 0, 1, 1, region.address, region.handle(), -1)],
+            [(0, 0, 1, 1, 0, 0, "buffered")],
+            [(region.address, 1, region.handle(), -1)],
         )
         request.post()
         if not request.wait(2.0):
