@@ -50,6 +50,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
             assert sum(report.paths.values()) == report.read_bytes
             del got
     facts["limits"] = library_module._driver[0].limits
+    staging_ring.release_rings()
     facts["rings"] = len(staging_ring.rings())
     return facts
 

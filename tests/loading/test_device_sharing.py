@@ -25,7 +25,7 @@ from gdsload.backends.cufile.gds_mt import THREADS, GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.posix.backend import DEPTH
 from gdsload.errors import BackendUnavailable
-from gdsload.memory import staging_ring
+from gdsload.memory import device_buffers, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gdsload.system.storage import Storage
@@ -55,10 +55,9 @@ def test_second_load_pins_nothing(doubles: Doubles, file: OpenFile) -> None:
 
 
 @pytest.mark.parametrize("kind", [GdsBackend, GdsMtBackend])
-def test_ring_of_vram_is_freed_when_its_last_load_ends(
+def test_ring_of_vram_is_idle_when_its_last_load_ends(
     kind: type[Backend], doubles: Doubles, file: OpenFile
 ) -> None:
-    """An engine that sizes its caches by the free memory of the device finds all of it."""
     before = doubles.cuda_log
     with kind(**SMALL) as first:
         load = Load(first, file)
@@ -66,11 +65,15 @@ def test_ring_of_vram_is_freed_when_its_last_load_ends(
             other = Load(second, file)
             assert other.finish() == {}
             second.release(other.request)
-        assert [ring.kind for ring in staging_ring.rings()] == [staging_ring.VRAM]
+        (ring,) = staging_ring.rings()
+        staging_ring.release_idle(0)
+        assert staging_ring.rings() == [ring], "a load uses it"
         assert load.finish() == {}
         assert load.bytes() == bytes_of(0)
         first.release(load.request)
     del load, other
+    assert staging_ring.rings() == [ring]
+    staging_ring.release_idle(0)
     assert staging_ring.rings() == []
     after, log = doubles.cuda_log, doubles.cufile_log
     for what in ("ranges", "streams", "events", "used"):
@@ -78,15 +81,94 @@ def test_ring_of_vram_is_freed_when_its_last_load_ends(
     assert (log["files"], log["buffers"], log["batches"]) == (0, 0, 0)
 
 
+def read(file: OpenFile, backend: type[Backend] = GdsMtBackend, **options: int) -> None:
+    """One load through a ring of VRAM."""
+    with backend(**{**SMALL, **options}) as opened:
+        load = Load(opened, file)
+        assert load.finish() == {}
+        assert load.bytes() == bytes_of(0)
+        opened.release(load.request)
+
+
+def test_idle_ring_of_vram_serves_the_next_load(doubles: Doubles, file: OpenFile) -> None:
+    read(file)
+    (ring,) = staging_ring.rings()
+    read(file)
+    assert staging_ring.rings() == [ring]
+    assert doubles.cufile_log["buffers"] == 1
+    gdsload.quiesce()
+    assert staging_ring.rings() == []
+    assert doubles.cufile_log["buffers"] == 0
+
+
+def test_new_ring_of_vram_replaces_an_idle_one(doubles: Doubles, file: OpenFile) -> None:
+    read(file)
+    (ring,) = staging_ring.rings()
+    read(file, request_bytes=32 << 10)
+    (other,) = staging_ring.rings()
+    assert other is not ring
+    assert doubles.cufile_log["buffers"] == 1
+
+
+def test_ring_of_vram_is_freed_after_its_idle_time(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_ring, "IDLE_SECONDS", 0.02)
+    before = doubles.cuda_log["used"]
+    with GdsMtBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {}
+        (ring,) = staging_ring.rings()
+        read(file)
+        assert not ring._freed.wait(0.1), "another load uses it"
+        assert staging_ring.rings() == [ring]
+        backend.release(load.request)
+    del load
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while doubles.cuda_log["used"] > before or doubles.cufile_log["buffers"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert staging_ring.rings() == []
+
+
+def test_ring_of_vram_is_freed_at_once_without_a_thread(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_ring, "start_thread", lambda *_: None)
+    read(file)
+    assert staging_ring.rings() == []
+
+
+def test_load_that_needs_the_memory_of_an_idle_ring_gets_it(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    read(file)
+    free_bytes, _ = gpu.device(0).memory()
+    device_buffers.require_room(0, free_bytes - gpu.SPARE_BYTES)
+    assert len(staging_ring.rings()) == 1, "there is room beside it"
+    device_buffers.require_room(0, free_bytes - gpu.SPARE_BYTES + 1)
+    assert staging_ring.rings() == []
+
+
 def test_ring_of_vram_that_cannot_be_freed_fails_no_load(doubles: Doubles, file: OpenFile) -> None:
     for _ in range(2):
+        read(file)
         doubles.fault("cuFileBufDeregister", CODE, 5026)
+        staging_ring.release_idle(0)
+        assert staging_ring.rings() == [], "its slots are out of use"
+
+
+def test_refused_registration_of_the_ring_is_reported_by_each_load(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuFileBufRegister", CODE, 5036)
+    for _ in range(2):
         with GdsMtBackend(**SMALL) as backend:
             load = Load(backend, file)
             assert load.finish() == {}
-            assert load.bytes() == bytes_of(0)
             backend.release(load.request)
-        assert staging_ring.rings() == [], "its slots are out of use"
+            assert "BAR1" in backend.status().refusals["gds_mt/registered ring"]
+    assert len(staging_ring.rings()) == 1
 
 
 def test_ring_of_vram_is_freed_if_no_engine_opens(doubles: Doubles, file: OpenFile) -> None:
@@ -96,6 +178,7 @@ def test_ring_of_vram_is_freed_if_no_engine_opens(doubles: Doubles, file: OpenFi
         with pytest.raises(BackendUnavailable):
             Load(backend, file)
         gc.collect()
+        staging_ring.release_idle(0)
         assert staging_ring.rings() == []
     assert doubles.cuda_log["used"] == before
 
@@ -141,7 +224,6 @@ def test_rings_of_cufile_have_one_slot_for_each_read_in_flight(
             load.backend.release(load.request)
         shapes = {(each.native.slot_bytes, each.native.count) for each in staging_ring.rings()}
         assert shapes == {(64 << 10, 3 * THREADS // 2), (16 << 10, MOST_IN_FLIGHT)}
-    assert staging_ring.rings() == []
 
 
 @pytest.mark.parametrize(

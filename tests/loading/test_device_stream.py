@@ -88,7 +88,7 @@ def test_stream_to_device_returns_exact_bytes_in_bounded_memory(
     assert set(names) == expected.keys()
     report = gdsload.last_report()
     assert all(path.startswith(backend) for path, size in report.paths.items() if size)
-    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20] * (backend == "posix")
+    assert [made.nbytes for made in staging_ring.rings()] == [1 << 20]
 
 
 def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoint: Path) -> None:

@@ -90,7 +90,7 @@ def starting_windows(
         return
     ordinal = gpu.ordinal_of(session.device)
     reusable = reusable_bytes(ordinal) if torch_imported() else 0
-    gpu.require_room(ordinal, nbytes, reusable)
+    device_buffers.require_room(ordinal, nbytes, reusable)
     end = native.end_of(infos, 0, FIRST_BYTES)
     yield infos[:end]
     # The reads of the first group do not wait for the order of the rest, or for its memory.
@@ -417,7 +417,7 @@ def have_whole(device: str, infos: list[TensorInfo]) -> None:
     """
     ordinal = gpu.ordinal_of(device)
     reusable = reusable_bytes(ordinal)
-    free_bytes = gpu.require_room(ordinal, native.bytes_of(infos), reusable)
+    free_bytes = device_buffers.require_room(ordinal, native.bytes_of(infos), reusable)
     large, total = native.rounded(infos, _SMALL_BYTES + 1, _ROUND_BYTES)
     fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
     if large > 1 and fits and _carves(os.environ):

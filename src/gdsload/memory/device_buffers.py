@@ -9,11 +9,13 @@ as from host buffers (`memory.host_buffers`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from gdsload._native import ranges as native
 from gdsload._native.cuda import Block, CudaFailure
 from gdsload.errors import PlacementError
 from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.staging_ring import release_idle
 from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu
 from gdsload.system.gc_control import collector_paused
@@ -37,6 +39,14 @@ def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
     return native.laid_out(ordered, ALIGN_BYTES, max(LEAST_BYTES, -(-total // MOST_BLOCKS)))
 
 
+def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
+    """Like `gpu.require_room`, but idle staging rings are freed if their memory is needed."""
+    with suppress(PlacementError):
+        return gpu.require_room(ordinal, nbytes, reusable_bytes)
+    release_idle(ordinal)
+    return gpu.require_room(ordinal, nbytes, reusable_bytes)
+
+
 @collector_paused()
 def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
     """Allocates memory of a device for these ranges.
@@ -55,7 +65,7 @@ def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
     """
     groups = grouped(ranges)
     total = sum(length for length, _ in groups)
-    gpu.require_room(ordinal, total)
+    require_room(ordinal, total)
     device = gpu.device(ordinal)
     views: dict[str, BufferView] = {}
     make = tuple.__new__

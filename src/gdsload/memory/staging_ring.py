@@ -6,13 +6,16 @@ through.
 
 A ring of DRAM is pinned and on the NUMA node of its device. It stays for the next load, and staging
 pipelines that no load uses are parked at it, with everything they have registered. A ring of VRAM
-is registered with cuFile and freed when the last load that uses it ends. Native code lends the
-slots to reads. Not responsible for reading and copying (`gdsload.backends.staging`).
+is registered with cuFile. It is freed some seconds after its last load, or when a load needs the
+memory. Native code lends the slots to reads. Not responsible for reading and copying
+(`gdsload.backends.staging`).
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,15 +28,20 @@ from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
 from gdsload.memory.available import available_bytes
 from gdsload.system import gpu, lifecycle, quiesce
+from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
 
 DRAM, VRAM = "dram", "vram"
+# How long a ring of VRAM outlives its last load, so that the loads of a start register it once. Not
+# measured on a GPU.
+IDLE_SECONDS = 10.0
 _SLAB_ALIGN = 64 << 10  # cuFile needs 4 KiB; GPUs map memory in units of this
 
-# Registers a slab of VRAM (address, bytes) and returns the function that undoes it.
-Register = Callable[[int, int], Callable[[], None]]
+# Registers a slab of VRAM (address, bytes), adds refusals to the notes of the ring, and returns the
+# function that undoes it.
+Register = Callable[[int, int, list[str]], Callable[[], None]]
 
 
 class StagingRing(quiesce.Holder):
@@ -60,6 +68,9 @@ class StagingRing(quiesce.Holder):
         self._undo: list[Callable[[], Any]] = []
         self._parked: list[tuple[object, StagingPipeline]] = []
         self._given_up = False
+        self._idle_since = 0.0
+        self._watched = False  # a thread waits for the end of IDLE_SECONDS
+        self._freed = threading.Event()
         self._lock = lifecycle.fork_safe_lock(self)
         device = gpu.device(ordinal)
         try:
@@ -71,7 +82,7 @@ class StagingRing(quiesce.Holder):
                 base = -(-address // _SLAB_ALIGN) * _SLAB_ALIGN
                 self.native, self.address = Ring(base, slot_bytes, count), base
                 if register is not None:
-                    self._undo.append(register(base, self.nbytes))
+                    self._undo.append(register(base, self.nbytes, self.notes))
         except (CudaFailure, MemoryError, OverflowError) as error:
             self.free()
             raise PlacementError(
@@ -132,11 +143,25 @@ class StagingRing(quiesce.Holder):
         return None
 
     def give_back(self) -> None:
-        """Frees a ring of VRAM that no load uses: serving engines give the free memory of a device
-        to their caches as soon as a model is loaded. If the device refuses, the memory stays."""
-        if self.kind == VRAM:
-            with suppress(CudaFailure, CuFileFailure):
-                release_rings(VRAM, self.ordinal)
+        """Frees a ring of VRAM if no load uses it for IDLE_SECONDS, or now if no thread can wait:
+        serving engines size their caches by the free memory of the device."""
+        if self.kind != VRAM or self.pid != os.getpid():
+            return
+        with self._lock:
+            if self.users or self.visitors or self.native.lent:  # a lost read may still write to it
+                return
+            self._idle_since = time.monotonic()
+            watched, self._watched = self._watched, True
+        if not watched and start_thread(self._free_when_idle, "gdsload-idle-ring") is None:
+            self._watched = False
+            release_idle(self.ordinal, self)
+
+    def _free_when_idle(self) -> None:
+        while (left := self._idle_since + IDLE_SECONDS - time.monotonic()) > 0:
+            if self._freed.wait(left):
+                return
+        self._watched = False  # if a load uses it now, another thread waits after that load
+        release_idle(self.ordinal, self)
 
     def give_up(self) -> None:
         """Marks the ring unusable: its memory stays, since a lost read may still write to it. The
@@ -181,6 +206,7 @@ class StagingRing(quiesce.Holder):
 
     def free(self) -> None:
         """Frees the memory of a retired ring."""
+        self._freed.set()
         try:
             while self._undo:
                 self._undo.pop()()
@@ -208,8 +234,8 @@ class _Place:
         self.lock = lifecycle.fork_safe_lock(self, "lock")
 
 
-# By kind of memory, device and, in VRAM, size of a slot: cuFile's backends differ in it, and a ring
-# in VRAM exists only while it is used. One pinned ring serves all loads of a device.
+# By kind of memory, device and, in VRAM, size of a slot, in which cuFile's backends differ. One
+# pinned ring serves all loads of a device.
 _places: dict[tuple[str, int, int], _Place] = {}
 # Rings with slots that lost reads may still write to. Their memory is never freed.
 _given_up: list[StagingRing] = []
@@ -223,7 +249,8 @@ def ring_for(
     ring_bytes: int,
     register: Register | None = None,
 ) -> Iterator[StagingRing]:
-    """The ring of this kind and device: the existing one if its shape fits, else a new one.
+    """The ring of this kind and device: the existing one if its shape fits, else a new one. A new
+    one in VRAM replaces all that are idle there.
 
     The ring is not freed inside this context, in which the caller opens a pipeline through it.
 
@@ -239,6 +266,8 @@ def ring_for(
             process ends.
     """
     place = _places.setdefault((kind, ordinal, slot_bytes if kind == VRAM else 0), _Place())
+    if kind == VRAM and place.ring is None:
+        release_idle(ordinal)
     with place.lock:
         _refuse_at_exit()
         ring = place.ring = _fitting(place, kind, ordinal, slot_bytes, ring_bytes, register)
@@ -291,8 +320,8 @@ def _fitting(
     return StagingRing(kind, ordinal, slot_bytes, count, register)
 
 
-def release_rings(kind: str = "", ordinal: int = -1) -> int:
-    """Frees the rings that no load uses: all of them, or those of one kind and device.
+def release_rings(kind: str = "", ordinal: int = -1, only: StagingRing | None = None) -> int:
+    """Frees the rings that no load uses: all of them, those of one kind and device, or one.
 
     Returns:
         The number of bytes that were freed.
@@ -302,11 +331,19 @@ def release_rings(kind: str = "", ordinal: int = -1) -> int:
         if kind in ("", key[0]) and ordinal in (-1, key[1]):
             with place.lock:
                 ring = place.ring
-                if ring is not None and ring.retire():
+                if ring is not None and only in (None, ring) and ring.retire():
                     place.ring = None  # also if the device refuses to free it
                     ring.free()
                     freed += ring.nbytes
     return freed
+
+
+def release_idle(ordinal: int, only: StagingRing | None = None) -> None:
+    """Frees the rings of VRAM of a device that no load uses, or one of them. Memory that the device
+    refuses to free stays."""
+    with suppress(CudaFailure, CuFileFailure):
+        if not lifecycle.is_ending():  # then `_end` frees them, before CUDA ends
+            release_rings(VRAM, ordinal, only)
 
 
 def _end() -> None:

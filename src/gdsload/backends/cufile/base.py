@@ -28,7 +28,7 @@ from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, CuFileError
-from gdsload.memory.staging_ring import ring_for
+from gdsload.memory.staging_ring import Register, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
 
@@ -137,11 +137,13 @@ class CuFileBackend(PumpBackend):
         driver, owner = self._open(device), gpu.device(gpu.ordinal_of(device))
         event_seconds = float(self.settings.get("event_seconds", EVENT_SECONDS))
         slot_bytes, depth = self.limits(device).max_request, self._depth()
-        register = _registrar(driver, owner, self.refusals, self.name)
+        register = _registrar(driver, owner)
         handles = driver.library.files(owner, event_seconds)
         # Registering takes time in proportion to the ring: it has no slot more than is used.
         ring_bytes = self.settings["ring_bytes"] or max(depth, 2) * slot_bytes
         with ring_for(VRAM, owner.ordinal, slot_bytes, ring_bytes, register) as ring:
+            if ring.notes:
+                self.refusals[f"{self.name}/registered ring"] = "; ".join(ring.notes)
             pipeline = StagingPipeline(self.name, ring, self._new_engine(), depth, files=handles)
         for slot, handle in self._handles.items():
             handles.put(slot, handle)
@@ -183,15 +185,13 @@ class CuFileBackend(PumpBackend):
                 os.close(fd)
 
 
-def _registrar(
-    driver: library.Driver, device: Device, refusals: dict[str, str], name: str
-) -> Callable[[int, int], Callable[[], None]]:
-    def register(address: int, nbytes: int) -> Callable[[], None]:
+def _registrar(driver: library.Driver, device: Device) -> Register:
+    def register(address: int, nbytes: int, notes: list[str]) -> Callable[[], None]:
         try:
             driver.register_buffer(address, nbytes, device)
         except CuFileFailure as error:
             # cuFile then uses bounce buffers of its own, which is slower.
-            refusals[f"{name}/registered ring"] = library.explain(error.code) or str(error)
+            notes.append(library.explain(error.code) or str(error))
             return lambda: None
         return lambda: driver.deregister_buffer(address, device)
 
