@@ -9,6 +9,7 @@ as from host buffers (`memory.host_buffers`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from gdsload._native import ranges as native
 from gdsload._native.cuda import Block, CudaFailure
@@ -40,11 +41,10 @@ def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
 
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
     """Like `gpu.require_room`, but idle staging rings are freed if their memory is needed."""
-    try:
+    with suppress(PlacementError):
         return gpu.require_room(ordinal, nbytes, reusable_bytes)
-    except PlacementError:
-        release_idle(ordinal)
-        return gpu.require_room(ordinal, nbytes, reusable_bytes)
+    release_idle(ordinal)
+    return gpu.require_room(ordinal, nbytes, reusable_bytes)
 
 
 @collector_paused()
