@@ -71,6 +71,10 @@ KINDS = {
         },
         {"overrun": "heap-buffer-overflow", "overflow": "AddressSanitizer: ILL",
          "leak": "Direct leak"},
+        {
+            "tests/memory/test_page_cache.py::test_residency_asked_by_another_user_is_refused":
+            "it changes its user, and the runtime library then ends the process (SIGABRT)"
+        },
     ),
     "thread": Kind(
         "libtsan",
