@@ -21,7 +21,7 @@ PROGRAM = ROOT / "tests/interleave.py"
 SOURCE = ROOT / "src/gdsload"
 LIMIT_SECONDS = 300  # a run takes milliseconds; a machine may be busy
 RUNS = {"host": 1000, "device": 850, "loads": 150}
-MUTANT_RUNS = 400
+MUTANT_RUNS = 600
 
 
 def explore(
