@@ -134,11 +134,12 @@ class Target:
         direct = 2 * self.file + 1 if self.direct else -1
         return [(2 * self.file, direct, BLOCK, -1, -1)]
 
-    def ops(self, address: int, region: Any) -> list[tuple[int, int, int, int, int, Any, int]]:
-        return [
-            (0, first * BLOCK, BLOCK, wanted, address + (2 * i + 1) * BLOCK, region, -1)
+    def request(self, pump: Pump, address: int, region: object | None) -> Request:
+        transfers = [
+            (0, first * BLOCK, BLOCK, wanted, 0, (2 * i + 1) * BLOCK, "direct")
             for i, (first, wanted) in enumerate(zip(self.first, self.wanted, strict=True))
         ]
+        return Request(pump, self.files(), transfers, [(address, self.nbytes, region, -1)])
 
     def is_exact(self, op: int, memory: bytes) -> bool:
         offset = self.first[op] * BLOCK
@@ -162,8 +163,7 @@ class Job:
 
     def open(self, pump: Pump) -> None:
         self.region = Region.anonymous(self.target.nbytes)
-        ops = self.target.ops(self.region.address, self.region.handle())
-        self.request = Request(pump, self.target.files(), ops)
+        self.request = self.target.request(pump, self.region.address, self.region.handle())
 
     def before_post(self) -> None:
         ctypes.memset(self.region.address, 0, self.target.nbytes)
@@ -187,8 +187,9 @@ class DeviceJob(Job):
     def open(self, pump: Pump) -> None:
         self.block = Block(self.run.device, self.target.nbytes)
         stage = self.run.stages[self.pump]
-        self.map = AddressMap(stage, [(0, self.target.nbytes, self.block.address)])
-        self.request = Request(pump, self.target.files(), self.target.ops(self.map.base, None))
+        shares = [(0, self.target.nbytes, self.block.address)]
+        self.map = AddressMap(stage, [(0, self.target.nbytes, shares)])
+        self.request = self.target.request(pump, self.map.base, None)
 
     def before_post(self) -> None:
         ctypes.memset(self.block.address, 0, self.target.nbytes)

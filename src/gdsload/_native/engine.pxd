@@ -25,8 +25,8 @@ cdef enum:
 # Destination in a region of the library, whose pages may be untouched, and how they were touched.
 cdef struct FreshMemory:
     CRegion *region
-    int huge_units        # units of UNIT_BYTES touched as a huge page, and as small ones
-    int small_units
+    int64_t huge_units    # units of UNIT_BYTES touched as a huge page, and as small ones
+    int64_t small_units
     int64_t bounced_bytes # bytes that were read to a bounce buffer and copied
 
 cdef struct Read:

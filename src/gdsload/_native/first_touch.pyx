@@ -28,7 +28,9 @@ from posix.mman cimport (
 from posix.time cimport CLOCK_THREAD_CPUTIME_ID, clock_gettime, timespec
 from posix.unistd cimport pread
 
-from gdsload._native.atomics cimport gds_load, gds_load_flag, gds_store_flag, gds_touch
+from gdsload._native.atomics cimport (
+    gds_add, gds_load, gds_load_flag, gds_store_flag, gds_touch,
+)
 from gdsload._native.engine cimport DIRECT, FreshMemory
 from gdsload._native.memory cimport UNIT_BYTES, CRegion
 from gdsload._native.pages cimport page_bytes
@@ -139,8 +141,10 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
         return 0
     took = touch_as_huge(memory.region, unit, &huge)
     pthread_mutex_lock(&self.lock)
-    memory.huge_units += huge
-    memory.small_units += not huge
+    if huge:
+        gds_add(&memory.huge_units, 1)
+    else:
+        gds_add(&memory.small_units, 1)
     self.huge_ns = averaged(self.huge_ns, took)
     self.touching -= 1
     pthread_cond_broadcast(&self.touched)  # a woken thread may touch nothing, and wake no other
@@ -227,9 +231,9 @@ cdef int64_t read_first_touch(
                 self, buffer, read.fd, read.address + done, UNIT_BYTES, read.offset + done
             )
             if got > 0 and buffer != NULL:
-                memory.bounced_bytes += got
+                gds_add(&memory.bounced_bytes, got)
             if got == UNIT_BYTES:
-                memory.small_units += 1
+                gds_add(&memory.small_units, 1)
                 gds_store_flag(&memory.region.touched[unit], 1)
         if got < 0:
             return done if done else -errno

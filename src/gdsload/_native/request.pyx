@@ -372,20 +372,15 @@ cdef class Request:
         return direct, buffered, short_reads, retries
 
     def touched(self):
-        """(units touched as huge pages, as small pages, bytes that went through bounce buffers), of
-        the ops that have settled."""
+        """(units touched as huge pages, as small pages, bytes that went through bounce buffers)."""
         cdef int64_t huge = 0, small = 0, bounced = 0
         cdef Op *op
         cdef int i
-        with nogil:
-            self.lock()
-            for i in range(self.request.count):
-                op = &self.request.ops[i]
-                if op.state != PENDING:  # the thread that reads it may write now
-                    huge += op.memory.huge_units
-                    small += op.memory.small_units
-                    bounced += op.memory.bounced_bytes
-            self.unlock()
+        for i in range(self.request.count):
+            op = &self.request.ops[i]
+            huge += gds_load(&op.memory.huge_units)
+            small += gds_load(&op.memory.small_units)
+            bounced += gds_load(&op.memory.bounced_bytes)
         return huge, small, bounced
 
     def refused_direct(self):
