@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from gdsload.cli import measuring
 from gdsload.synthetic import checkpoints
@@ -39,8 +41,10 @@ def fake_child(arm: str, source: Path) -> dict[str, Any]:
     }
 
 
-def test_start_child_reports_its_marks(source: Path) -> None:
-    found = start.run("read", source)
+def test_start_child_reports_its_marks(tmp_path: Path) -> None:
+    tensors = {"w": torch.zeros(1 << 20)}  # smaller ones are mapped without a read
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    found = start.run("read", tmp_path)
     assert found["arm"] == "read"
     assert 0 < found["marks"]["imports"] <= found["seconds"] == found["marks"]["ready"]
     assert found["reads"]
