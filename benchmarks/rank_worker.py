@@ -87,7 +87,9 @@ def main() -> None:
 
     arm, *files = sys.argv[1:]
     loader = LOADERS[arm]
-    dist.init_process_group("gloo", init_method=f"file://{os.environ['GROUP']}")
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = f"file://{os.environ['GROUP']}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
     import_module(loader.module)
     dist.barrier()
     before, start = disk_bytes(), time.monotonic()
