@@ -9,13 +9,8 @@
 #include <string.h>
 #include <time.h>
 
-struct read {
-    int fd, slot, buffer, io_mode;
-    char *address;
-    void *memory;
-    uint64_t length, offset, cookie;
-};
-struct completion { uint64_t cookie; int64_t result; };
+#include "../tests/engine.h"
+
 struct flying { struct completion done; int64_t at; };
 struct engine { int depth, count; int64_t last; struct flying *reads; };
 
@@ -39,7 +34,7 @@ static void sleep_until(int64_t at)
 }
 
 static int open_engine(
-    void **out, void *context, int depth, const void *buffers, int count, int *fixed)
+    void **out, void *context, int depth, const struct buffer *buffers, int count, int *fixed)
 {
     struct engine *self = calloc(1, sizeof *self);
     (void)buffers;
@@ -89,14 +84,7 @@ static void close_engine(void *engine)
     free(((struct engine *)engine)->reads);
     free(engine);
 }
-static struct {
-    int (*open)(void **, void *, int, const void *, int, int *);
-    int (*submit)(void *, const struct read *, int);
-    int (*reap)(void *, struct completion *, int, int, int64_t);
-    void (*cancel)(void *);
-    void (*close)(void *);
-    int (*take_back)(void *);
-} ops = { open_engine, submit, reap, cancel, close_engine, NULL };
+static struct ops ops = { open_engine, submit, reap, cancel, close_engine, NULL };
 
 __attribute__((visibility("default"))) void instant_rate(int64_t wanted) { rate = wanted; }
 __attribute__((visibility("default"))) void *instant_engine(void) { return &ops; }

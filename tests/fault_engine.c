@@ -14,22 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-struct read {
-    int fd, slot, buffer;
-    char *address;
-    void *memory;
-    uint64_t length, offset, cookie;
-};
-struct completion { uint64_t cookie; int64_t result; };
-struct buffer { char *address; uint64_t length; };
-struct ops {
-    int (*open)(void **, void *, int, const struct buffer *, int, int *);
-    int (*submit)(void *, const struct read *, int);
-    int (*reap)(void *, struct completion *, int, int, int64_t);
-    void (*cancel)(void *);
-    void (*close)(void *);
-    int (*take_back)(void *);
-};
+#include "engine.h"
 
 enum { SHORT = 1, ERRNO, ZERO, HANG };
 enum { ANY = 0, DIRECT, BUFFERED };

@@ -29,6 +29,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "engine.h"
+
 int PyGILState_Check(void);
 
 enum { MOST_THREADS = 64, MOST_LOCKS = 64, MOST_READS = 512, MOST_RANGES = 64, BATCH = 64 };
@@ -474,22 +476,6 @@ const char *il_end(struct outcome *out) {
 
 /* --- the engine -------------------------------------------------------------------------------- */
 
-struct read {
-    int fd, slot, buffer, io_mode;
-    char *address;
-    void *memory;
-    uint64_t length, offset, cookie;
-};
-struct completion { uint64_t cookie; int64_t result; };
-struct buffer { char *address; uint64_t length; };
-struct ops {
-    int (*open)(void **, void *, int, const struct buffer *, int, int *);
-    int (*submit)(void *, const struct read *, int);
-    int (*reap)(void *, struct completion *, int, int, int64_t);
-    void (*cancel)(void *);
-    void (*close)(void *);
-    int (*take_back)(void *);
-};
 enum { DIRECT_FD = 1 }; /* added to the number of a file: 2 * file */
 
 struct flight { struct read read; int64_t ready; int cancelled; const void *engine; };
