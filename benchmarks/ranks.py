@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import cache, places, records, tables, values
+from . import cache, places, records, rounds, tables
 from .layout import several, size
 from .loaded import OURS, PEERS
 from .records import Refused
@@ -83,8 +83,8 @@ def loaded(arm: str, source: Path, count: int) -> dict[str, Any]:
 
 
 def title(result: dict[str, Any]) -> str:
-    rounds = several(result["rounds"], "repeat")
-    return f"{result['name']}, {size(result['bytes'])}; read by several ranks, cold; {rounds}"
+    repeats = several(result["rounds"], "repeat")
+    return f"{result['name']}, {size(result['bytes'])}; read by several ranks, cold; {repeats}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -113,38 +113,20 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = records.parser_of("python -m benchmarks.ranks", __doc__)
-    records.add_source(parser)
-    parser.add_argument("--repeats", dest="rounds", type=values.whole, default=3, metavar="N")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS])
-    parser.add_argument("--ranks", nargs="+", type=values.whole, default=[*RANKS], metavar="N")
-    options = parser.parse_args(words)
+    sums = set()
 
-    def result() -> tuple[dict[str, Any], str]:
-        with records.source_of(options) as source:
-            records.require_room(options)
-            cache.require_cold_can_be(source.glob("*.safetensors"))
-            found: dict[str, dict[str, dict[str, list[float]]]] = {arm: {} for arm in options.arms}
-            sums = set()
-            for turn in range(options.rounds):
-                for arm in records.in_turn(options.arms, turn):
-                    for count in options.ranks:
-                        one = loaded(arm, source, count)
-                        sums.add(one.pop("sum"))
-                        for fact, value in one.items():
-                            kept = found[arm].setdefault(str(count), {})
-                            kept.setdefault(fact, []).append(round(value, 3))
-                    records.say(f"round {turn + 1}, {arm}: done")
+    def measured(arm: str, source: Path, counts: Sequence[int], kept: dict[str, Any]) -> None:
+        for count in counts:
+            one = loaded(arm, source, count)
+            sums.add(one.pop("sum"))
             if len(sums) != 1:
                 raise Refused("the loaders do not agree on the weights")
-            name = records.name_of(options, source)
-            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-            arms = [{"label": arm, "ranks": ranks} for arm, ranks in found.items()]
-            return records.record(
-                "ranks", source, name=name, bytes=nbytes, rounds=options.rounds, arms=arms
-            ), f"ranks-{name}"
+            facts = kept.setdefault(str(count), {})
+            for fact, value in one.items():
+                facts.setdefault(fact, []).append(round(value, 3))
 
-    return records.publish("ranks", options, result)
+    how: Any = {"arms": ARMS, "repeats": 3, "counts": ("--ranks", RANKS), "fact": "ranks"}
+    return rounds.program("ranks", __doc__, words, measured, **how)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import cache, places, records, tables, values
+from . import cache, places, records, rounds, tables
 from .layout import several, size
 from .loaded import OURS, PEERS
 from .records import Refused
@@ -62,8 +62,8 @@ def make_cold(source: Path) -> None:
     time.sleep(SETTLE_SECONDS)
 
 
-def measured(arm: str, source: Path, at_once: Sequence[int]) -> dict[str, list[float]]:
-    """One round of one loader: seconds by situation."""
+def measured(arm: str, source: Path, at_once: Sequence[int], kept: dict[str, Any]) -> None:
+    """Adds one round of one loader: seconds by situation."""
     make_cold(source)
     runs = {"cold": started(arm, source, 1)}
     runs["restart"] = [run for _ in range(RESTARTS) for run in started(arm, source, 1)]
@@ -73,14 +73,15 @@ def measured(arm: str, source: Path, at_once: Sequence[int]) -> dict[str, list[f
     sums = {run["sum"] for found in runs.values() for run in found}
     if len(sums) != 1:
         raise Refused(f"{arm}: its processes do not agree on the weights: {sums}")
-    seconds = {name: [run["seconds"] for run in found] for name, found in runs.items()}
-    # What counts is the last process to be ready.
-    return {name: [max(took)] if "once" in name else took for name, took in seconds.items()}
+    for name, found in runs.items():
+        took = [run["seconds"] for run in found]
+        # Of processes at once the last one to be ready counts.
+        kept.setdefault(name, []).extend([max(took)] if "once" in name else took)
 
 
 def title(result: dict[str, Any]) -> str:
-    rounds = several(result["rounds"], "repeat")
-    return f"{result['name']}, {size(result['bytes'])}; restarts and starts at once; {rounds}"
+    repeats = several(result["rounds"], "repeat")
+    return f"{result['name']}, {size(result['bytes'])}; restarts and starts at once; {repeats}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -100,31 +101,8 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = records.parser_of("python -m benchmarks.restarts", __doc__)
-    records.add_source(parser)
-    parser.add_argument("--repeats", dest="rounds", type=values.whole, default=5, metavar="N")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS])
-    parser.add_argument("--at-once", nargs="+", type=values.whole, default=[*AT_ONCE], metavar="N")
-    options = parser.parse_args(words)
-
-    def result() -> tuple[dict[str, Any], str]:
-        with records.source_of(options) as source:
-            records.require_room(options)
-            cache.require_cold_can_be(source.glob("*.safetensors"))
-            found: dict[str, dict[str, list[float]]] = {arm: {} for arm in options.arms}
-            for turn in range(options.rounds):
-                for arm in records.in_turn(options.arms, turn):
-                    for name, took in measured(arm, source, options.at_once).items():
-                        found[arm].setdefault(name, []).extend(took)
-                    records.say(f"round {turn + 1}, {arm}: done")
-            name = records.name_of(options, source)
-            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-            arms = [{"label": arm, "seconds": seconds} for arm, seconds in found.items()]
-            return records.record(
-                "restarts", source, name=name, bytes=nbytes, rounds=options.rounds, arms=arms
-            ), f"restarts-{name}"
-
-    return records.publish("restarts", options, result)
+    how: Any = {"arms": ARMS, "repeats": 5, "counts": ("--at-once", AT_ONCE), "fact": "seconds"}
+    return rounds.program("restarts", __doc__, words, measured, **how)
 
 
 if __name__ == "__main__":
