@@ -114,8 +114,8 @@ cdef int64_t averaged(int64_t before, int64_t took) noexcept nogil:
 
 
 cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept nogil:
-    """Touches a unit, and returns the CPU time that it took. Without a free huge page the kernel
-    gives a small one: `huge` is 0, and whoever writes to the unit touches the others."""
+    """Touches a unit as a huge page, and returns the CPU time that it took. `huge` becomes 0 if the
+    kernel had no huge page free and gave a small one; writes then touch the other 511."""
     cdef char *base = region.base + unit * UNIT_BYTES
     cdef unsigned char resident = 0
     cdef int64_t took = cpu_ns()

@@ -263,11 +263,13 @@ def install(
     Args:
         backend: "auto" or the name of a backend.
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
+        page_cache: As for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
         ahead_bytes: Bytes of such tensors that are read before transformers requests them.
         verify: As for `gdsload.load_file`.
+        on_event: As for `gdsload.load_file`, for each load.
 
     Raises:
         ValueError: An unknown `cache`, `page_cache` or `verify`, or a size below 1.
