@@ -50,11 +50,9 @@ cdef enum:
     FIRST_RETRY_UNITS = 16
     LAST_RETRY_UNITS = 256
 
-    # Units that get the same pages, by the cost of the first, where others write.
-    GROUP_UNITS = 8
-    # Groups of small pages between two tries; doubled as long as huge pages stay expensive.
-    FIRST_RETRY_GROUPS = 1
-    LAST_RETRY_GROUPS = 64
+    # Where others write: small units between two tries, doubled by each expensive huge page, and
+    # halved by each cheap one. One cheap page tells little: it may be one that was just freed.
+    MOST_SMALL_UNITS = 512
 
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
     MOST_TOUCHING = 2
@@ -250,43 +248,35 @@ cdef int64_t read_first_touch(
 cdef class HugePages:
     """Huge pages for fresh memory that is written to at once, while they are cheap."""
 
-    cdef int skip          # groups before the next try
-    cdef int retry_groups
+    cdef int skip   # units before the next try
+    cdef int retry  # units to skip if that one is expensive
 
     def __cinit__(self):
-        self.retry_groups = FIRST_RETRY_GROUPS
+        self.retry = 1
 
     def prepare(self, object region, uint64_t offset, uint64_t nbytes):
         """Chooses the pages of a range of a region (its ``handle()``), where it was not done before.
 
-        The first unit of each group is touched. Contents do not change.
+        Units with a huge page are touched. Contents do not change.
         """
         cdef CRegion *memory = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
-        cdef uint64_t unit, end, last
+        cdef uint64_t unit
         if nbytes == 0 or offset > memory.length or nbytes > memory.length - offset:
             raise ValueError(f"no {nbytes} bytes at {offset} in a region of {memory.length} bytes")
         if memory.touched == NULL:
             return
-        unit, end = offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1
         with nogil:
-            while unit < end:
-                last = unit
-                while last < end and last - unit < GROUP_UNITS and not memory.touched[last]:
-                    memory.touched[last] = 1
-                    last += 1
-                if last > unit:
-                    self.choose(memory, unit, last)
-                unit = max(last, unit + 1)
+            for unit in range(offset // UNIT_BYTES, (offset + nbytes - 1) // UNIT_BYTES + 1):
+                if not memory.touched[unit]:
+                    memory.touched[unit] = 1
+                    self.choose(memory, unit)
 
-    cdef void choose(self, CRegion *memory, uint64_t first, uint64_t end) noexcept nogil:
+    cdef void choose(self, CRegion *memory, uint64_t unit) noexcept nogil:
         cdef int huge
         if self.skip > 0:
             self.skip -= 1
-        elif touch_as_huge(memory, first, &huge) <= CHEAP_NS and huge:
-            madvise(
-                memory.base + first * UNIT_BYTES, (end - first) * UNIT_BYTES, MADV_HUGEPAGE
-            )
-            self.retry_groups = FIRST_RETRY_GROUPS
+        elif touch_as_huge(memory, unit, &huge) <= CHEAP_NS and huge:
+            self.retry = max(self.retry // 2, 1)
         else:
-            self.skip = self.retry_groups
-            self.retry_groups = min(2 * self.retry_groups, <int>LAST_RETRY_GROUPS)
+            self.skip = self.retry
+            self.retry = min(2 * self.retry, <int>MOST_SMALL_UNITS)
