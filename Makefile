@@ -74,12 +74,15 @@ sanitize: setup  ## native code under address, undefined and thread sanitizers; 
 malformed: bench-deps  ## malformed files and failing calls: how gdsload and other loaders end
 	$(PY) -m benchmarks.malformed --replace --publish $(ARGS)
 
-.PHONY: soak fuzz
+.PHONY: soak fuzz mutants
 soak: setup  ## thousands of loads in one process and in eight: nothing grows; ARGS='--loads 500'
 	$(PY) -m benchmarks.soak --replace --publish $(ARGS)
 
 fuzz: setup  ## parsers, planner and command line under atheris; ARGS='--seconds 600'
 	@sh scripts/fuzz.sh $(ARGS)
+
+mutants: setup  ## faults put into checkpoint, planning and manifests, which a test must find; an hour
+	@sh scripts/mutants.sh $(ARGS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

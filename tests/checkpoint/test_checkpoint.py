@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from gdsload.checkpoint import Checkpoint, file_io
+from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -171,9 +172,13 @@ WRONG_INDEXES: list[tuple[dict[str, str], str]] = [
 def test_index_that_contradicts_its_shards_raises(
     two: Path, weight_map: dict[str, str], fragment: str
 ) -> None:
-    write_index(two, weight_map)
-    with pytest.raises(CheckpointError, match=fragment):
+    index = write_index(two, weight_map)
+    with pytest.raises(CheckpointError, match=fragment) as caught:
         Checkpoint.open(two)
+    if not isinstance(caught.value, CheckpointNotFound):
+        assert str(caught.value).startswith(f"{index}: the index says that tensor ")
+        assert caught.value.path == str(index)
+        assert caught.value.tensor == ("z" if "z" in weight_map else "a")
 
 
 def test_missing_shard_raises_checkpoint_not_found(two: Path) -> None:
@@ -189,8 +194,11 @@ def test_tensor_in_two_shards_raises_if_strict(two: Path, indexed: bool) -> None
     write(two / "2222.safetensors", "a", "c")
     if not indexed:
         (two / "model.safetensors.index.json").unlink()
-    with pytest.raises(CheckpointError, match=r"'a' is in two shards: .*1111.* and .*2222"):
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(two)
+    first, second = two / "1111.safetensors", two / "2222.safetensors"
+    assert str(caught.value) == f"tensor 'a' is in two shards: {first} and {second}"
+    assert (caught.value.path, caught.value.tensor) == (str(second), "a")
     with Checkpoint.open(two, strict=False) as checkpoint:
         assert checkpoint.tensors["a"].shard == (0 if indexed else 1)
         assert [info.shard for info in checkpoint.tensors.values()] == sorted(
@@ -267,18 +275,125 @@ def test_list_of_files_is_one_checkpoint(two: Path, tmp_path: Path) -> None:
         assert list(checkpoint.tensors) == ["d", "c"]
 
 
+def test_list_of_files_is_named_by_the_first(two: Path) -> None:
+    files = [two / "1111.safetensors", two / "2222.safetensors"]
+    with Checkpoint.of(files) as checkpoint:
+        assert checkpoint.source == f"{files[0]} and 1 more"
+        assert [shard.name for shard in checkpoint.shards] == [file.name for file in files]
+    with Checkpoint.of(files[:1]) as checkpoint:
+        assert checkpoint.source == str(files[0])
+    with pytest.raises(CheckpointError, match="more than the limit of 20"):
+        Checkpoint.of(files, header_limit=20)
+    with Checkpoint.of([files[0], files[0]], strict=False) as checkpoint:
+        assert {info.shard for info in checkpoint.tensors.values()} == {1}
+    with Checkpoint.of(files, {"z": files[0].name}, strict=False) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b", "c"]
+
+
+def test_lookup_opens_a_path_and_a_list_alike(two: Path) -> None:
+    files = [two / "1111.safetensors", two / "2222.safetensors"]
+    for source in (two, files, tuple(files)):
+        with Lookup().open(source) as checkpoint:
+            assert list(checkpoint.tensors) == ["a", "b", "c"]
+        with pytest.raises(CheckpointError, match="more than the limit of 20"):
+            Lookup(header_limit=20).open(source)
+    write_index(two, {"z": "1111.safetensors"})
+    with Lookup(strict=False).open(two) as checkpoint:
+        assert list(checkpoint.tensors) == ["a", "b"]
+    with Lookup(strict=False).open([files[0], files[0]]) as checkpoint:
+        assert len(checkpoint.shards) == 2
+
+
+def test_names_choose_tensors_and_a_missing_one_raises(two: Path) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        every = list(checkpoint.tensors.values())
+        assert checkpoint.infos() == every
+        assert checkpoint.infos(["c", "a"]) == [every[2], every[0]]
+        assert checkpoint.info("b") == every[1]
+        for ask in (checkpoint.info, checkpoint.infos):
+            with pytest.raises(CheckpointError) as caught:
+                ask("d")
+            assert str(caught.value) == f"{two}: there is no tensor 'd' in it"
+            assert caught.value.tensor == "d"
+
+
+def test_repr_has_source_counts_and_state(two: Path) -> None:
+    with Checkpoint.open(two) as checkpoint:
+        assert repr(checkpoint) == f"<Checkpoint {two}: 3 tensors, 12 bytes, 2 files>"
+    assert repr(checkpoint) == f"<Checkpoint {two}: 3 tensors, 12 bytes, 2 files, closed>"
+
+
+def test_quiesced_checkpoint_has_no_descriptor_until_it_is_used(two: Path) -> None:
+    before = open_files()
+    with Checkpoint.open(two) as checkpoint:
+        assert checkpoint.busy() == ""
+        checkpoint.quiesce()
+        checkpoint.quiesce()
+        assert open_files() == before and not checkpoint.closed
+        assert os.pread(checkpoint.shards[1].fd, 8, 0)
+        assert len(open_files()) == len(before) + 1
+        checkpoint.resume()
+        assert len(open_files()) == len(before) + 2
+        checkpoint.quiesce()
+        pass_a_tick(two / "2222.safetensors")
+        grow(two / "2222.safetensors")
+        with pytest.raises(FileChanged, match="its size went"):
+            checkpoint.resume()
+        assert checkpoint.shards[1].closed
+    assert checkpoint.closed
+    checkpoint.quiesce()
+    checkpoint.resume()
+    assert open_files() == before
+
+
+def test_quiesced_checkpoint_finds_its_files_from_another_directory(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(two)
+    with Checkpoint.open("1111.safetensors") as checkpoint:
+        monkeypatch.chdir("/")
+        for _ in range(2):
+            checkpoint.quiesce()
+            checkpoint.resume()
+        (two / "1111.safetensors").unlink()
+        checkpoint.quiesce()
+        with pytest.raises(CheckpointNotFound, match=r"^No such file or directory: 1111\.saf"):
+            checkpoint.resume()
+
+
+def test_file_is_opened_from_a_deleted_directory(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (two / "gone").mkdir()
+    monkeypatch.chdir(two / "gone")
+    (two / "gone").rmdir()
+    with Checkpoint.open("../1111.safetensors") as checkpoint:
+        assert len(checkpoint.tensors) == 2
+
+
 def test_list_of_files_that_do_not_fit_raises(two: Path) -> None:
     first = two / "1111.safetensors"
-    with pytest.raises(CheckpointError, match="no files"):
+    with pytest.raises(CheckpointError, match=r"^a checkpoint of no files$"):
         Checkpoint.of([])
-    with pytest.raises(TypeError, match="list of files"):
-        Checkpoint.of(str(first))
+    for one in (str(first), os.fsencode(first), first):
+        with pytest.raises(TypeError) as refused:
+            Checkpoint.of(one)  # type: ignore[arg-type]
+        assert str(refused.value) == (
+            "Checkpoint.of takes a list of files; Checkpoint.open takes one path"
+        )
     with pytest.raises(CheckpointError, match="is in two shards"):
         Checkpoint.of([first, first])
-    with pytest.raises(CheckpointError, match="not among the files"):
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint.of([first], {"a": "x.safetensors"})
-    with pytest.raises(CheckpointError, match="two files have the same name"):
+    assert str(caught.value) == (
+        "the index maps tensor 'a' to 'x.safetensors', which is not among the files"
+    )
+    assert caught.value.tensor == "a"
+    with pytest.raises(CheckpointError) as caught:
         Checkpoint.of([first, first], {"a": "1111.safetensors"})
+    assert str(caught.value) == (
+        f"{first} and 1 more: two files have the same name: no index fits them"
+    )
     with pytest.raises(CheckpointError, match=r"'z' is in 1111\.safetensors, but no shard"):
         Checkpoint.of([first], {"z": "1111.safetensors"})
 

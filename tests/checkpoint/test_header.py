@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tracemalloc
 from pathlib import Path
@@ -197,6 +198,8 @@ def test_invalid_header_raises(text: str | bytes, data: int, fragment: str) -> N
     assert len(message) < 600
     assert "\n" not in message
     assert caught.value.path == "f.safetensors"
+    named = re.match(r"f\.safetensors: tensor '(.*?)': ", message)
+    assert caught.value.tensor == (named[1] if named else None)
 
 
 # Refused by gdsload but not by safetensors: listed in the docstring of the module.
@@ -297,7 +300,12 @@ FOREIGN: list[tuple[bytes, str]] = [
     (b"\x1f\x8b\x08\x00" + b"\x01" * 60, "gzip"),
     (b"\x80\x02}q\x00" + b"\x01" * 60, "pickle"),
     (b"GGUF\x03\x00\x00\x00" + b"\x01" * 60, "GGUF"),
+    (b"\x28\xb5\x2f\xfd" + b"\x01" * 60, "zstd"),
+    (b"\x89HDF\r\n\x1a\n" + b"\x01" * 60, "HDF5 file"),
+    (b"\x93NUMPY\x01\x00" + b"\x01" * 60, "NumPy file"),
+    (b"<Error><Code>NoSuchKey</Code></Error>", "XML answer"),
     (b'{"weight_map": {}}', "bare JSON"),
+    (b'{\n  "weight_map": {}}', "bare JSON"),
     (bytes(64), "begins with zeros only"),
     (b"", "the file is empty"),
     (b"\x02\x00\x00", "3 bytes, too few"),
@@ -312,13 +320,43 @@ def test_file_of_another_format_is_named(data: bytes, fragment: str) -> None:
         length = header_length(data, len(data), path="f.safetensors")
         parse_header(data[8 : 8 + length], len(data), path="f.safetensors")
     assert fragment in str(caught.value)
+    assert str(caught.value).startswith("f.safetensors: ")
+    assert caught.value.path == "f.safetensors"
 
 
-def test_header_of_exactly_the_limit_is_accepted() -> None:
-    head = (100).to_bytes(8, "little")
+@pytest.mark.parametrize(
+    ("size", "limit", "fault"),
+    [
+        (0, 100, "the file is empty"),
+        (7, 100, "the file has 7 bytes, too few for a safetensors header"),
+        (
+            107,
+            100,
+            "its header claims 100 bytes, but the file has only 107: it is truncated, or not a"
+            " safetensors file",
+        ),
+        (
+            108,
+            99,
+            "its header claims 100 bytes, more than the limit of 99 (header_limit raises it)",
+        ),
+    ],
+)
+def test_header_that_cannot_be_read_has_its_fault(size: int, limit: int, fault: str) -> None:
+    head = (100).to_bytes(8, "little") + b"[]"
     assert header_length(head, 108, path="f", limit=100) == 100
-    with pytest.raises(CheckpointError, match=r"more than the limit of 99 \(header_limit"):
-        header_length(head, 108, path="f", limit=99)
+    assert header_length(head[:8], 108, path="f", limit=100) == 100
+    with pytest.raises(CheckpointError) as caught:
+        header_length(head[:size], size, path="f", limit=limit)
+    assert str(caught.value) == f"f: {fault}"
+    assert caught.value.path == "f"
+
+
+def test_smallest_file_has_an_empty_header() -> None:
+    assert header_length(bytes(8), 8, path="f") == 0
+    assert header_length((100_000_000).to_bytes(8, "little"), 1 << 40, path="f") == 100_000_000
+    with pytest.raises(CheckpointError, match="more than the limit of 100000000 "):
+        header_length((100_000_001).to_bytes(8, "little"), 1 << 40, path="f")
 
 
 def test_length_that_looks_like_another_format_is_accepted() -> None:
@@ -356,6 +394,7 @@ def test_invalid_index_raises(raw: bytes, fragment: str) -> None:
         read_weight_map(raw, path="i.json")
     assert fragment in str(caught.value)
     assert str(caught.value).startswith("i.json: ")
+    assert caught.value.path == "i.json"
 
 
 def test_index_without_metadata_is_read() -> None:

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from gdsload.checkpoint.file_io import open_regular
-from gdsload.checkpoint.locate import hub_cache, locate, shard_name_fault
+from gdsload.checkpoint.locate import (
+    CheckpointFiles,
+    ShardPath,
+    hub_cache,
+    locate,
+    shard_name_fault,
+)
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -93,6 +99,37 @@ def test_subfolder_and_variant_find_an_index(tmp_path: Path) -> None:
     assert found.weight_map == {"w": shard}
 
 
+def test_found_files_have_title_names_paths_and_index(tmp_path: Path) -> None:
+    single = str(touch(tmp_path / "one", "model.safetensors") / "model.safetensors")
+    shards = (ShardPath("model.safetensors", single),)
+    assert locate(single) == CheckpointFiles(single, shards)
+    assert locate(tmp_path / "one") == CheckpointFiles(str(tmp_path / "one"), shards)
+    touch(tmp_path / "any", "x.safetensors")
+    shards = (ShardPath("x.safetensors", str(tmp_path / "any" / "x.safetensors")),)
+    assert locate(tmp_path / "any") == CheckpointFiles(str(tmp_path / "any"), shards)
+    weight_map = {"w": "a.safetensors"}
+    index = str(write_index(tmp_path / "two" / "model.safetensors.index.json", weight_map))
+    shards = (ShardPath("a.safetensors", str(tmp_path / "two" / "a.safetensors")),)
+    for source in (tmp_path / "two", index):
+        assert locate(source) == CheckpointFiles(str(source), shards, weight_map, index)
+    only = str(write_index(tmp_path / "three" / "unet.safetensors.index.json", weight_map))
+    shards = (ShardPath("a.safetensors", str(tmp_path / "three" / "a.safetensors")),)
+    assert locate(tmp_path / "three") == CheckpointFiles(
+        str(tmp_path / "three"), shards, weight_map, only
+    )
+
+
+def test_model_precedes_diffusion_model_and_file_precedes_index(tmp_path: Path) -> None:
+    write_index(tmp_path / "diffusion_pytorch_model.safetensors.index.json", {"w": "4.safetensors"})
+    assert names(tmp_path) == ["4.safetensors"]
+    touch(tmp_path, "diffusion_pytorch_model.safetensors")
+    assert names(tmp_path) == ["diffusion_pytorch_model.safetensors"]
+    write_index(tmp_path / "model.safetensors.index.json", {"w": "2.safetensors"})
+    assert names(tmp_path) == ["2.safetensors"]
+    touch(tmp_path, "model.safetensors")
+    assert names(tmp_path) == ["model.safetensors"]
+
+
 def test_index_path_gives_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = write_index(tmp_path / "any.index.json", {"b": "2.safetensors", "a": "1.safetensors"})
     assert names(index) == ["1.safetensors", "2.safetensors"]
@@ -109,10 +146,83 @@ def test_single_index_of_any_name_is_used(tmp_path: Path) -> None:
         locate(tmp_path)
 
 
-def test_missing_numbered_shard_raises(tmp_path: Path) -> None:
-    touch(tmp_path, "m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="there are 2 of the 3 shards of 'm'"):
+@pytest.mark.parametrize(
+    "numbers,present", [("13", 2), ("124", 3), ("01", 2)], ids=["gap", "beyond the end", "end"]
+)
+def test_missing_numbered_shard_raises(tmp_path: Path, numbers: str, present: int) -> None:
+    touch(tmp_path, "a-00001-of-00001.safetensors", "other.safetensors")
+    touch(tmp_path, *(f"m-0000{number}-of-00003.safetensors" for number in numbers))
+    with pytest.raises(CheckpointError) as caught:
         locate(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: there are {present} of the 3 shards of 'm', and no index"
+    )
+    assert caught.value.path == str(tmp_path)
+
+
+def test_several_indexes_are_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_index(tmp_path / f"{name}.safetensors.index.json", {"w": "a.safetensors"})
+    with pytest.raises(CheckpointError) as caught:
+        locate(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: several indexes ('a.safetensors.index.json', 'b.safetensors.index.json'):"
+        " give the path of one of them"
+    )
+    assert caught.value.path == str(tmp_path)
+
+
+def test_files_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    others = ["a.bin", "b.gguf", "c.pt", *(f"d{n}.safetensors" for n in range(6))]
+    touch(tmp_path, *others, "e.txt")
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate(tmp_path, variant="fp8")
+    assert str(caught.value) == (
+        f"{tmp_path}: there is no model.fp8.safetensors, no index of it and no other safetensors"
+        f" file that fits; it holds {', '.join(map(repr, others[:8]))}"
+    )
+    assert (caught.value.path, caught.value.errno) == (str(tmp_path), errno.ENOENT)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"file that fits$"):
+        locate(tmp_path / "empty")
+
+
+def test_directory_of_shards_skips_directories_of_their_names(tmp_path: Path) -> None:
+    touch(tmp_path, "a.safetensors")
+    (tmp_path / "b.safetensors").mkdir()
+    assert names(tmp_path) == ["a.safetensors"]
+
+
+def test_index_is_bounded_and_its_format_named(tmp_path: Path) -> None:
+    index = write_index(tmp_path / "i.json", {"w": "a.safetensors"})
+    size = index.stat().st_size
+    assert names(index, limit=size) == ["a.safetensors"]
+    with pytest.raises(CheckpointError) as caught:
+        locate(index, limit=size - 1)
+    assert str(caught.value) == (
+        f"{index}: this index has {size} bytes, more than the limit of {size - 1} (header_limit"
+        " raises it)"
+    )
+    assert caught.value.path == str(index)
+    index.write_text(" \n" + index.read_text())
+    assert names(index) == ["a.safetensors"]
+    index.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="a git-lfs pointer") as caught:
+        locate(index)
+    assert caught.value.path == str(index)
+
+
+def test_directory_that_cannot_be_listed_raises_the_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(CheckpointUnreadable) as caught:
+        locate(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: it cannot be opened: Input/output error"
+    assert (caught.value.path, caught.value.errno) == (str(tmp_path), errno.EIO)
 
 
 def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
@@ -156,10 +266,23 @@ def test_invalid_source_raises(
         locate(source, **options)  # type: ignore[arg-type]
 
 
-def test_file_with_subfolder_raises(tmp_path: Path) -> None:
-    touch(tmp_path, "a.safetensors")
-    with pytest.raises(CheckpointError, match="one file"):
-        locate(tmp_path / "a.safetensors", subfolder="x")
+@pytest.mark.parametrize(
+    "source", ["", "/no/such/directory", "missing.safetensors", "missing.json"]
+)
+def test_source_that_does_not_exist_has_the_error_code(source: str) -> None:
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate(source)
+    assert caught.value.errno == errno.ENOENT
+    assert (caught.value.path or "") == source
+
+
+@pytest.mark.parametrize("options", [{"subfolder": "x"}, {"variant": "fp16"}])
+def test_file_with_subfolder_or_variant_raises(tmp_path: Path, options: dict[str, str]) -> None:
+    file = str(touch(tmp_path, "a.safetensors") / "a.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        locate(file, **options)  # type: ignore[arg-type]
+    assert str(caught.value) == f"{file}: this is one file and has no subfolder or variant"
+    assert caught.value.path == file
 
 
 # --- what an index may name ----------------------------------------------------------------------
@@ -192,8 +315,13 @@ def test_index_with_unsafe_shard_name_raises(tmp_path: Path, name: str) -> None:
     touch(tmp_path, "x.safetensors")
     with pytest.raises(CheckpointError) as caught:
         locate(tmp_path / "m")
-    assert str(caught.value).startswith(f"{index}: its weight_map maps tensor 'w' to ")
-    assert caught.value.tensor == "w"
+    fault = "is not the plain name of a file next to the index"
+    if not set(name) & set("/\\\0"):
+        fault = "does not end with .safetensors"
+    assert str(caught.value) == (
+        f"{index}: its weight_map maps tensor 'w' to {name!r}, which {fault}"
+    )
+    assert (caught.value.tensor, caught.value.path) == ("w", str(index))
 
 
 @pytest.mark.parametrize(
@@ -391,11 +519,52 @@ def test_hub_id_is_found_in_hf_hub_cache(cache: Path, monkeypatch: pytest.Monkey
 def test_model_missing_in_the_cache_raises(cache: Path) -> None:
     with pytest.raises(CheckpointNotFound) as caught:
         locate("org/other", cache_dir=cache)
-    assert str(cache) in str(caught.value)
+    assert str(caught.value) == (
+        f"org/other: no such file or directory, and the hub cache {cache} has no model of this name"
+        " (gdsload does not download: `hf download org/other` does)"
+    )
+    assert caught.value.path == str(cache / "models--org--other")
     with pytest.raises(CheckpointNotFound) as caught:
         locate("org/name", cache_dir=cache, revision="v2")
-    for part in ("'v2'", str(cache), "main", "v1", COMMIT):
-        assert part in str(caught.value)
+    assert str(caught.value) == (
+        f"org/name: revision 'v2' is not in the hub cache {cache}; it has main, refs/pr/1, v1,"
+        f" {COMMIT}"
+    )
+    assert caught.value.path == str(cache / "models--org--name" / "snapshots" / "v2")
+
+
+def test_revisions_in_the_cache_are_listed_up_to_a_limit(cache: Path) -> None:
+    repo = cache / "models--org--many"
+    touch(repo / "refs", *(f"r{n}" for n in range(9)))
+    (repo / "snapshots").mkdir()
+    for number in range(9):
+        (repo / "snapshots" / f"c{number}").mkdir()
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate("org/many", cache_dir=cache)
+    listed = [f"r{n}" for n in range(8)] + [f"c{n}" for n in range(8)]
+    assert str(caught.value).endswith(f"; it has {', '.join(listed)}")
+    (cache / "models--org--none").mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"it has none$"):
+        locate("org/none", cache_dir=cache)
+
+
+@pytest.mark.parametrize("commit", [f" {COMMIT}\n", "v"])
+def test_reference_names_its_snapshot(cache: Path, commit: str) -> None:
+    repo = cache / "models--org--name"
+    if not (repo / "snapshots" / commit.strip()).exists():
+        touch(repo / "snapshots" / commit, "model.safetensors")
+    (repo / "refs" / "v1").write_text(commit)
+    assert names("org/name", cache_dir=cache, revision="v1")
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "a/b", "-x", "a b", "x" * 4097])
+def test_reference_to_anything_but_a_commit_raises(cache: Path, text: str) -> None:
+    reference = cache / "models--org--name" / "refs" / "v1"
+    reference.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        locate("org/name", cache_dir=cache, revision="v1")
+    assert caught.value.path == str(reference)
+    assert not isinstance(caught.value, CheckpointNotFound)
 
 
 def test_reference_without_commit_raises(cache: Path) -> None:

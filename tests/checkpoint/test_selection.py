@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ def names_of(names: Names) -> list[str]:
         (lambda name: name.endswith("norm.weight"), ALL[6:7]),
         (["lm*", re.compile("^model.embed"), "lm_head.weight"], [ALL[7], ALL[0]]),
         (gdsload.layers(0, 2), ALL[1:6]),
+        (gdsload.layers(0, 1), ALL[1:4]),
         (gdsload.layers(1), ALL[4:7]),
         (gdsload.experts(), ALL[2:4]),
         (gdsload.experts(10, 12), ALL[3:4]),
@@ -64,10 +66,79 @@ def test_choice_that_nothing_fits_raises_checkpoint_error(names: Names) -> None:
         names_of(names)
 
 
-@pytest.mark.parametrize("numbers", [(-1, 2), (3, 3), (4, 2)])
-def test_empty_range_of_layers_raises_value_error(numbers: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="there are none"):
-        gdsload.layers(*numbers)
+@pytest.mark.parametrize(
+    "names,text,tensor",
+    [
+        ("gone", "there is no tensor 'gone' in it", "gone"),
+        ("gone*", "no tensor has the name or matches the pattern 'gone*'", "gone*"),
+        (re.compile("gone$"), "no tensor has the name or matches the pattern 'gone$'", None),
+        (~gdsload.layers(0), "there is no tensor 'x' in it", "x"),
+    ],
+)
+def test_error_names_the_source_and_what_nothing_fits(
+    names: Names, text: str, tensor: str | None
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        names_of(["lm_head.weight", names, "x"])  # type: ignore[list-item]
+    assert str(caught.value) == f"model: {text}"
+    assert caught.value.tensor == tensor
+
+
+@pytest.mark.parametrize(
+    "name,hint",
+    [
+        ("lm_haed.weight", "; did you mean 'lm_head.weight'?"),
+        ("head.weight", "; did you mean 'lm_head.weight'?"),
+        ("lm_head.bias", ""),
+        ("model.layers.0.mlp.gate.weigth", "; did you mean 'model.layers.0.mlp.gate.weight'?"),
+    ],
+)
+def test_missing_name_is_answered_by_a_similar_one(name: str, hint: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        names_of(name)
+    assert str(caught.value) == f"model: there is no tensor '{name}' in it{hint}"
+
+
+@pytest.mark.parametrize(
+    "letters,count,hinted",
+    [(199, 1999, True), (200, 1999, False), (199, 2000, False)],
+    ids=["within the limits", "a longer name", "more tensors"],
+)
+def test_similar_names_are_sought_within_limits(letters: int, count: int, hinted: bool) -> None:
+    name = "".join(chr(0x4E00 + number) for number in range(letters))
+    info = TensorInfo(name, "F32", (1,), 0, 0, 4)
+    tensors = {name: info, **{f"{number}": info for number in range(count)}}
+    with pytest.raises(CheckpointError) as caught:
+        chosen(tensors, f"b{name}", "model")
+    assert ("did you mean" in str(caught.value)) == hinted
+
+
+@pytest.mark.parametrize("names", [[5], [None], [b"lm_head.weight"]])
+def test_choice_of_another_type_raises_type_error(names: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        names_of(names)
+    assert str(caught.value) == (
+        f"names takes names, globs, regular expressions and functions, not {names[0]!r}"
+    )
+
+
+def test_selection_shows_how_it_was_made() -> None:
+    wanted = gdsload.layers(0, 4) & "*.weight" | ~gdsload.experts(8)
+    assert repr(wanted) == "((layers(0, 4) & '*.weight') | ~experts(8, None))"
+    assert wanted("layers.3.experts.9.weight") and wanted("layers.4.bias")
+    assert not wanted("layers.4.experts.8.weight") and not wanted("layers.3.experts.8.bias")
+    assert gdsload.experts()("experts.0.weight") and not gdsload.experts()("layers.0.weight")
+
+
+@pytest.mark.parametrize("make", [gdsload.layers, gdsload.experts])
+@pytest.mark.parametrize("numbers", [(-1, 2), (3, 3), (4, 2), (-1, None)])
+def test_empty_range_raises_value_error(make: Any, numbers: tuple[int, int | None]) -> None:
+    with pytest.raises(ValueError) as caught:
+        make(*numbers)
+    first, end = numbers
+    assert str(caught.value) == (
+        f"{make.__name__}({first}, {end}): there are none from {first} to {end}"
+    )
 
 
 def test_only_selected_tensors_are_read(tiny_moe_checkpoint: Path) -> None:

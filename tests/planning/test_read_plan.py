@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ from gdsload.planning.read_plan import (
     Limits,
     Location,
     ReadPlan,
+    byte_ranges_of,
+    grouped,
     merged_ranges_of,
     plan_reads,
 )
@@ -207,19 +208,122 @@ def test_no_bytes_wanted_gives_no_transfers() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "fault"),
     [
-        lambda: Limits(block=0),
-        lambda: Limits(block=1000),
-        lambda: Limits(max_request=0),
-        lambda: Limits(max_request=4097),
-        lambda: Limits(max_request=512, block=4096),
-        lambda: Limits(depth=0),
+        ({"block": 0}, "a block of 0 bytes is not a power of two"),
+        ({"block": 1000}, "a block of 1000 bytes is not a power of two"),
+        ({"max_request": 0}, "requests of 0 bytes are not multiples of a block of 4096"),
+        ({"max_request": 4097}, "requests of 4097 bytes are not multiples of a block of 4096"),
+        ({"max_request": 512}, "requests of 512 bytes are not multiples of a block of 4096"),
+        ({"depth": 0}, "a depth of 0 is not positive"),
     ],
 )
-def test_invalid_limits_raise(bad: Callable[[], Limits]) -> None:
-    with pytest.raises(ValueError, match=r"block|requests|depth"):
-        bad()
+def test_invalid_limits_raise(bad: dict[str, int], fault: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Limits(**bad)
+    assert str(caught.value) == fault
+
+
+def test_smallest_limits_are_accepted() -> None:
+    least = Limits(max_request=1, block=1, depth=1, io_modes=("direct",))
+    assert (least.max_request, least.block, least.depth) == (1, 1, 1)
+    assert least.io_modes == ("direct",)
+    assert set(Limits().io_modes) == {"direct", "buffered"}
+    assert (Limits().max_request, Limits().block, Limits().depth) == (4 << 20, 4096, 16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "groups"),
+    [
+        ([3, 4, 9, 1], 8, [[3, 4], [9], [1]]),
+        ([4, 4, 1], 8, [[4, 4], [1]]),
+        ([9], 8, [[9]]),
+        ([0, 0, 8, 0], 8, [[0, 0, 8, 0]]),
+        ([], 8, []),
+    ],
+)
+def test_items_are_grouped_up_to_a_size(
+    sizes: list[int], most: int, groups: list[list[int]]
+) -> None:
+    assert list(grouped(sizes, most, size=int)) == groups
+    ranges = [ByteRange(str(number), 0, 0, size) for number, size in enumerate(sizes)]
+    assert [[each.nbytes for each in group] for group in grouped(ranges, most)] == groups
+
+
+def test_small_plan_is_as_computed_by_hand() -> None:
+    ranges = [
+        ByteRange("late", 1, 100, 9000),
+        ByteRange("far", 0, 1_000_000, 10),
+        ByteRange("near", 0, 8, 5000),
+        ByteRange("empty", 0, 8, 0),
+    ]
+    plan = plan_reads(ranges, [1_000_010, 9100], Limits(max_request=8192))
+    assert plan.transfers == (
+        (0, 0, 8192, 8192, 0, 0, "direct", 0),
+        (0, 999_424, 4096, 586, 0, 999_424, "direct", 1),
+        (1, 0, 8192, 8192, 1, 0, "direct", 2),
+        (1, 8192, 4096, 908, 1, 8192, "direct", 3),
+    )
+    assert plan.targets == ((0, 0, 1_003_520), (1, 0, 12_288))
+    assert plan.merged_ranges == ((0, 8, 5000), (0, 1_000_000, 10), (1, 100, 9000))
+    assert plan.windows == ((0, 4),)
+    assert plan.locations == {
+        "near": Location(0, 8, 0, 0),
+        "far": Location(0, 1_000_000, 1, 1),
+        "late": Location(1, 100, 2, 3),
+        "empty": Location(-1, 0, 0, -1),
+    }
+    assert plan.locations.get("gone") is None
+    assert plan.locations.get("gone", 5) == 5
+    assert plan.locations.get("late") == plan.locations["late"]
+    assert list(plan.locations) == ["near", "far", "late", "empty"] and len(plan.locations) == 4
+    assert plan.summary() == (
+        "4 tensors, 14,010 bytes wanted\n"
+        "3 merged ranges in 2 targets, 1 windows\n"
+        "4 requests of 4,096 to 8,192 bytes, 17,878 bytes to read (27.609% over)"
+    )
+    assert [each.name for each in plan.ranges] == ["near", "far", "late"]
+    assert (plan.wanted_bytes, plan.read_bytes) == (14_010, 8192 + 586 + 8192 + 908)
+    windows = plan_reads(ranges, [1_000_010, 9100], Limits(), window_bytes=5010).windows
+    assert windows == ((0, 1), (1, 3))
+
+
+def test_shared_block_of_two_shards_is_that_of_each() -> None:
+    ranges = [ByteRange("a", 0, 5000, 100), ByteRange("b", 1, 5000, 100)]
+    plan = plan_reads(ranges, [70_000, 70_000], Limits(), blocks=[65_536, 512])
+    assert [transfer[:4] for transfer in plan.transfers] == [
+        (0, 0, 65_536, 65_536),
+        (1, 4096, 4096, 4096),
+    ]
+
+
+def test_mapped_transfers_need_no_buffer() -> None:
+    ranges = [ByteRange("a", 0, 0, 8192), ByteRange("b", 1, 0, 5000)]
+    plan = plan_reads(
+        ranges, [8192, 5000], Limits(), io_mode_of=lambda shard, *_: ["mapped", "direct"][shard]
+    )
+    assert plan.mapped_targets == {0}
+    assert (plan.buffer_bytes, plan.read_bytes) == (5000, 13_192)
+
+
+def test_byte_ranges_are_those_of_tensors_in_the_order_of_names(tiny_checkpoint: Path) -> None:
+    with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
+        every = [
+            ByteRange(info.name, info.shard, info.offset, info.nbytes)
+            for info in checkpoint.tensors.values()
+        ]
+        assert byte_ranges_of(checkpoint) == every
+        assert byte_ranges_of(checkpoint, [every[-1].name, every[0].name]) == [every[-1], every[0]]
+
+
+def test_merged_ranges_keep_two_blocks_of_distance() -> None:
+    ranges = [ByteRange("a", 0, 0, 10), ByteRange("b", 0, 8202, 10)]
+    assert merged_ranges_of(ranges, gap_bytes=0) == [(0, 0, 8212)]
+    apart = [ranges[0], ByteRange("b", 0, 8203, 10)]
+    assert merged_ranges_of(apart, gap_bytes=0) == [(0, 0, 10), (0, 8203, 10)]
+    assert merged_ranges_of(apart, gap_bytes=8193) == [(0, 0, 8213)]
+    wide = plan_reads(apart, [9000], Limits(65_536, 65_536), gap_bytes=0)
+    assert len(wide.merged_ranges) == 1
 
 
 def test_plan_of_a_checkpoint_has_its_tensors(tiny_checkpoint: Path) -> None:

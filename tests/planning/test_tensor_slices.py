@@ -5,12 +5,22 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.planning.read_plan import GAP_BYTES
-from gdsload.planning.tensor_slices import MAX_RUNS, TensorSlice, slice_of, whole
+from gdsload.errors import CheckpointError
+from gdsload.planning.read_plan import GAP_BYTES, ByteRange
+from gdsload.planning.tensor_slices import (
+    MAX_RUNS,
+    TensorSlice,
+    rows_of,
+    runs_of,
+    slice_of,
+    wanted_tensors,
+    whole,
+)
 
 
 def info_of(tensor: torch.Tensor) -> TensorInfo:
@@ -37,6 +47,7 @@ INDEXES: list[Any] = [
     (slice(1, 3), 2), (slice(1, 3), slice(0, 4, 2)), (slice(0, 2), ..., 0), (0, slice(1, 2)),
     (slice(None), slice(2, 5)), (slice(1, 2), slice(2, 5), slice(0, 1)), (slice(0, 99),),
     (..., slice(1, 2)), None,
+    numpy.int64(2), numpy.array([1, 3]), (slice(1, 3), numpy.array([0, 2])),
 ]  # fmt: skip
 
 
@@ -98,3 +109,130 @@ def test_equal_slices_have_equal_keys() -> None:
 def test_packed_dtype_is_read_whole() -> None:
     packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
     assert slice_of(packed, slice(0, 2)).nbytes == 16
+
+
+CUBE = TensorInfo("w", "I16", (4, 6, 5), 3, 128, 240)
+
+
+@pytest.mark.parametrize(
+    ("index", "kept", "removed", "nbytes"),
+    [
+        (..., (4, 6, 5), (), 240),
+        (2, (1, 6, 5), (0,), 60),
+        (-4, (1, 6, 5), (0,), 60),
+        ((slice(1, 3), 5), (2, 1, 5), (1,), 20),
+        ((slice(0, 4, 2), slice(None, None, 4)), (2, 2, 5), (), 40),
+        ((1, ..., 2), (1, 6, 1), (0, 2), 12),
+        ((..., slice(1, 3)), (4, 6, 2), (), 96),
+        ((1, 2, 3), (1, 1, 1), (0, 1, 2), 2),
+        ((1, ..., 2, 3), (1, 1, 1), (0, 1, 2), 2),
+        (torch.tensor(3), (1, 6, 5), (0,), 60),
+        (numpy.int64(2), (1, 6, 5), (0,), 60),
+        ((..., numpy.int64(2)), (4, 6, 1), (2,), 48),
+    ],
+    ids=str,
+)
+def test_wanted_tensor_has_the_shape_of_the_index(
+    index: Any, kept: tuple[int, ...], removed: tuple[int, ...], nbytes: int
+) -> None:
+    (wanted,) = wanted_tensors([CUBE], {"w": index})
+    assert (wanted.info, wanted.kept, wanted.removed) == (CUBE, kept, removed)
+    assert wanted.nbytes == nbytes <= wanted.slice.nbytes
+    if not isinstance(index, torch.Tensor):
+        assert wanted.shape == tuple(torch.empty(CUBE.shape)[index].shape)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "fault"),
+    [
+        (4, IndexError, "is outside it"),
+        (-5, IndexError, "is outside it"),
+        ((0, 6), IndexError, "is outside it"),
+        ((0, 0, 0, 0), IndexError, "has too many dimensions"),
+        ((0, 0, ..., 0, 0), IndexError, "has too many dimensions"),
+        (slice(None, None, -1), IndexError, "goes backwards"),
+        (slice(None, None, 0), IndexError, "goes backwards"),
+        (True, TypeError, "has True: numbers, ranges and one ellipsis are allowed"),
+        (None, TypeError, "has None: numbers, ranges and one ellipsis are allowed"),
+        ((..., 0, ...), TypeError, "has Ellipsis: numbers, ranges and one ellipsis are allowed"),
+        (1.0, TypeError, "has 1.0: numbers, ranges and one ellipsis are allowed"),
+    ],
+    ids=str,
+)
+def test_wrong_index_names_the_tensor_and_its_shape(
+    index: Any, error: type[Exception], fault: str
+) -> None:
+    with pytest.raises(error) as caught:
+        wanted_tensors([CUBE], {"w": index})
+    assert str(caught.value) == f"the index {index!r} of tensor 'w', of shape [4, 6, 5], {fault}"
+
+
+@pytest.mark.parametrize("index", [numpy.array([1, 2]), (..., torch.tensor([1, 2]))])
+def test_array_as_index_raises_type_error(index: Any) -> None:
+    with pytest.raises(TypeError, match="only integer"):
+        wanted_tensors([CUBE], {"w": index})
+
+
+def test_index_of_a_tensor_that_is_not_loaded_raises() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        wanted_tensors([CUBE], {"w": 1, "v": 2})
+    assert str(caught.value) == (
+        "slices has an index for 'v', which is not among the tensors to load"
+    )
+    assert caught.value.tensor == "v"
+
+
+def test_tensors_without_an_index_are_wanted_whole() -> None:
+    other = CUBE._replace(name="v")
+    first, second = wanted_tensors([CUBE, other], {"v": 1})
+    assert first == (CUBE, whole(CUBE), (4, 6, 5), ())
+    assert second.removed == (0,)
+    assert wanted_tensors([CUBE]) == [first]
+
+
+def test_packed_elements_are_not_sliced_in_their_last_dimension() -> None:
+    packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
+    (rows,) = wanted_tensors([packed], {"w": (slice(1, 3), slice(None))})
+    assert (rows.shape, rows.nbytes) == ((2, 8), 8)
+    with pytest.raises(CheckpointError) as caught:
+        wanted_tensors([packed], {"w": (..., slice(0, 2))})
+    assert str(caught.value) == (
+        "the index (Ellipsis, slice(0, 2, None)) of tensor 'w', of shape [4, 8]: its elements"
+        " share bytes in the last dimension"
+    )
+    assert caught.value.tensor == "w"
+
+
+def test_rows_of_a_tensor_are_a_tensor() -> None:
+    assert rows_of(CUBE, 1, 3) == ("w", "I16", (2, 6, 5), 3, 188, 120)
+    empty = TensorInfo("w", "I16", (0, 5), 0, 128, 0)
+    assert rows_of(empty, 0, 0) == empty
+
+
+def test_runs_have_the_places_and_names_of_their_parts() -> None:
+    assert runs_of([whole(CUBE)]) == [ByteRange("w", 3, 128, 240)]
+    wide = TensorInfo("w", "U8", (2, 4 * GAP_BYTES), 0, 8, 8 * GAP_BYTES)
+    half = slice_of(wide, (slice(None), slice(1, 2 * GAP_BYTES)))
+    first, second = runs_of([half])
+    assert (first.offset, first.nbytes) == (9, 2 * GAP_BYTES - 1)
+    assert (second.offset, second.nbytes) == (9 + 4 * GAP_BYTES, 2 * GAP_BYTES - 1)
+    assert len({half.key, first.name, second.name}) == 3
+
+
+@pytest.mark.parametrize(("more", "parts"), [(0, 1), (1, 2)])
+def test_gap_of_the_limit_is_read_and_a_larger_one_skipped(more: int, parts: int) -> None:
+    wide = TensorInfo("w", "U8", (2, 8 + GAP_BYTES + more), 0, 8, 2 * (8 + GAP_BYTES + more))
+    assert len(slice_of(wide, (slice(None), slice(0, 8))).parts) == parts
+
+
+def test_as_many_ranges_as_the_limit_are_read_one_by_one() -> None:
+    many = TensorInfo("w", "U8", (MAX_RUNS, 2 * GAP_BYTES), 0, 0, MAX_RUNS * 2 * GAP_BYTES)
+    assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == MAX_RUNS
+
+
+def test_rows_with_an_inner_index_read_only_the_rows() -> None:
+    found = slice_of(CUBE, (slice(1, 3), 2, slice(0, 2)))
+    (part,) = found.parts
+    assert (part.offset, part.nbytes, part.shape) == (188, 120, (2, 6, 5))
+    assert found.key == part.name != "w"
+    assert found.index == (slice(None), 2, slice(0, 2))

@@ -125,6 +125,8 @@ def _file_checksums(path: str, name: str, entry: Any, checksum: re.Pattern[str])
     size, header, tensors = fields.get("size"), fields.get("header"), fields.get("tensors")
     if type(size) is not int or not isinstance(header, str) or not isinstance(tensors, dict):
         raise _invalid(path, f"its entry of {name!r} has no size, header and tensors")
+    if size < 0:
+        raise _invalid(path, f"its entry of {name!r} has a negative size")
     for text in (header, *tensors.values()):
         if not isinstance(text, str) or not checksum.fullmatch(text):
             raise _invalid(path, f"its entry of {name!r} has something that is no checksum")

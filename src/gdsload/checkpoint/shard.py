@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload.checkpoint.file_io import open_regular
@@ -48,7 +49,11 @@ class Shard:
 
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
         self._fd = fd
-        self._quiesced_path = ""  # absolute; set while the descriptor is released by quiesce()
+        self._quiesced = False  # whether the descriptor is released by quiesce()
+        # The process may change its directory before it opens the file again.
+        self._reopened_path = path
+        with suppress(OSError):  # the current directory was deleted
+            self._reopened_path = os.path.join(os.getcwd(), path)
         self.path = path
         self.name = name
         self.identity = identity
@@ -60,9 +65,9 @@ class Shard:
     @property
     def fd(self) -> int:
         """The descriptor, open for buffered reading. Raises CheckpointError if closed."""
-        if self._quiesced_path:
-            self._fd, _ = open_regular(self._quiesced_path, shown_as=self.path)
-            self._quiesced_path = ""
+        if self._quiesced:
+            self._fd, _ = open_regular(self._reopened_path, shown_as=self.path)
+            self._quiesced = False
             try:
                 self.verify_unchanged()
             except FileChanged:
@@ -74,7 +79,7 @@ class Shard:
 
     @property
     def closed(self) -> bool:
-        return self._fd < 0 and not self._quiesced_path
+        return self._fd < 0 and not self._quiesced
 
     def quiesce(self) -> None:
         """Closes the descriptor until it is needed again.
@@ -82,9 +87,8 @@ class Shard:
         The file is then opened by name. FileChanged is raised if that is another version of it.
         """
         if not self.closed:
-            path = self._quiesced_path or os.path.abspath(self.path)
             self.close()
-            self._quiesced_path = path
+            self._quiesced = True
 
     def reopen_direct(self) -> int | None:
         """Opens the same file for direct I/O, by its descriptor and not by its name.
@@ -112,8 +116,9 @@ class Shard:
 
     def verify_unchanged(self) -> None:
         """Raises FileChanged if the file is no longer the version that was opened."""
+        fd = self.fd
         try:
-            status = os.fstat(self.fd)
+            status = os.fstat(fd)
         except OSError as error:
             raise FileChanged(
                 f"{self.path}: fstat failed: {error.strerror}", path=self.path
@@ -137,7 +142,7 @@ class Shard:
 
     def close(self) -> None:
         """Closes the descriptor. May be called again."""
-        fd, self._fd, self._quiesced_path = self._fd, -1, ""
+        fd, self._fd, self._quiesced = self._fd, -1, False
         if fd >= 0:
             os.close(fd)
 

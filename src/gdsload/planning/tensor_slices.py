@@ -70,9 +70,9 @@ def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
         >>> slice_of(TensorInfo("w", "F32", (4, 6), 0, 128, 96), slice(1, 3)).nbytes
         48
     """
-    if index is Ellipsis or index == ():
-        return whole(info)
     items = index if isinstance(index, tuple) else (index,)
+    if index is Ellipsis or not items:
+        return whole(info)
     if DTYPES[info.dtype].bits % 8 or len(items) > len(info.shape):
         return _in_memory(info, index)
     ranges: list[tuple[int, int]] = []
@@ -194,8 +194,9 @@ def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
     items = index if isinstance(index, tuple) else (index,)
     shape = info.shape
     text = f"the index {index!r} of tensor {shown(info.name)}, of shape {list(shape)}"
-    if Ellipsis in items:
-        before = items.index(Ellipsis)
+    # By identity: arrays among the items compare element by element.
+    before = next((place for place, item in enumerate(items) if item is Ellipsis), None)
+    if before is not None:
         after = len(items) - before - 1
         middle = (slice(None),) * (len(shape) - before - after)
         items = (*items[:before], *middle, *items[before + 1 :])
