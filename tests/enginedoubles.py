@@ -54,6 +54,10 @@ class DefaultModelLoader:
         self.load_config = load_config
         self.local_expert_ids = None
 
+    def load_weights(self, model, model_config):
+        if model_config.quantization == "torchao":
+            self.load_config.safetensors_load_strategy = "torchao"
+
     def _get_weights_iterator(self, source):
         assert self.load_config.load_format == "auto"
         if files := glob.glob(source.model_or_path + "/*.safetensors"):

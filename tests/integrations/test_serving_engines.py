@@ -116,6 +116,15 @@ def test_vllm_reads_tensors_of_torchao_itself(vllm: ModuleType, model: Path) -> 
     assert "stock.embed" in dict(loader._get_weights_iterator(source(model)))
 
 
+def test_vllm_reads_tensors_of_torchao_itself_when_it_loads_them_again(
+    vllm: ModuleType, model: Path
+) -> None:
+    config = load_config()
+    vllm.GdsloadModelLoader(config).load_weights(None, SimpleNamespace(quantization="torchao"))
+    again = vllm.GdsloadModelLoader(config)
+    assert "stock.embed" in dict(again._get_weights_iterator(source(model)))
+
+
 def test_vllm_loader_says_when_there_are_no_safetensors_files(
     vllm: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

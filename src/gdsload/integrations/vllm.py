@@ -56,12 +56,19 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
             )
         own = {name: value for name, value in extra.items() if name not in _OF_VLLM}
         self._reader = WeightsReader(own, also=_OF_VLLM)
+        self._given_config = load_config
         config = copy.copy(load_config)
         config.load_format = "auto"  # what files there are is found as by default
         config.model_loader_extra_config = {
             name: value for name, value in extra.items() if name in _OF_VLLM
         }
         super().__init__(config)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        # vLLM notes in its configuration that a checkpoint is one of torchao, for `reload_weights`.
+        if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
+            self._given_config.safetensors_load_strategy = "torchao"
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         called = False
