@@ -18,6 +18,10 @@ _VLLM = {
 class current_platform:
     is_cuda = staticmethod(lambda: False)
 """,
+    "vllm.distributed": """
+def get_tp_group():
+    raise AssertionError("no group was set up")
+""",
     "vllm.model_executor.model_loader": """
 _LOAD_FORMAT_TO_MODEL_LOADER = {}
 registered = []
