@@ -2,10 +2,11 @@
 # Tests the load format "gdsload" with the real vLLM on the CPU, in an environment of its own below
 # .cache: models that its default loader and gdsload load must answer the same.
 #
-#   sh scripts/test-vllm.sh [directory]
+#   sh scripts/test-vllm.sh [directory [--ranks N] [--rounds N]]
 #
 # With the directory of a checkpoint it measures as well: the seconds and the peak memory of the
-# load formats that run here. Needs uv, Python 3.12, 6 GB of disk, and gdsload built for 3.12:
+# load formats that run here. Needs uv, Python 3.12 (PYTHON=its path, if uv does not find it), 6 GB
+# of disk, and gdsload built for 3.12:
 # it is built here, from a copy of the sources.
 set -eu
 cd "$(dirname "$0")/.."

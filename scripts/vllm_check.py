@@ -2,18 +2,15 @@
 
 As a test module it compares what tiny models answer. As a program it measures a checkpoint:
 
-    python scripts/vllm_check.py DIRECTORY [ROUNDS]
+    python scripts/vllm_check.py DIRECTORY [--ranks N] [--rounds N]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
-import resource
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +42,13 @@ def make_model(directory: Path, kind: str, shards: int, seed: int = 0) -> Path:
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=nbytes // shards + (1 << 20))
     return directory
+
+
+def two_models(directory: Path, kind: str) -> tuple[Path, Path]:
+    """One of two shards, and one of one shard with other weights."""
+    model = make_model(directory / "model", kind, shards=2)
+    assert len(list(model.glob("*.safetensors"))) >= 2
+    return model, make_model(directory / "other", kind, shards=1, seed=1)
 
 
 def engine(directory: Path, load_format: str, **more: Any) -> Any:
@@ -94,9 +98,14 @@ def _serve(
 
 
 def served(directory: Path, load_format: str, other: Path | None = None, **more: Any) -> Any:
+    return in_process(_serve, directory, load_format, other, more)
+
+
+def in_process(function: Any, *arguments: Any) -> Any:
+    """What `function` sends by the connection that is its first argument."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, directory, load_format, other, more))
+    process = context.Process(target=function, args=(there, *arguments))
     process.start()
     there.close()
     try:
@@ -106,74 +115,84 @@ def served(directory: Path, load_format: str, other: Path | None = None, **more:
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_engine_answers_as_with_the_default_loader(kind: str, shards: int, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", kind, shards)
-    assert len(list(model.glob("*.safetensors"))) >= shards
-    other = make_model(tmp_path / "other", kind, shards, seed=1)
+def test_engine_answers_as_with_the_default_loader(kind: str, tmp_path: Path) -> None:
+    model, other = two_models(tmp_path, kind)
     extra = {"window_bytes": 1 << 20, "cache": "direct", "enable_weights_track": True}
     stock = served(model, "auto", other)
     assert stock[0] != stock[1]
     assert served(model, "gdsload", other, model_loader_extra_config=extra) == stock
 
 
-def test_engine_of_two_ranks_answers_as_with_the_default_loader(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "dense", 2)
-    stock = served(model, "auto", tensor_parallel_size=2)
-    assert stock == served(model, "gdsload", tensor_parallel_size=2)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_engine_of_two_ranks_answers_as_with_the_default_loader(kind: str, tmp_path: Path) -> None:
+    model, other = two_models(tmp_path, kind)
+    stock = served(model, "auto", other, tensor_parallel_size=2)
+    for extra in ({}, {"distributed": True, "window_bytes": 1 << 20}):
+        assert stock == served(
+            *(model, "gdsload", other), tensor_parallel_size=2, model_loader_extra_config=extra
+        )
 
 
-def test_unknown_option_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "dense", 1)
-    error = served(model, "gdsload", model_loader_extra_config={"windows": 1})
-    assert isinstance(error, str)
+def test_unknown_option_is_refused_with_the_known_ones() -> None:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    config = LoadConfig(load_format="gdsload", model_loader_extra_config={"windows": 1})
+    with pytest.raises(ValueError, match="unknown options: windows; gdsload knows device"):
+        get_model_loader(config)
 
 
-FORMATS = ("auto", "gdsload", "runai_streamer", "fastsafetensors")
+# What is measured: load formats, and options of gdsload.
+FORMATS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "gdsload": {},
+    "runai_streamer": {},
+    "fastsafetensors": {},
+}
 
 
-def load_timed(directory: str, load_format: str) -> None:
-    """Prints the seconds of building and loading the model, and the largest memory of the process,
-    in which the engine runs."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    load, seconds = BaseModelLoader.load_model, []
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return load(*args, **kwargs)
-        finally:
-            seconds.append(time.monotonic() - start)
-
-    BaseModelLoader.load_model = timed
-    engine(Path(directory), load_format, distributed_executor_backend="uni")
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    print("\n" + json.dumps({"seconds": round(seconds[0], 2), "peak_rss_bytes": peak_bytes}))
+def _load(connection: Any, directory: str, load_format: str, options: Any, ranks: int) -> None:
+    """In a process of its own: what `MeasuredWorker` notes in each rank."""
+    try:
+        llm = engine(
+            Path(directory),
+            load_format,
+            worker_cls="vllm_worker.MeasuredWorker",
+            model_loader_extra_config=options,
+            tensor_parallel_size=ranks,
+        )
+        connection.send(llm.collective_rpc("load_cost"))
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        raise
 
 
-def measure(directory: Path, load_format: str) -> dict[str, Any]:
-    """What `load_timed` prints in a process of its own, after the files left the page cache."""
+def measure(directory: Path, load_format: str, options: Any, ranks: int) -> dict[str, Any]:
+    """The slowest and the largest rank, and what all ranks read from the storage, cold."""
     for path in directory.glob("*.safetensors"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    code = "import sys, vllm_check; vllm_check.load_timed(*sys.argv[1:])"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(directory), load_format],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    for line in ran.stdout.splitlines():
-        if line.startswith('{"seconds"'):
-            return {"load_format": load_format, **json.loads(line)}
-    errors = [line for line in ran.stderr.splitlines() if "Error" in line] or ["no output"]
-    return {"load_format": load_format, "failed": errors[-1][-300:]}
+    found = in_process(_load, str(directory), load_format, options, ranks)
+    case = {"load_format": load_format, "options": options, "ranks": ranks}
+    if isinstance(found, str):
+        return {**case, "failed": found}
+    return {
+        **case,
+        "seconds": round(max(rank["seconds"] for rank in found), 2),
+        "peak_rss_bytes": max(rank["peak_rss_bytes"] for rank in found),
+        "read_bytes": sum(rank["read_bytes"] for rank in found),
+    }
 
 
 if __name__ == "__main__":
-    for _ in range(int(sys.argv[2]) if len(sys.argv) > 2 else 1):
-        for name in FORMATS:
-            print(json.dumps(measure(Path(sys.argv[1]).resolve(), name)), flush=True)
+    parser = argparse.ArgumentParser(description="Measures the load formats, cold.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    asked = parser.parse_args()
+    for _ in range(asked.rounds):
+        for load_format, options in FORMATS.items():
+            case = measure(asked.directory.resolve(), load_format, options, asked.ranks)
+            print(json.dumps(case), flush=True)

@@ -18,6 +18,10 @@ _VLLM = {
 class current_platform:
     is_cuda = staticmethod(lambda: False)
 """,
+    "vllm.distributed": """
+def get_tp_group():
+    raise AssertionError("no group was set up")
+""",
     "vllm.model_executor.model_loader": """
 _LOAD_FORMAT_TO_MODEL_LOADER = {}
 registered = []
@@ -53,6 +57,10 @@ class DefaultModelLoader:
             raise ValueError(f"Unexpected extra config keys: {unexpected}")
         self.load_config = load_config
         self.local_expert_ids = None
+
+    def load_weights(self, model, model_config):
+        if model_config.quantization == "torchao":
+            self.load_config.safetensors_load_strategy = "torchao"
 
     def _get_weights_iterator(self, source):
         assert self.load_config.load_format == "auto"

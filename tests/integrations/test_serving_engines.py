@@ -105,6 +105,36 @@ def test_vllm_loader_takes_its_options_and_leaves_the_configuration(
     assert (config.load_format, config.model_loader_extra_config) == ("gdsload", extra)
 
 
+@pytest.mark.parametrize(
+    ("distributed", "ranks", "expected"), [(True, 2, "tp"), (True, 1, None), (False, 2, None)]
+)
+def test_vllm_ranks_of_tensor_parallelism_share_the_reads_if_asked(
+    vllm: ModuleType,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    distributed: bool,
+    ranks: int,
+    expected: str | None,
+) -> None:
+    groups = []
+
+    def stream(files: list[str], device: str, group: object, **keywords: Any) -> Iterator[Any]:
+        groups.append(group)
+        return gdsload.stream(files, device, **keywords)
+
+    monkeypatch.setattr(engine_weights, "stream", stream)
+    tensor_parallel = SimpleNamespace(device_group="tp", world_size=ranks)
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: tensor_parallel)
+    config = load_config(model_loader_extra_config={"distributed": distributed})
+    assert_same(dict(vllm.GdsloadModelLoader(config)._get_weights_iterator(source(model))), WEIGHTS)
+    assert groups == [expected]
+
+
+def test_vllm_loader_refuses_a_wrong_value_of_distributed(vllm: ModuleType) -> None:
+    with pytest.raises(ValueError, match="distributed=1: it must be true or false"):
+        vllm.GdsloadModelLoader(load_config(model_loader_extra_config={"distributed": 1}))
+
+
 def test_vllm_module_keeps_its_own_reader(vllm: ModuleType, model: Path) -> None:
     list(vllm.GdsloadModelLoader(load_config())._get_weights_iterator(source(model)))
     stock = vllm.DefaultModelLoader(load_config(load_format="auto"))
@@ -114,6 +144,15 @@ def test_vllm_module_keeps_its_own_reader(vllm: ModuleType, model: Path) -> None
 def test_vllm_reads_tensors_of_torchao_itself(vllm: ModuleType, model: Path) -> None:
     loader = vllm.GdsloadModelLoader(load_config(safetensors_load_strategy="torchao"))
     assert "stock.embed" in dict(loader._get_weights_iterator(source(model)))
+
+
+def test_vllm_reads_tensors_of_torchao_itself_when_it_loads_them_again(
+    vllm: ModuleType, model: Path
+) -> None:
+    config = load_config()
+    vllm.GdsloadModelLoader(config).load_weights(None, SimpleNamespace(quantization="torchao"))
+    again = vllm.GdsloadModelLoader(config)
+    assert "stock.embed" in dict(again._get_weights_iterator(source(model)))
 
 
 def test_vllm_loader_says_when_there_are_no_safetensors_files(

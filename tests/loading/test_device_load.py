@@ -193,6 +193,19 @@ def test_load_of_many_tensors_asks_torch_for_one_block(
     assert all(torch.equal(got[name], saved[name]) for name in saved)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="needs a newer torch"
+)
+def test_allocator_that_was_told_not_to_split_is_not_asked_for_one_block() -> None:
+    before = torch._C._accelerator_getAllocatorSettings()
+    assert device_batch._carves({})
+    try:
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:20")  # as vLLM does
+        assert not device_batch._carves({})
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
 @pytest.mark.parametrize("imported", [True, False])
 def test_first_tensors_are_posted_before_the_others_are_planned(
     imported: bool, doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch

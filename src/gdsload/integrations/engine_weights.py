@@ -22,6 +22,7 @@ from gdsload.report import last_report
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 # Device memory of tensors that the model keeps, instead of copying them into its parameters.
 HELD_BYTES = 1 << 30
@@ -108,18 +109,22 @@ class WeightsReader:
         log: logging.Logger,
         *,
         wanted: Callable[[str], bool] | None = None,
+        group: ProcessGroup | None = None,
         progress: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors of the files, each with memory of its own or that it keeps alive.
 
         A model may collect them in a list. When those that it keeps take more than `held_bytes` of
-        device memory, the rest is yielded in host memory.
+        device memory, the rest is yielded in host memory; not with a group, whose ranks would have
+        to do so at the same tensor.
 
         Args:
             files: The shards.
             device: The device of the engine, used if the options name none.
             log: Where the report of the load is written to.
             wanted: Says of a name whether the tensor is read. None: all are.
+            group: The ranks that share the reads, as for `gdsload.stream`. None: this one reads all
+                that it wants.
             progress: Whether to show a progress bar on stderr.
 
         Raises:
@@ -137,6 +142,7 @@ class WeightsReader:
                 device,
                 names=rest if done or wanted is not None else None,
                 window_bytes=self._window_bytes,
+                group=group,
                 strict=False,  # of two tensors of one name the last counts, as for the engines
                 progress=progress,
                 **self._keywords,
@@ -149,7 +155,7 @@ class WeightsReader:
                 if crowded := held.exceeds(self._held_bytes):
                     del tensor
                     break
-                if device != "cpu":
+                if device != "cpu" and group is None:
                     done.add(name)
                     held.add(tensor)
                 yield name, tensor

@@ -39,8 +39,9 @@ def register() -> None:
 class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """vLLM's default loader with safetensors files read by gdsload.
 
-    Its options are those of `WeightsReader` and `enable_weights_track` of the default loader, by
-    `--model-loader-extra-config`.
+    Its options, by `--model-loader-extra-config`, are those of `WeightsReader`,
+    `enable_weights_track` of the default loader, and `distributed`: whether the ranks of tensor
+    parallelism share the reads.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -55,13 +56,23 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 " with --load-format gdsload leave it out"
             )
         own = {name: value for name, value in extra.items() if name not in _OF_VLLM}
-        self._reader = WeightsReader(own, also=_OF_VLLM)
+        self._distributed = own.pop("distributed", False)
+        if not isinstance(self._distributed, bool):
+            raise ValueError(f"option distributed={self._distributed!r}: it must be true or false")
+        self._reader = WeightsReader(own, also=("distributed", *_OF_VLLM))
+        self._given_config = load_config
         config = copy.copy(load_config)
         config.load_format = "auto"  # what files there are is found as by default
         config.model_loader_extra_config = {
             name: value for name, value in extra.items() if name in _OF_VLLM
         }
         super().__init__(config)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        super().load_weights(model, model_config)
+        # vLLM notes in its configuration that a checkpoint is one of torchao, for `reload_weights`.
+        if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
+            self._given_config.safetensors_load_strategy = "torchao"
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         called = False
@@ -87,6 +98,7 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 self._device(),
                 log,
                 wanted=_wanted(local_expert_ids),
+                group=self._group(),
                 progress=use_tqdm_on_load and is_first_rank(),
             )
 
@@ -97,6 +109,15 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 "gdsload: %s has no safetensors files: vLLM reads it itself", source.model_or_path
             )
         return weights  # type: ignore[no-any-return]
+
+    def _group(self) -> Any:
+        """The ranks that load the same tensors at the same time, if they share the reads."""
+        if not self._distributed:
+            return None
+        from vllm.distributed import get_tp_group
+
+        ranks = get_tp_group()
+        return ranks.device_group if ranks.world_size > 1 else None
 
     def _device(self) -> str:
         """The device of this rank; "cpu" where it has no NVIDIA GPU, or was told to load there."""

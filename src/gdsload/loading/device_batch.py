@@ -428,7 +428,12 @@ def have_whole(device: str, infos: list[TensorInfo]) -> None:
 def _carves(environ: Mapping[str, str]) -> bool:
     """Whether torch's allocator caches memory and splits blocks of any size. Otherwise it would
     keep a large block and carve no tensor out of it."""
+    import torch
+
+    # vLLM, for one, changes the settings while it loads a model. Older torch cannot tell.
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
     settings = environ.get("PYTORCH_ALLOC_CONF", "") + environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings += current()
     return "max_split_size" not in settings and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environ
 
 
