@@ -14,6 +14,9 @@ endif
 # few tests do not mean a short time.
 SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Without bytecode each process of the tests would compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo api lint types test test-quick coverage test-oldest gpu-check gpu-bundle clean
 

@@ -169,6 +169,7 @@ if ! find_uv && has_pip; then
     find_uv || say "uv could not be installed: pip alone is slower"
 fi
 
+# torch and its CUDA libraries are 5.2 GB of them: an environment for the demo alone saves little.
 say "building gdsload and installing 6 GB of packages, if they are missing (some minutes)"
 quiet=-q
 [ ! -t 2 ] || quiet= # a terminal shows the downloads

@@ -1,9 +1,10 @@
-"""C sources of the tests, compiled once in a process."""
+"""C sources of the tests, compiled once in a run: its processes inherit the libraries."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+_FOLDER = "GDSLOAD_TESTS_COMPILED"
 _FLAGS = ("-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread")
 
 
@@ -23,17 +25,27 @@ def compiler() -> str:
     return found
 
 
-def _remove(folder: Path, process: int) -> None:
+def _remove(folder: str, process: int) -> None:
     if os.getpid() == process:  # not a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def folder() -> Path:
+    """Where the libraries are. The first process of a run makes it and removes it at its end."""
+    if _FOLDER not in os.environ:
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="gdsload-compiled-")
+        atexit.register(_remove, os.environ[_FOLDER], os.getpid())
+    return Path(os.environ[_FOLDER])
+
+
 @functools.cache
 def compiled(source: Path, *flags: str) -> Path:
-    """The library of a source; it stays as long as the process."""
-    folder = Path(tempfile.mkdtemp(prefix="gdsload-compiled-"))
-    atexit.register(_remove, folder, os.getpid())
-    built = folder / f"lib{source.stem}.so"
-    command = [compiler(), *_FLAGS, *flags, str(source), "-o", str(built)]
-    subprocess.run(command, check=True)
+    """The library of a source."""
+    command = [compiler(), *_FLAGS, *flags, str(source)]
+    built = folder() / hashlib.sha256(repr(command).encode()).hexdigest() / f"lib{source.stem}.so"
+    if not built.exists():
+        built.parent.mkdir(exist_ok=True)
+        partial = built.with_suffix(f".{os.getpid()}")  # others may compile it at the same time
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.rename(built)
     return built

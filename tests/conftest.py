@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import compiled
 import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import OpenFile
@@ -24,6 +25,11 @@ from gpudoubles import Doubles
 
 # A process that a shell starts in the background ignores Ctrl-C, and so would these tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    """Before other processes of pytest start, so that they share what is compiled."""
+    compiled.folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

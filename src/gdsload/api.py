@@ -505,7 +505,7 @@ def stream(
         (name, tensor). Each tensor owns its memory or keeps it alive.
 
     Raises:
-        ValueError: `order`, `cache`, `page_cache` or `verify` has no such value.
+        ValueError: `order`, `cache`, `page_cache`, `verify` or `window_bytes` has no such value.
         GdsloadError: As for `load_file`. A changed file is detected at the end of each window.
 
     Example:
@@ -514,6 +514,8 @@ def stream(
     """
     if order not in ("file", "layers"):
         raise ValueError(f'order={order!r} must be "file" or "layers"')
+    if window_bytes < 1:
+        raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     how = backend, cache, page_cache, options, stall_seconds, verify, on_event
     settings = ReadSettings(device, *how)
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)

@@ -33,6 +33,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
+def count(number: int, noun: str) -> str:
+    """Such as "1 tensor" or "1,024 tensors"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 # A call that contains several loads, such as one of a pipeline: its report gets the sums.
 enclosing: ContextVar[LoadReport | None] = ContextVar("gdsload.enclosing", default=None)
 
@@ -223,7 +228,7 @@ class LoadReport:
         """A few lines of text for a person."""
         imports = self.import_seconds
         lines = [
-            f"{self.source} -> {self.device}: {self.tensors} tensor{'s' * (self.tensors != 1)},"
+            f"{self.source} -> {self.device}: {count(self.tensors, 'tensor')},"
             f" {size(self.wanted_bytes)} in {self.seconds:.3f} s"
             + (f", imports {imports:.3f} s of them" if imports >= 0.0005 else "")
             + f"; {self.cpu_seconds:.2f} s CPU"
@@ -246,23 +251,24 @@ class LoadReport:
             rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in self.rates.items())
             lines.append(f"backend: {self.choice}{f' ({rates})' if rates else ''}")
         lines += [
-            f"failover: {backends}, {nbytes:,} bytes" for backends, nbytes in self.failovers.items()
+            f"failover: {backends}, {size(nbytes)}" for backends, nbytes in self.failovers.items()
         ]
         phases = ", ".join(f"{name} {took:.3f} s" for name, took in self.exclusive_phases().items())
         lines.append(f"phases: {phases}")
         if self.requests:
             lines.append(
-                f"{self.requests} requests, {self.short_reads} short reads continued,"
+                f"{count(self.requests, 'request')}, {self.short_reads} short reads continued,"
                 f" {self.retries} retries"
             )
         if self.verify != "size":
             left = max(self.wanted_bytes - self.verified_bytes, 0)
             lines.append(
-                f"verified by {self.verify}: {self.verified_bytes:,} bytes, not verified: {left:,}"
+                f"verified by {self.verify}: {size(self.verified_bytes)},"
+                f" not verified: {size(left)}"
             )
         if self.integration:
             why = f" ({self.integration_reason})" if self.integration_reason else ""
-            fates = ", ".join(f"{count} {fate}" for fate, count in self.fates.items())
+            fates = ", ".join(f"{number} {fate}" for fate, number in self.fates.items())
             lines.append(f"entry point: {self.integration}{why}{fates and f'; {fates}'}")
         for kind in ("missing", "unexpected"):
             if names := getattr(self, kind):

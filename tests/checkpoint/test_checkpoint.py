@@ -236,7 +236,7 @@ def test_broken_header_ends_all_threads(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive(), "it still waits for its results to be taken"
     assert names[0] in str(caught.value)
 
@@ -620,11 +620,11 @@ def test_parallel_map_with_hung_item_raises_stall_error() -> None:
             file_io.parallel_map(hang, ["a.bin"], path_of=str, discard=discard, stall_seconds=0.05)
         )
     release.set()
-    assert gone.wait(10)
+    assert gone.wait(60)
     assert discarded == ["a.bin"]
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
-            thread.join(10)
+            thread.join(60)
 
 
 def test_parallel_map_with_hung_item_is_interrupted_by_ctrl_c() -> None:
@@ -644,7 +644,7 @@ def test_parallel_map_with_hung_item_is_interrupted_by_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt):
         list(file_io.parallel_map(hang, ["a.bin"], path_of=str))
     release.set()
-    pressing.join(10)
+    pressing.join(60)
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
-            thread.join(10)
+            thread.join(60)

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from command import EMBEDDING, answer, process, run
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
-from gdsload.cli.terminal import Bytes, size
+from gdsload.cli.terminal import Bytes
 from gdsload.errors import FileChanged
+from gdsload.report import size
 
 NORMS = "model.layers.*.input_layernorm.weight"
 
@@ -105,7 +106,7 @@ def test_inspect_reads_a_model_in_the_hubs_cache(tmp_path: Path, tiny_checkpoint
 
 def test_plan_prints_its_summary_and_every_transfer(tiny_checkpoint: Path) -> None:
     summary, listing = run("plan", tiny_checkpoint, "--transfers").stdout.split("\n\n")
-    assert summary.splitlines()[0] == "47 tensors, 656,768 bytes wanted"
+    assert summary.splitlines()[0] == "47 tensors, 656.77 kB wanted"
     header, *rows = [line.split() for line in listing.splitlines()]
     assert header == ["tag", "file", "offset", "length", "wanted", "target", "target_offset"]
     assert [row[0] for row in rows] == [str(tag) for tag in range(len(rows))]
@@ -152,6 +153,8 @@ def test_make_checkpoint_writes_once(tmp_path: Path) -> None:
     again = run(*words)
     assert again.exit_code == 0
     assert "is there already" in again.stdout
+    facts = answer(*words)
+    assert facts["bytes"] > 0 and facts["written"] is False
     assert weights.stat() == before
     other = run("make-checkpoint", "tiny", tmp_path / "model", "--layers", "2")
     assert other.exit_code == 1
@@ -194,7 +197,12 @@ def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
 def test_run_prints_its_help_and_the_failure_of_its_prefetch(tmp_path: Path) -> None:
     assert "Runs a Python script" in run("run", "--help").stdout
     script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(1)\n")
+    script.write_text(
+        "import threading\n"
+        "for thread in threading.enumerate():\n"
+        "    if thread.name == 'gdsload-run':  # prints the failure\n"
+        "        thread.join()\n"
+    )
     ended = process(COMMAND, "run", "--model", tmp_path / "typo", script)
     assert ended.returncode == 0
     assert ended.stderr.startswith("gdsload: the prefetch failed: No such file or directory: ")

@@ -175,7 +175,7 @@ def test_several_devices_are_filled_concurrently(
 
     def noted(self: ModelReader) -> None:
         begin(self)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         for device, feed in self._device_queues.items():
             (stage,) = [window.reads for window in feed._posted]
             while not stage.arrived:
@@ -327,7 +327,7 @@ def test_prefetched_tensors_are_not_read_again(
     before = doubles.cuda_log
     doubles.hold_copies(lands == "meanwhile")
     with gdsload.prefetch(qwen, "cuda:0", cache="direct", options=OPTIONS["posix"]) as ahead:
-        assert ahead.wait() if lands == "before" else ahead._posted.wait(20)
+        assert ahead.wait() if lands == "before" else ahead._posted.wait(60)
         landed = doubles.cuda_log
 
         def claimed(self: ModelReader) -> None:

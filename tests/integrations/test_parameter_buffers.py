@@ -193,10 +193,10 @@ def test_writer_close_wakes_waiting_threads(
         monkeypatch.setattr(session.open(), "check", never)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(filling.take, info.name, torch.float32)
-            assert waiting.wait(10)
+            assert waiting.wait(60)
             filling.close()
             with pytest.raises(QueueClosed, match="has ended"):
-                asked.result(10)
+                asked.result(60)
 
 
 def ended(session: Session, infos: list[TensorInfo]) -> ParameterWriter:

@@ -118,10 +118,10 @@ def test_queue_close_wakes_waiting_threads(
     monkeypatch.setattr(ReadWindow, "poll", lambda _: waiting.set())
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, slices[0])
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         feed.close()
         with pytest.raises(QueueClosed, match="has ended"):
-            taken.result(10)
+            taken.result(60)
     with pytest.raises(QueueClosed):
         feed.take(slices[1])
     feed.close()

@@ -288,6 +288,8 @@ def test_invalid_arguments_of_streams_and_prefetches_raise_at_the_call(path: Pat
                 use(path, stall_seconds=seconds)  # type: ignore[operator]
     with pytest.raises(ValueError, match="order='random' must be"):
         gdsload.stream(path, order="random")
+    with pytest.raises(ValueError, match="window_bytes=0 must be"):
+        gdsload.stream(path, window_bytes=0)
 
 
 def test_similar_name_is_suggested(path: Path) -> None:

@@ -61,7 +61,7 @@ def test_reads_of_a_request_have_their_own_results(
     region = Region.anonymous(10 * 4096)
     request = Request(pump, *whole(region, fd, 10))
     request.post()
-    assert request.wait(10.0)
+    assert request.wait(60.0)
     assert request.failed == 1 and request.result(2) == (True, 0, errno.EIO)
     assert sorted(request.news()) == list(range(10)) and request.news() == []
     data = path.read_bytes()
@@ -77,7 +77,7 @@ def test_finished_request_posted_again_reads_again(fd: int, faults: Faults, pump
     for _ in range(5):
         faults.script(rule(ERRNO, errno.EIO, times=2, skip=1))
         request.post()
-        assert request.wait(10.0) and request.quiet(10.0)
+        assert request.wait(60.0) and request.quiet(60.0)
         assert request.settled == 4 and len(request.news()) == 4
     pump.close(1.0)
 
@@ -91,9 +91,9 @@ def test_post_while_under_way_raises(fd: int, faults: Faults, pump: Pump) -> Non
     with pytest.raises(RuntimeError, match="under way"):
         request.post()
     faults.let_go()
-    assert request.wait(10.0) and request.quiet(10.0)
+    assert request.wait(60.0) and request.quiet(60.0)
     request.post()
-    assert request.wait(10.0)
+    assert request.wait(60.0)
     pump.close(1.0)
 
 
@@ -115,7 +115,7 @@ def test_cancelled_request_keeps_completed_reads(fd: int, faults: Faults, pump: 
     request.cancel()
     assert not request.quiet(0.0)
     faults.let_go()
-    assert request.quiet(10.0)
+    assert request.quiet(60.0)
     assert request.result(1)[:2] == (True, 4096), "the read in flight completed"
     pump.close(1.0)
 
@@ -126,7 +126,7 @@ def test_cancel_while_the_engine_takes_nothing_drains(fd: int, faults: Faults, p
     request = Request(pump, *whole(region, fd, 20))
     request.post()
     request.cancel()
-    assert request.quiet(10.0)
+    assert request.quiet(60.0)
     assert pump.close(10.0)
 
 
@@ -172,7 +172,7 @@ def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: P
     request = Request(pump, *whole(other, fd, 16))
     for _ in range(3):
         request.post()
-        assert request.wait(10.0) and request.failed == 0 and request.quiet(10.0)
+        assert request.wait(60.0) and request.failed == 0 and request.quiet(60.0)
     stuck.cancel()
     faults.let_go()
     assert stuck.quiet(10.0)
@@ -189,7 +189,7 @@ def test_pump_without_waiters_waits_for_a_quarter_of_its_depth(fd: int, faults: 
     faults.wait_hung(16)
     faults.wait_wanted(4)
     faults.let_go()
-    assert request.wait(10.0) and request.failed == 0
+    assert request.wait(60.0) and request.failed == 0
     pump.close(1.0)
 
 
@@ -208,7 +208,7 @@ def test_pump_wakes_when_a_waiter_has_all_its_reads(
         faults.wait_wanted(wanted)
         faults.let_go()
         assert waiting.result(10.0)
-    assert request.wait(10.0) and request.failed == 0
+    assert request.wait(60.0) and request.failed == 0
     pump.close(1.0)
 
 
@@ -225,7 +225,7 @@ def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
             assert not request.wait(0.0) and request.wait(30.0, 0, 7)
             faults.let_go()
             assert all(wait.result(10.0) for wait in waits)
-            assert request.quiet(10.0)
+            assert request.quiet(60.0)
     pump.close(1.0)
 
 
@@ -270,7 +270,7 @@ def test_file_without_a_slot_is_read_by_its_own_descriptor(
     region = Region.anonymous(10 * 4096)
     request = Request(pump, [(fd, -1, 4096, -1, -1)], *whole(region, fd, 10)[1:])
     request.post()
-    assert request.wait(10.0)
+    assert request.wait(60.0)
     assert request.failed == 0
     assert region.read(0, 10 * 4096) == path.read_bytes()[: 10 * 4096]
     pump.close(1.0)

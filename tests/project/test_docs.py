@@ -2,7 +2,7 @@
 
 A block below ``<!-- no-test: reason -->`` is skipped with that reason, one below ``<!-- needs:
 module -->`` if that module is not installed. A bash block below ``<!-- run -->`` runs too: each of
-its ``gdsload ...`` lines, by the command line.
+its ``gdsload ...`` lines, in this process.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from command import run
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,7 +26,6 @@ BLOCK = re.compile(
     r"(?:^<!--\s*(?P<mark>[^>]*?)\s*-->\s*?\n\s*)?^```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-PATIENCE_SECONDS = 120
 
 
 class Block(NamedTuple):
@@ -56,13 +55,9 @@ class Block(NamedTuple):
 
 def run_command(line: str) -> None:
     words = shlex.split(line, comments=True)
-    if not words or words[0] != "gdsload":
-        return
-    script = Path(sys.executable).with_name("gdsload")
-    ran = subprocess.run(
-        [script, *words[1:]], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
-    assert ran.returncode == 0, f"{line}\n{ran.stdout}{ran.stderr}"
+    if words[:1] == ["gdsload"]:
+        ended = run(*words[1:])
+        assert ended.exit_code == 0, f"{line}\n{ended.output}"
 
 
 def blocks(document: Path) -> Iterator[Block]:

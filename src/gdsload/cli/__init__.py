@@ -15,9 +15,10 @@ from gdsload.cli.headers import inspect, plan
 from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
-from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json, size
+from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
 from gdsload.errors import one_line
+from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
 from gdsload.system.progress_bar import progress_bar
 
@@ -64,8 +65,11 @@ def doctor(path: str | None, as_json: bool) -> int:
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--layers", type=click.IntRange(1), help="Number of decoder layers, if fewer.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the values.")
+@json_of
 @common
-def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -> None:
+def make_checkpoint(
+    model: str, directory: str, layers: int | None, seed: int, as_json: bool
+) -> None:
     """Writes a checkpoint with the names, shapes and shards of MODEL, and random values.
 
     A directory that already holds this checkpoint is not changed.
@@ -73,13 +77,16 @@ def make_checkpoint(model: str, directory: str, layers: int | None, seed: int) -
     from gdsload.synthetic import checkpoints
 
     total = checkpoints.total_bytes(model, layers)
-    if checkpoints.holds(directory, model, layers=layers, seed=seed):
-        click.echo(f"{one_line(directory)}: {model}, {size(total)}, is there already")
-        return
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    with progress_bar(terminal, total, title=model) as advance:
-        written = checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
-    click.echo(f"{one_line(str(written))}: {model}, {size(total)}")
+    found = checkpoints.holds(directory, model, layers=layers, seed=seed)
+    if not found:
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        with progress_bar(terminal, total, title=model) as advance:
+            checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
+    if as_json:
+        show_json({"directory": directory, "model": model, "bytes": total, "written": not found})
+    else:
+        there = ", is there already" if found else ""
+        click.echo(f"{one_line(directory)}: {model}, {size(total)}{there}")
 
 
 @main.command(

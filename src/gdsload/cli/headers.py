@@ -10,8 +10,8 @@ import click
 from gdsload.api import plan as plan_reads
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, size
 from gdsload.errors import one_line
+from gdsload.report import count, size
 
 
 @click.command(short_help="What is in a checkpoint.")

@@ -21,13 +21,12 @@ from gdsload.checkpoint.manifest import (
     write_manifest,
 )
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, size
 from gdsload.errors import GdsloadError, one_line
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Recorder, Verifier, open_verifier
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import ByteRange, grouped
-from gdsload.report import LoadReport
+from gdsload.report import LoadReport, count, size
 from gdsload.system.progress_bar import progress_bar
 
 # Bytes that are in memory together. Longer tensors are read in parts of this size.

@@ -16,11 +16,10 @@ import click
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, size
 from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
-from gdsload.report import last_report
+from gdsload.report import count, last_report, size
 
 if TYPE_CHECKING:
     import torch

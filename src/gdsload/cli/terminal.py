@@ -19,7 +19,6 @@ import click
 
 from gdsload.checkpoint.selection import Names, Selection, experts, layers
 from gdsload.errors import GdsloadError, one_line
-from gdsload.report import size as size  # the one of the commands, too
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as in a shell
 DEBUG = "gdsload.debug"  # key in the context's meta: show the traceback of errors
@@ -193,7 +192,3 @@ def show_table(rows: Iterable[Sequence[str]]) -> None:
     for row in table:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -13,8 +13,8 @@ import click
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
-from gdsload.cli.terminal import size
 from gdsload.errors import one_line
+from gdsload.report import size
 from gdsload.system.progress_bar import progress_bar
 
 if TYPE_CHECKING:

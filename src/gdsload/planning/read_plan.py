@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gdsload._native import ranges as native
+from gdsload.report import count, size
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
@@ -223,11 +224,11 @@ class ReadPlan(NamedTuple):
         lengths = [transfer.length for transfer in self.transfers] or [0]
         over = (self.read_bytes - self.wanted_bytes) / max(self.wanted_bytes, 1)
         return (
-            f"{len(self.locations)} tensors, {self.wanted_bytes:,} bytes wanted\n"
-            f"{len(self.merged_ranges)} merged ranges in {len(self.targets)} targets,"
-            f" {len(self.windows)} windows\n"
-            f"{len(self.transfers)} requests of {min(lengths):,} to {max(lengths):,} bytes,"
-            f" {self.read_bytes:,} bytes to read ({over:.3%} over)"
+            f"{count(len(self.locations), 'tensor')}, {size(self.wanted_bytes)} wanted\n"
+            f"{count(len(self.merged_ranges), 'merged range')} in"
+            f" {count(len(self.targets), 'target')}, {count(len(self.windows), 'window')}\n"
+            f"{count(len(self.transfers), 'request')} of {size(min(lengths))} to"
+            f" {size(max(lengths))}, {size(self.read_bytes)} to read ({over:.3%} over)"
         )
 
 

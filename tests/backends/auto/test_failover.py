@@ -55,7 +55,7 @@ def test_failed_range_is_read_by_the_next_backend(
     assert report.refusals["gds_mt/ranges"].startswith("2 ranges failed, first ")
     assert f".safetensors at {MIB}: " in report.refusals["gds_mt/ranges"]
     assert why in report.refusals["gds_mt/ranges"]
-    assert "failover: gds_mt -> posix, 131,072 bytes" in report.summary()
+    assert "failover: gds_mt -> posix, 131.07 kB" in report.summary()
     assert sum(report.paths.values()) == report.read_bytes
 
 
