@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gdsload"
 LAYERS = (
     "_native errors dtypes version",
     "system report events telemetry",
+    "remote",
     "checkpoint",
     "planning",
     "synthetic",
