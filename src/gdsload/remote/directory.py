@@ -174,12 +174,6 @@ def sources_of(url: str) -> list[str]:
     return url.removeprefix(_REPLICAS).split("|") if url.startswith(_REPLICAS) else []
 
 
-def shown_file(url: str) -> str:
-    """The URL of a file for messages, as its `RemoteFile` has it."""
-    directory, name = split_file(url)
-    return f"{without_secrets(directory)}/{name}"
-
-
 def open_directory(url: str) -> RemoteDirectory:
     """The directory of a URL. Nothing is read yet.
 

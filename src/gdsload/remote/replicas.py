@@ -230,6 +230,10 @@ class ReplicaFile(RemoteFile):
             if not (source.left and file.pinned):
                 file.verify_unchanged()
 
+    def quiesce(self) -> None:
+        for file in self._files.values():
+            file.quiesce()
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()
