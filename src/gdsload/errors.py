@@ -14,6 +14,7 @@
     └── ReadError(OSError)                      path, offset, wanted, got, errno, hint
         ├── ShortRead
         ├── StallError
+        ├── RemoteError                         .final: a source elsewhere, such as an object store
         └── CuFileError                         .code: the error code of cuFile
 
 Each is raised once, near its cause, and its text is one sentence that names the file. All of them
@@ -246,6 +247,19 @@ class ShortRead(ReadError):
 
 class StallError(ReadError):
     """The storage has not answered for longer than the limit."""
+
+
+class RemoteError(ReadError):
+    """A source elsewhere, such as an object store, did not send the bytes.
+
+    Attributes:
+        final: Whether no retry can help: the file does not exist, may not be read, or is another
+            version than the one that was opened.
+    """
+
+    def __init__(self, message: str, *, final: bool = False, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.final = final
 
 
 class RankError(GdsloadError, RuntimeError):

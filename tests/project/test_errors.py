@@ -21,6 +21,7 @@ EVERY = [
     (errors.ReadError("m", path="/p", offset=1, wanted=2, got=3, errno=errno.EIO), OSError),
     (errors.ShortRead("m", path="/p", offset=1, wanted=2, got=1), OSError),
     (errors.StallError("m", path="/p", hint="wait"), OSError),
+    (errors.RemoteError("m", path="s3://b/f", final=True, errno=errno.EACCES), OSError),
     (errors.RankError("m", rank=3), RuntimeError),
     (errors.CuFileError("m", path="/p", code=5030), OSError),
 ]

@@ -11,6 +11,7 @@ from gdsload.api import plan as plan_reads
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.errors import one_line
+from gdsload.remote.directory import shown_source
 from gdsload.report import count, size
 
 
@@ -104,7 +105,7 @@ def plan(
     if as_json:
         merged = [dict(each._asdict(), shard=files[each.shard]) for each in planned.merged_ranges]
         facts = {
-            "source": source,
+            "source": shown_source(source),
             "tensors": len(planned.locations),
             "wanted_bytes": planned.wanted_bytes,
             "read_bytes": planned.read_bytes,

@@ -1,0 +1,196 @@
+"""Directories elsewhere: the files that a URL names, and how messages show a URL.
+
+    s3://bucket/model ──► RemoteDirectory ──┬─ names, read ──► index, config.json
+                                            └─ open ──► RemoteFile, one for each shard
+
+Not responsible for which files belong to a checkpoint (`checkpoint.locate`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from gdsload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gdsload.remote.file import RemoteFile
+
+# The beginning of a file, with the header of most shards: `RemoteDirectory.open` may read it.
+HEAD_BYTES = 128 << 10
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# A URL for several sources of the same files, with "|" between them: see `replicas`.
+_REPLICAS = "replicas://"
+_OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
+# The class that reads URLs of each scheme. It is created from a URL.
+_CLASSES = dict.fromkeys(
+    ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"), _OBJECT_STORE
+)
+_CLASSES["replicas"] = "gdsload.remote.replica_directory:ReplicaDirectory"
+
+
+class RemoteDirectory(ABC):
+    """The files directly in one directory elsewhere.
+
+    Attributes:
+        path: Its URL, without credentials, for messages.
+    """
+
+    path: str
+
+    def path_of(self, name: str) -> str:
+        """The URL of one of its files, for messages."""
+        return f"{self.path}/{name}"
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names of its files.
+
+        Raises CheckpointError if it cannot be listed.
+        """
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, also if it cannot be listed."""
+
+    @abstractmethod
+    def open(self, name: str) -> RemoteFile:
+        """Opens the present version of a file.
+
+        Raises:
+            CheckpointNotFound: There is no such file.
+            CheckpointAccessError: It may not be read.
+            CheckpointUnreadable: It could not be read for another reason.
+        """
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a small file.
+
+        Raises CheckpointError, as `open`, and if it is larger than `limit` bytes.
+        """
+        file = self.open(name)
+        try:
+            if file.size > limit:
+                raise CheckpointError(
+                    f"{file.url}: it has {file.size} bytes, more than the limit of {limit}",
+                    path=file.url,
+                )
+            return file.read(0, file.size)
+        finally:
+            file.close()
+
+
+def is_url(text: object) -> bool:
+    """Whether this is a URL, rather than a path or the id of a model."""
+    return isinstance(text, str) and _URL.match(text) is not None
+
+
+def without_secrets(url: str) -> str:
+    """A URL for messages: without user, password, query and fragment."""
+    if sources := sources_of(url):
+        return _REPLICAS + "|".join(map(shown_source, sources))
+    parts = urlsplit(url)
+    host = parts.netloc
+    if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
+        host = host.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+
+
+def shown_source(source: Any) -> Any:
+    """A source for messages and reports: a URL without secrets, anything else as it is."""
+    return without_secrets(source) if is_url(source) else source
+
+
+def text_without_secrets(text: str) -> str:
+    """A message of a client with all URLs in it shown without secrets."""
+    return _IN_TEXT.sub(lambda found: without_secrets(found[0]), text)
+
+
+def joined(url: str, folder: str) -> str:
+    """The URL of a folder inside a directory. A query stays at the end."""
+    if sources := sources_of(url):
+        return replicas(*(joined(each, folder) for each in sources))
+    if not is_url(url):
+        return os.path.join(url, folder) if folder else url
+    parts = urlsplit(url)
+    path = "/".join(part for part in (parts.path.rstrip("/"), folder) if part)
+    return parts._replace(path=path).geturl()
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """The URL of a file's directory, and the name of the file.
+
+    Raises CheckpointError for several sources of files with different names.
+    """
+    if sources := sources_of(url):
+        folders, names = zip(*map(split_file, sources), strict=True)
+        if len(set(names)) > 1:
+            raise CheckpointError(f"{without_secrets(url)}: these files have different names")
+        return replicas(*folders), names[0]
+    if not is_url(url):
+        return os.path.split(url)
+    parts = urlsplit(url)
+    directory, _, name = parts.path.rpartition("/")
+    return parts._replace(path=directory).geturl(), unquote(name)
+
+
+def replicas(*sources: str | os.PathLike[str]) -> str:
+    """Names several sources of one checkpoint: peers, object stores, directories of this machine.
+
+    A load reads from all of them at the same time, from each as much as it can send, and each byte
+    once. A source that fails, stalls or has other files is left, and another one takes over. The
+    report has the bytes of each, and the reasons.
+
+    Args:
+        *sources: URLs and paths, each of a directory or each of a file; the preferred one first.
+            Their files must be the same: the header and the size of each are compared. Name only
+            sources that you trust to hold the same bytes, or set `verify`.
+
+    Returns:
+        A URL that every function of gdsload takes as the source of a checkpoint.
+
+    Raises:
+        CheckpointError: There is no source, or one contains "|".
+
+    Example:
+        >>> source = gdsload.replicas("s3://bucket/model", "/models/model")
+        >>> tensors = gdsload.load_file(source)
+    """
+    texts = [os.fspath(source) for source in sources]
+    parts = [part for text in texts for part in sources_of(text) or [text]]
+    if not parts or any("|" in part or not part for part in parts):
+        raise CheckpointError(f'{parts}: sources are not empty, and have no "|" in them')
+    return _REPLICAS + "|".join(parts)
+
+
+def sources_of(url: str) -> list[str]:
+    """The sources that a URL of `replicas` names; none for any other text."""
+    return url.removeprefix(_REPLICAS).split("|") if url.startswith(_REPLICAS) else []
+
+
+def open_directory(url: str) -> RemoteDirectory:
+    """The directory of a URL. Nothing is read yet.
+
+    Raises:
+        CheckpointError: URLs of this scheme are not read, or it is incomplete.
+        BackendUnavailable: The client for it is not installed.
+    """
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    known = _CLASSES.get(scheme)
+    if known is None:
+        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https"))
+        raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
+    if not parts.netloc and not sources_of(url):
+        raise CheckpointError(f"{url}: this URL names no bucket and no host")
+    if parts.query and not scheme.startswith(("http", "replicas")):
+        raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
+    module, _, name = known.partition(":")
+    made: RemoteDirectory = getattr(import_module(module), name)(url)
+    return made

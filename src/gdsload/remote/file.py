@@ -1,0 +1,130 @@
+"""The interface of a file elsewhere: in an object store, or in the memory of a peer.
+
+    url ──► RemoteFile (one version) ── chunks(offset, length) ──► memory
+
+Not responsible for: the memory that the bytes go to, and reads in parallel (`backends.remote`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from gdsload.errors import RemoteError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class SourceFacts(NamedTuple):
+    """The facts about several sources of a file that the report shows.
+
+    Attributes:
+        failovers: Bytes that one source failed to send and another one sent, by "from -> to".
+        refusals: Why sources are not used any more, by name.
+        rates: Bytes per second of one request, by name.
+    """
+
+    failovers: Mapping[str, int]
+    refusals: Mapping[str, str]
+    rates: Mapping[str, float]
+
+
+class RemoteFile(ABC):
+    """One immutable version of a file elsewhere.
+
+    Its methods may be called from several threads at once.
+
+    Attributes:
+        url: The address, without credentials, for messages.
+        size: The size in bytes.
+        version: The ETag, generation or digest of this version, "" if unknown. It is the same for
+            the life of the object.
+        scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
+        digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
+    """
+
+    backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
+    # Whether each answer is compared with the version: bytes from before a change are right then.
+    pinned: ClassVar[bool] = True
+
+    url: str
+    size: int
+    version: str
+    scheme: str
+    digest: str = ""
+
+    @property
+    def io_path(self) -> str:
+        """The I/O path of its bytes, for the report."""
+        return f"object_store/{self.scheme}"
+
+    @abstractmethod
+    def chunks(self, offset: int, length: int) -> Iterator[Buffer]:
+        """Reads a range.
+
+        Failed requests are repeated inside, with growing pauses and for a limited time. The caller
+        may stop early, and then closes the iterator if it has `close`.
+
+        Args:
+            offset: The first byte.
+            length: The number of bytes. The range is in the file, and not empty.
+
+        Yields:
+            The bytes in order, in C-contiguous buffers that are valid until the next one. They may
+            end early after a failure in the middle: the caller asks for the rest.
+
+        Raises:
+            RemoteError: No bytes could be read. `final` if the file is not there any more, may not
+                be read, or is another version.
+        """
+
+    @abstractmethod
+    def verify_unchanged(self) -> None:
+        """Raises FileChanged if the file is no longer this version."""
+
+    def bytes_by_source(self) -> Mapping[str, int]:
+        """Bytes that were read so far by I/O path, also 0, if there are several sources; else
+        empty."""
+        return {}
+
+    def facts(self) -> SourceFacts | None:
+        """The facts about several sources so far; None if there is one."""
+        return None
+
+    def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing
+        """Releases what a snapshot of the process cannot carry, until it is needed again."""
+
+    def close(self) -> None:  # noqa: B027 - a file may hold nothing
+        """Releases what it holds. May be called again."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Reads a small range as a whole, such as a header.
+
+        Args:
+            offset: The first byte.
+            length: The number of bytes.
+
+        Raises:
+            RemoteError: As `chunks`.
+        """
+        parts: list[bytes] = []
+        got = 0
+        while got < length:
+            before = got
+            for chunk in self.chunks(offset + got, length - got):
+                parts.append(bytes(chunk))
+                got += len(parts[-1])
+            if not before < got <= length:
+                raise self.error(
+                    f"{got - before} bytes came instead of {length - before}",
+                    offset=offset,
+                    wanted=length,
+                    got=before,
+                )
+        return b"".join(parts)
+
+    def error(self, why: str, **facts: Any) -> RemoteError:
+        """A RemoteError about this file; `facts` are arguments of RemoteError."""
+        return RemoteError(f"{self.url}: {why}", path=self.url, **facts)
