@@ -88,6 +88,9 @@ class RemoteFile(ABC):
         """The facts about several sources of this file so far; None if there is one."""
         return None
 
+    def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing
+        """Releases what a snapshot of the process cannot carry, until it is needed again."""
+
     def close(self) -> None:  # noqa: B027 - a file may hold nothing
         """Releases what it holds. May be called again."""
 
