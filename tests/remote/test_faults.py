@@ -21,7 +21,7 @@ from object_server import FAULTS, ObjectServer
 pytest.importorskip("obstore")
 
 STALL_SECONDS = 2.0
-PATIENCE_SECONDS = 60.0  # a load that takes longer hangs
+PATIENCE_SECONDS = 30.0  # a load that takes longer hangs
 FIRST_REQUESTS = 6
 # Nothing is wrong with the objects: asking again helps.
 PASSING = ("429", "500", "503", "slow", "silent", "reset", "truncated", "reset_in_body",
