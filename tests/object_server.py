@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -100,7 +101,7 @@ class Request:
         first, end: The wanted bytes; `end` is -1 if there was no Range.
         if_match: The ETag that the client insists on; "" if none.
         status: Of the answer; 0 if there was none.
-        sent: Bytes of the body that were given to the kernel.
+        sent: Bytes of the body of an object.
         fault: The kind of the fault; "" if none.
     """
 
@@ -162,9 +163,8 @@ class ObjectServer:
 
     def url(self, scheme: str, path: str = "") -> str:
         """The URL of a file or directory for the clients of a scheme: s3, gs, az or http."""
-        if scheme == "http":
-            return f"http://127.0.0.1:{self.port}/{BUCKET}/{path}"
-        return f"{scheme}://{BUCKET}/{path}"
+        host = f"127.0.0.1:{self.port}/" if scheme == "http" else ""
+        return f"{scheme}://{host}{BUCKET}/{path}".rstrip("/")
 
     def environment(self, scheme: str) -> dict[str, str]:
         """The environment variables that lead the clients of a scheme to this server."""
@@ -205,7 +205,7 @@ class ObjectServer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of bodies that were sent."""
+        """Bytes of objects that were sent."""
         with self._lock:
             return sum(request.sent for request in self.requests)
 
@@ -307,8 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault and kind == "status":
             return self._whole(request, fault.status, b"<Error/>", dict(fault.headers))
         elif kind == "silent":
-            owner.closing.wait()
-            raise _Dropped
+            self._keep_silent(owner)
         elif kind == "reset":
             self._reset()
         if "list-type" in query or query.get("comp") == ["list"]:
@@ -352,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
         inverted = owner.inverted(request.key)
         self._send(request, path, body[0], body[1] // 2 if halved else body[1], inverted)
         if kind == "silent_in_body":
-            owner.closing.wait()
+            self._keep_silent(owner)
         if kind == "reset_in_body":
             self._reset()
         if halved:
@@ -368,12 +367,12 @@ class _Handler(BaseHTTPRequestHandler):
                 data = data or b"\0" * min(CHUNK_BYTES, length - done)  # behind the end: "long"
                 if inverted:
                     data = data.translate(OTHER_BYTES)
-                self.wfile.write(data)
                 done += len(data)
-                request.sent += len(data)
                 if owner.bytes_per_second:
                     due = begin + done / owner.bytes_per_second
                     owner.closing.wait(max(0.0, due - time.monotonic()))
+                request.sent += len(data)  # before the client can know
+                self.wfile.write(data)
 
     def _listing(self, owner: ObjectServer, query: Query) -> bytes:
         def one(name: str) -> str:
@@ -444,6 +443,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(request, status, {**stated, **(headers or {})})
         if request.method != "HEAD":
             self.wfile.write(body)
+
+    def _keep_silent(self, owner: ObjectServer) -> None:
+        """Says nothing until the client closes the connection, or the server ends."""
+        while not owner.closing.is_set():
+            readable, _, _ = select.select([self.connection], [], [], 0.05)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                break
+        raise _Dropped
 
     def _reset(self) -> None:
         """Closes the connection with RST."""
