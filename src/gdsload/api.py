@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, reaches
-from gdsload.backends.registry import names as registered
+from gdsload.backends.registry import find, names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -28,6 +28,7 @@ from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
+    remote_backend_of,
     require_cache,
     require_stall_seconds,
     require_verify,
@@ -36,12 +37,14 @@ from gdsload.loading.session import (
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
+    REMOTE_GAP_BYTES,
     Limits,
     ReadPlan,
     grouped,
     plan_reads,
     ranges_of,
 )
+from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
@@ -401,7 +404,7 @@ def load_into(
     checked = ReadSettings("cpu" if device is None else device, *how, verify)
     only = None if device is None else checked.device
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(os.fspath(source), on_event=on_event)
+    report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
@@ -585,7 +588,7 @@ def _opened(
 ) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
     """A session for one load, what it reads, and the function for its progress bar."""
     single = isinstance(source, (str, bytes, os.PathLike))
-    title = os.fspath(source) if single else f"{len(source)} files"  # type: ignore[arg-type]
+    title = shown_source(os.fspath(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
     report = LoadReport(title, device=settings.device, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
@@ -688,7 +691,7 @@ def plan(
     slices: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     window_bytes: int = 0,
-    gap_bytes: int = GAP_BYTES,
+    gap_bytes: int | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -704,7 +707,7 @@ def plan(
         slices: As for `load_file`.
         limits: What the backend allows. None: the limits of the posix backend.
         window_bytes: Size of a read window in bytes; 0 plans one window.
-        gap_bytes: Largest gap in bytes that is read to merge two ranges.
+        gap_bytes: Largest gap in bytes that is read to merge two ranges. None: that of a load.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -727,11 +730,19 @@ def plan(
 
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with lookup.open(source) as checkpoint:
-        alignments = [direct_alignment(shard.fd) for shard in checkpoint.shards]
+        alignments = [
+            None if shard.remote is not None else direct_alignment(shard.fd)
+            for shard in checkpoint.shards
+        ]
+        remote = remote_backend_of(checkpoint)
+        if limits is None:
+            limits = find(remote)().limits() if remote else Limits()
+        if gap_bytes is None:
+            gap_bytes = REMOTE_GAP_BYTES if remote else GAP_BYTES
         return plan_reads(
             ranges_of(_Wanted(checkpoint, names, slices).parts),
             [shard.size for shard in checkpoint.shards],
-            limits or Limits(),
+            limits,
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],
             window_bytes=window_bytes,
             gap_bytes=gap_bytes,

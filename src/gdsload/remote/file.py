@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gdsload.errors import RemoteError
 
@@ -29,6 +29,8 @@ class RemoteFile(ABC):
             the life of the object.
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
     """
+
+    backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
 
     url: str
     size: int
