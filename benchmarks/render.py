@@ -30,6 +30,7 @@ from . import (
     pool,
     ranks,
     records,
+    remote,
     restarts,
     start,
     states,
@@ -74,6 +75,7 @@ KINDS = {
     "parse": Shown(parse.title, parse.table, parse.notes),
     "pool": Shown(pool.title, pool.table, pool.notes),
     "ranks": Shown(ranks.title, ranks.table, ranks.notes),
+    "remote": Shown(remote.title, remote.table, remote.notes),
     "restarts": Shown(restarts.title, restarts.table, restarts.notes),
 }
 

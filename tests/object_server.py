@@ -100,7 +100,7 @@ class Request:
         first, end: The wanted bytes; `end` is -1 if there was no Range.
         if_match: The ETag that the client insists on; "" if none.
         status: Of the answer; 0 if there was none.
-        sent: Bytes of the body that were given to the kernel.
+        sent: Bytes of the body of an object.
         fault: The kind of the fault; "" if none.
     """
 
@@ -162,9 +162,8 @@ class ObjectServer:
 
     def url(self, scheme: str, path: str = "") -> str:
         """The URL of a file or directory for the clients of a scheme: s3, gs, az or http."""
-        if scheme == "http":
-            return f"http://127.0.0.1:{self.port}/{BUCKET}/{path}"
-        return f"{scheme}://{BUCKET}/{path}"
+        host = f"127.0.0.1:{self.port}/" if scheme == "http" else ""
+        return f"{scheme}://{host}{BUCKET}/{path}".rstrip("/")
 
     def environment(self, scheme: str) -> dict[str, str]:
         """The environment variables that lead the clients of a scheme to this server."""
@@ -205,7 +204,7 @@ class ObjectServer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of bodies that were sent."""
+        """Bytes of objects that were sent."""
         with self._lock:
             return sum(request.sent for request in self.requests)
 
@@ -368,12 +367,12 @@ class _Handler(BaseHTTPRequestHandler):
                 data = data or b"\0" * min(CHUNK_BYTES, length - done)  # behind the end: "long"
                 if inverted:
                     data = data.translate(OTHER_BYTES)
-                self.wfile.write(data)
                 done += len(data)
-                request.sent += len(data)
                 if owner.bytes_per_second:
                     due = begin + done / owner.bytes_per_second
                     owner.closing.wait(max(0.0, due - time.monotonic()))
+                request.sent += len(data)  # before the client can know
+                self.wfile.write(data)
 
     def _listing(self, owner: ObjectServer, query: Query) -> bytes:
         def one(name: str) -> str:
