@@ -19,7 +19,7 @@ import pytest
 from gdsload.errors import GdsloadError, RemoteError
 from gdsload.remote.cache import CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES
-from gdsload.remote.file import RemoteFile
+from gdsload.remote.file import LocalCopy, RemoteFile
 
 SIZE = 3 * BLOCK_BYTES + 12_345
 ROOMY = 1 << 40
@@ -71,9 +71,9 @@ def load(directory: Path, file: MemoryFile) -> bytes:
     return data
 
 
-def content_of(fd: int | None) -> bytes:
-    assert fd is not None
-    with open(fd, "rb") as file:
+def content_of(copy: LocalCopy | None) -> bytes:
+    assert copy is not None
+    with open(copy.fd, "rb") as file:
         return file.read()
 
 
@@ -116,10 +116,10 @@ def test_whole_file_is_a_local_file(tmp_path: Path) -> None:
     load(tmp_path, file)
     wait_for(lambda: is_sealed(tmp_path))
     cached = opened(tmp_path, MemoryFile())
-    fd = cached.reader()
-    assert Path(cached.path).name == "model.safetensors"
+    copy = cached.local_copy()
+    assert copy is not None and Path(copy.path).name == "model.safetensors"
     cached.close()
-    assert content_of(fd) == file.content
+    assert content_of(copy) == file.content
 
 
 def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) ->
     first.read(0, file.size)
     del first  # as if the process had been killed
     assert not is_sealed(tmp_path)
-    assert content_of(opened(tmp_path, MemoryFile()).reader()) == file.content
+    assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
     assert is_sealed(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_partly_filled_file_is_no_local_file_and_fetches_the_rest(tmp_path: Path
     cached.close()
     again = MemoryFile()
     cached = opened(tmp_path, again)
-    assert cached.reader() is None
+    assert cached.local_copy() is None
     assert cached.read(0, again.size) == file.content
     assert again.asked == [(0, 5_000_000), (8_000_000, again.size - 8_000_000)]
     assert cached.bytes_by_source() == {
@@ -176,10 +176,10 @@ def test_flipped_byte_of_a_whole_file_is_fetched_again(tmp_path: Path) -> None:
     flip(data_of(tmp_path), BLOCK_BYTES + 77)
     again = MemoryFile()
     cached = opened(tmp_path, again)
-    assert cached.reader() is None
+    assert cached.local_copy() is None
     assert cached.read(0, again.size) == file.content
     assert 0 < again.fetched <= BLOCK_BYTES
-    assert content_of(cached.reader()) == file.content
+    assert content_of(cached.local_copy()) == file.content
 
 
 def test_flipped_byte_of_a_partly_filled_file_is_fetched_again(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_read_only_cache_serves_what_it_has(tmp_path: Path) -> None:
     load(directory, file)
     with mounted(directory, "--bind", "-o", "ro", str(directory)):
         again, other = MemoryFile(), MemoryFile("other")
-        assert content_of(opened(directory, again).reader()) == file.content
+        assert content_of(opened(directory, again).local_copy()) == file.content
         assert load(directory, again) == file.content
         assert again.asked == []
         cached = opened(directory, other)
@@ -432,13 +432,12 @@ def test_file_that_is_open_is_never_removed(tmp_path: Path) -> None:
     file = MemoryFile("a", 1_000_000)
     cached = opened(tmp_path, file)
     cached.read(0, file.size)
-    fd = cached.reader()
-    assert fd is not None
+    copy = cached.local_copy()
     cached.close()
     refused = opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000)
     assert "1,000,000 are in use" in refused.refusal
     assert LocalCache(tmp_path).clear() == []
-    assert content_of(fd) == file.content
+    assert content_of(copy) == file.content
     wait_for(lambda: len(LocalCache(tmp_path).clear()) == 1)
     assert names_in(tmp_path) == set()
 

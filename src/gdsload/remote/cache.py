@@ -3,9 +3,9 @@
     chunks(offset, length) ──► pieces that are there: read, compared with their checksum
                           └──► gaps: fetched, and written to the cache on their way
 
-A file that is there as a whole is loaded as a local file (`CachedFile.reader`). Nothing that fails
-in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. Not responsible
-for what is in an entry (`cache_entry`).
+A file that is there as a whole is loaded as a local file (`CachedFile.local_copy`). Nothing that
+fails in the cache ends a load: it goes on without it, and `CachedFile.refusal` says why. Not
+responsible for what is in an entry (`cache_entry`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.errors import GdsloadError, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
-from gdsload.remote.file import RemoteFile
+from gdsload.remote.directory import RemoteDirectory
+from gdsload.remote.file import LocalCopy, RemoteFile
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
@@ -62,27 +63,26 @@ class CachedFile(RemoteFile):
         self._users = 0  # iterators of `chunks` that have not ended
 
     @property
+    def backend(self) -> str:  # type: ignore[override]
+        return self._file.backend
+
+    @property
     def io_path(self) -> str:
         return self._file.io_path
 
-    @property
-    def path(self) -> str:
-        """The path of the file in the cache, or ""."""
-        return self._entry.path if self._entry else ""
-
-    def reader(self) -> int | None:
-        """A descriptor of the file in the cache, if it is there as a whole; the caller closes it.
+    def local_copy(self) -> LocalCopy | None:
+        """The file in the cache, if it is there as a whole.
 
         The bytes are compared with their checksums before, except if they were and the file was not
-        written to since. The entry is not removed as long as the descriptor is open.
+        written to since. It is not removed as long as the descriptor is open.
         """
         entry = self._entry
         if entry is None:
             return None
         try:
             if entry.is_sealed() or (entry.is_whole() and entry.seal()):
-                return entry.reader()
-        except (OSError, RuntimeError) as error:  # no thread can be started
+                return LocalCopy(entry.path, entry.reader())
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self._refuse(error)
         return None
 
@@ -180,7 +180,8 @@ class CachedFile(RemoteFile):
 
     def _refuse(self, error: BaseException) -> None:
         self._writes = False
-        self.refusal = self.refusal or f"{self.path}: {_reason(error)}"
+        if not self.refusal and (entry := self._entry) is not None:
+            self.refusal = f"{entry.path}: {_reason(error)}"
 
     def verify_unchanged(self) -> None:
         self._file.verify_unchanged()
@@ -202,6 +203,30 @@ def _seal(entry: Entry) -> None:
     with suppress(OSError):  # then the next load compares the bytes
         if not entry.is_sealed() and entry.is_whole():
             entry.seal()
+
+
+class CachedDirectory(RemoteDirectory):
+    """A directory elsewhere, with a cache in front of its files. `read` does not use it."""
+
+    def __init__(self, directory: RemoteDirectory, cache: LocalCache) -> None:
+        """Reads nothing."""
+        self.path = directory.path
+        self._directory, self._cache = directory, cache
+
+    def path_of(self, name: str) -> str:
+        return self._directory.path_of(name)
+
+    def names(self) -> Collection[str]:
+        return self._directory.names()
+
+    def has(self, name: str) -> bool:
+        return self._directory.has(name)
+
+    def open(self, name: str) -> CachedFile:
+        return self._cache.open(self._directory.open(name))
+
+    def read(self, name: str, limit: int) -> bytes:
+        return self._directory.read(name, limit)
 
 
 class Cached(NamedTuple):

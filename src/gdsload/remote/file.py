@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gdsload.errors import RemoteError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+class LocalCopy(NamedTuple):
+    """A copy of a file elsewhere on this machine.
+
+    Attributes:
+        path: Its path.
+        fd: An open descriptor, which the caller closes.
+    """
+
+    path: str
+    fd: int
 
 
 class RemoteFile(ABC):
@@ -69,6 +81,10 @@ class RemoteFile(ABC):
     def bytes_by_source(self) -> Mapping[str, int]:
         """Bytes that were read so far by I/O path, if there are several sources; else empty."""
         return {}
+
+    def local_copy(self) -> LocalCopy | None:
+        """A copy of the whole file on this machine, None if there is none."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - a file may hold nothing
         """Releases what it holds. May be called again."""
