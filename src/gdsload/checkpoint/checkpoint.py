@@ -339,6 +339,7 @@ def _local_copies(shards: list[Shard]) -> list[Shard]:
         copies.append(
             Shard(copy.fd, Identity.of(os.fstat(copy.fd)), path=copy.path, name=shard.name)
         )
+        copies[-1].directory = shard.directory
     for shard in shards:
         shard.close()
     return copies
