@@ -142,7 +142,7 @@ def test_partly_filled_file_is_no_local_file_and_fetches_the_rest(tmp_path: Path
     assert cached.local_copy() is None
     assert cached.read(0, again.size) == file.content
     assert again.asked == [(0, 5_000_000), (8_000_000, again.size - 8_000_000)]
-    assert cached.bytes_by_source() == {
+    assert cached.facts().paths == {
         "object_store/s3": again.size - 3_000_000,
         "local_cache": 3_000_000,
     }

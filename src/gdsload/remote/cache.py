@@ -17,14 +17,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.errors import GdsloadError, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
-from gdsload.remote.file import LocalCopy, RemoteFile
+from gdsload.remote.file import LocalCopy, RemoteFile, SourceFacts
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
@@ -53,7 +53,7 @@ class CachedFile(RemoteFile):
     def __init__(self, file: RemoteFile, entry: Entry | None, refusal: str = "") -> None:
         """Owns `file` and `entry` from now on; without an entry, all bytes are fetched."""
         self.url, self.size, self.version = file.url, file.size, file.version
-        self.scheme = file.scheme
+        self.scheme, self.digest = file.scheme, file.digest
         self.refusal = refusal
         self._file = file
         self._entry = entry
@@ -89,7 +89,9 @@ class CachedFile(RemoteFile):
     def chunks(self, offset: int, length: int) -> Iterator[Buffer]:
         entry = self._entry
         if entry is None:
-            yield from self._file.chunks(offset, length)
+            for chunk in self._file.chunks(offset, length):
+                self._count(memoryview(chunk).nbytes, 0)
+                yield chunk
             return
         with self._lock:
             self._users += 1
@@ -108,8 +110,7 @@ class CachedFile(RemoteFile):
                 if data is None:
                     continue  # it counts as not there now
                 found = memoryview(data)[offset - piece.start : end - piece.start]
-                with self._lock:
-                    self._cached_bytes += len(found)
+                self._count(0, len(found))
                 yield found
                 offset += len(found)
                 patience = time.monotonic() + CLAIM_SECONDS
@@ -132,6 +133,11 @@ class CachedFile(RemoteFile):
             offset += fetched
             if offset < stop:
                 return  # the caller asks for the rest
+
+    def _count(self, fetched: int, cached: int) -> None:
+        with self._lock:
+            self._fetched_bytes += fetched
+            self._cached_bytes += cached
 
     def _claimed(self, entry: Entry, start: int, stop: int) -> bool:
         try:
@@ -163,8 +169,7 @@ class CachedFile(RemoteFile):
                         if at % BLOCK_BYTES == 0 or at == stop:
                             record(at)
                 start += len(view)
-                with self._lock:
-                    self._fetched_bytes += len(view)
+                self._count(len(view), 0)
                 yield view
         finally:
             record(at)
@@ -186,10 +191,12 @@ class CachedFile(RemoteFile):
     def verify_unchanged(self) -> None:
         self._file.verify_unchanged()
 
-    def bytes_by_source(self) -> Mapping[str, int]:
-        with self._lock:
-            elsewhere = self._file.bytes_by_source() or {self.io_path: self._fetched_bytes}
-            return {**elsewhere, IO_PATH: self._cached_bytes}
+    def facts(self) -> SourceFacts:
+        found = self._file.facts() or SourceFacts({self.io_path: self._fetched_bytes}, {}, {}, {})
+        return found._replace(
+            paths={**found.paths, IO_PATH: self._cached_bytes},
+            refusals={**found.refusals, **({"local cache": self.refusal} if self.refusal else {})},
+        )
 
     def close(self) -> None:
         """Closes the files. In a thread, a file that is there as a whole is sealed."""

@@ -29,6 +29,22 @@ class LocalCopy(NamedTuple):
     fd: int
 
 
+class SourceFacts(NamedTuple):
+    """The facts about the sources of a file that the report shows.
+
+    Attributes:
+        paths: Bytes by I/O path.
+        failovers: Bytes that one source failed to send and another one sent, by "from -> to".
+        refusals: Why sources are not used any more, by name.
+        rates: Bytes per second of one request, by name.
+    """
+
+    paths: Mapping[str, int]
+    failovers: Mapping[str, int]
+    refusals: Mapping[str, str]
+    rates: Mapping[str, float]
+
+
 class RemoteFile(ABC):
     """One immutable version of a file elsewhere.
 
@@ -40,6 +56,7 @@ class RemoteFile(ABC):
         version: The ETag, generation or digest of this version, "" if unknown. It is the same for
             the life of the object.
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
+        digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
     """
 
     backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
@@ -48,6 +65,7 @@ class RemoteFile(ABC):
     size: int
     version: str
     scheme: str
+    digest: str = ""
 
     @property
     def io_path(self) -> str:
@@ -78,9 +96,9 @@ class RemoteFile(ABC):
     def verify_unchanged(self) -> None:
         """Raises FileChanged if the file is no longer this version."""
 
-    def bytes_by_source(self) -> Mapping[str, int]:
-        """Bytes that were read so far by I/O path, if there are several sources; else empty."""
-        return {}
+    def facts(self) -> SourceFacts | None:
+        """The facts about several sources of this file so far; None if there is one."""
+        return None
 
     def local_copy(self) -> LocalCopy | None:
         """A copy of the whole file on this machine, None if there is none."""
