@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload.errors import GdsloadError, shown
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.directory import RemoteDirectory
-from gdsload.remote.file import LocalCopy, RemoteFile, SourceFacts
+from gdsload.remote.file import LOCAL_CACHE, LocalCopy, RemoteFile, SourceFacts
 from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-IO_PATH = "local_cache"
 SIZE_VARIABLE = "GDSLOAD_CACHE_BYTES"
 # Below `cache_dir`, which may hold other files. The number is that of the format.
 _DIRECTORY = "gdsload-files-1"
@@ -194,7 +193,7 @@ class CachedFile(RemoteFile):
     def facts(self) -> SourceFacts:
         found = self._file.facts() or SourceFacts({self.io_path: self._fetched_bytes}, {}, {}, {})
         return found._replace(
-            paths={**found.paths, IO_PATH: self._cached_bytes},
+            paths={**found.paths, LOCAL_CACHE: self._cached_bytes},
             refusals={**found.refusals, **({"local cache": self.refusal} if self.refusal else {})},
         )
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+LOCAL_CACHE = "local_cache"  # the I/O path of bytes that the local cache had
+
+
 class LocalCopy(NamedTuple):
     """A copy of a file elsewhere on this machine.
 
