@@ -222,7 +222,10 @@ def load_file(
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
-            local hub cache. Nothing is downloaded.
+            local hub cache; or the URL of a file, an index or a directory in an object store or on
+            a web server: s3://bucket/model, gs://, az://, https://, with the extra gdsload[remote].
+            Credentials are read by the client from its environment variables. Nothing is downloaded
+            from a hub, and no copy is stored.
         device: Where the tensors are needed: "cpu", "cuda", "cuda:1", 1, or None for the CPU.
         backend: "auto" or the name of a backend. A named backend that cannot work is an error.
             The backends of safetensors are accepted: "mmap" is `cache` "mapped", "pread" is
@@ -235,7 +238,8 @@ def load_file(
             the gaps are too small or too many, they are read as well, which `LoadReport.read_ratio`
             tells.
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
-            reads through it; "mapped" maps the files.
+            reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
+            error, the others are the same.
         page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
             the end of the load, except for bytes that were there before, and for mapped files.
             The kernel allows it only for files that the user owns or may write to;
@@ -277,7 +281,7 @@ def load_file(
         PlacementError: The device does not exist, or its memory is too small.
         BackendUnavailable: No allowed backend works here.
         ReadError: A read failed.
-        FileChanged: A file was modified during the load.
+        FileChanged: A file was modified during the load. Of a URL, all bytes are of one version.
         RankError: Another rank of `group` has failed, has ended, or does not answer.
         IntegrityError: Bytes differ from their checksum, or the manifest does not fit.
         ValueError: An argument has no such value.

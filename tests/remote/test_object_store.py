@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from gdsload.remote.directory import (
     split_file,
     text_without_secrets,
 )
+from gdsload.remote.object_store import ObjectDirectory
 from object_server import ObjectServer
 
 pytest.importorskip("obstore")
@@ -132,6 +134,22 @@ def test_missing_model_is_not_found(server: ObjectServer) -> None:
         assert url in str(caught.value)
 
 
+def test_limit_of_the_index_holds(server: ObjectServer) -> None:
+    with pytest.raises(CheckpointError, match=r"index\.json: .* limit of 100"):
+        Checkpoint.open(server.url("s3", "model"), header_limit=100)
+
+
+def test_unreachable_store_without_variables_names_them(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(server.url("s3", "model"))
+    failure = RuntimeError("the machine has no role")
+    assert "AWS_ACCESS_KEY_ID" not in str(directory.open_error("s3://bucket", failure))
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    assert "AWS_ACCESS_KEY_ID" in str(directory.open_error("s3://bucket", failure))
+
+
 def test_web_server_without_usual_names_asks_for_the_file(object_server: ObjectServer) -> None:
     with pytest.raises(CheckpointError, match="give the URL of a file"):
         Checkpoint.open(object_server.url("http", "model"))
@@ -206,6 +224,41 @@ def test_replaced_object_is_a_changed_file(object_server: ObjectServer, large: P
     assert caught.value.final
     with pytest.raises(FileChanged, match="another version"):
         file.verify_unchanged()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_rest_of_a_body_is_of_the_same_version(
+    object_server: ObjectServer, large: Path, pins: bool
+) -> None:
+    object_server.pins = pins
+    data = large.read_bytes()
+    file = open_directory(object_server.url("s3")).open("large.bin")
+    object_server.script("truncated")
+    object_server.script("replaced", first=2)
+    got = bytearray()
+    with suppress(RemoteError):
+        for chunk in file.chunks(1 << 20, 2 << 20):
+            got += chunk
+    assert got == data[1 << 20 : (1 << 20) + len(got)]
+    with pytest.raises(RemoteError):
+        file.read(1 << 20, 2 << 20)
+    with pytest.raises(FileChanged):
+        file.verify_unchanged()
+
+
+@pytest.mark.parametrize("fault", ["short", "long"])
+def test_body_of_another_length_gives_no_other_bytes(
+    object_server: ObjectServer, large: Path, fault: str
+) -> None:
+    data = large.read_bytes()
+    file = open_directory(object_server.url("s3")).open("large.bin")
+    object_server.script(fault, count=None)
+    got = bytearray()
+    with suppress(RemoteError):
+        for chunk in file.chunks(1 << 20, 1 << 20):
+            got += chunk
+    assert got == data[1 << 20 : (1 << 20) + len(got)]
+    assert len(got) <= 1 << 20
 
 
 def test_removed_object_is_final(object_server: ObjectServer, large: Path) -> None:

@@ -87,7 +87,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     try:
         raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
     except CheckpointNotFound as error:
-        raise _absent(path, "SOURCE --output FILE", error) from None
+        raise _absent(path, f"{checkpoint.source} --output FILE", error) from None
     return _parsed(raw, path)
 
 

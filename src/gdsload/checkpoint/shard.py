@@ -235,7 +235,8 @@ class RemoteShard(Shard):
         return self.remote.read(offset, nbytes)
 
     def quiesce(self) -> None:
-        """Does nothing: a file elsewhere is opened once."""
+        """Closes connections until they are needed again."""
+        self.remote.quiesce()
 
     def reopen_direct(self) -> int | None:
         """None: there is no direct I/O."""

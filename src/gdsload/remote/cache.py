@@ -197,6 +197,13 @@ class CachedFile(RemoteFile):
             refusals={**found.refusals, **({"local cache": self.refusal} if self.refusal else {})},
         )
 
+    def quiesce(self) -> None:
+        """Releases the files: from now on all bytes are fetched."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self.refusal = self.refusal or "its files were released by quiesce()"
+        self._file.quiesce()
+
     def close(self) -> None:
         """Closes the files. In a thread, a file that is there as a whole is sealed."""
         entry, self._entry = self._entry, None

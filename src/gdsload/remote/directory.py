@@ -120,12 +120,6 @@ def split_file(url: str) -> tuple[str, str]:
     return parts._replace(path=directory).geturl(), unquote(name)
 
 
-def shown_file(url: str) -> str:
-    """The URL of a file for messages, as its `RemoteFile` has it."""
-    directory, name = split_file(url)
-    return f"{without_secrets(directory)}/{name}"
-
-
 def open_directory(url: str) -> RemoteDirectory:
     """The directory of a URL. Nothing is read yet.
 

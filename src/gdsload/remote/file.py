@@ -107,6 +107,9 @@ class RemoteFile(ABC):
         """A copy of the whole file on this machine, None if there is none."""
         return None
 
+    def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing
+        """Releases what a snapshot of the process cannot carry, until it is needed again."""
+
     def close(self) -> None:  # noqa: B027 - a file may hold nothing
         """Releases what it holds. May be called again."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,12 @@ SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 20.0
 _TRY_SECONDS = 3600  # the client's own limit of 30 s would end a slow read of many bytes
 _CHUNK_BYTES = 1 << 20
+_REFUSED_SECONDS = 2.0  # an error after more than this is not about the range
 # The variables that the client reads begin like this. Those of its connections it only reads if it
 # gets no settings of connections from us.
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _CONNECTION_SETTINGS = (
-    "allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only",
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only",
     "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
     "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "timeout", "user_agent",
 )  # fmt: skip
@@ -121,10 +123,29 @@ class ObjectDirectory(RemoteDirectory):
         """
         self.path = without_secrets(url)
         self.kind = _kind_of(urlsplit(url).scheme.lower())
-        self._store = _opened_store(url, self.kind)
+        self._url = url
+        self._opened: Any = _opened_store(url, self.kind)  # None after `quiesce`
         self._names: frozenset[str] | None = None
         self._list_error: CheckpointError | None = None
         self._lock = threading.Lock()
+
+    @property
+    def _store(self) -> Any:
+        if _Client.pid != os.getpid():
+            raise CheckpointUnreadable(
+                f"{self.path}: this process was forked from one that had used the client of object"
+                " stores, whose threads stayed there; start processes with 'spawn'",
+                path=self.path,
+                errno=errno.ECHILD,
+            )
+        opened = self._opened
+        if opened is None:
+            opened = self._opened = _opened_store(self._url, self.kind)
+        return opened
+
+    def quiesce(self) -> None:
+        """Closes the connections; the next request opens others."""
+        self._opened = None
 
     def names(self) -> Collection[str]:
         with self._lock:
@@ -148,7 +169,6 @@ class ObjectDirectory(RemoteDirectory):
         import obstore
 
         try:
-            self._require_own_process()
             listing = obstore.list_with_delimiter(self._store)
         except Exception as error:
             raise self.open_error(self.path, error) from None
@@ -176,7 +196,6 @@ class ObjectDirectory(RemoteDirectory):
         import obstore
 
         try:
-            self._require_own_process()
             return obstore.head(self._store, name)
         except Exception as error:
             raise self.open_error(self.path_of(name), error) from None
@@ -185,17 +204,17 @@ class ObjectDirectory(RemoteDirectory):
         """Begins to read a range. Raises errors of the client."""
         import obstore
 
-        self._require_own_process()
         return obstore.get(self._store, name, options={"range": (offset, offset + length)})
 
     def open(self, name: str) -> ObjectFile:
-        path = self.path_of(name)
+        path, started = self.path_of(name), time.monotonic()
         try:
             result = self.get(name, 0, HEAD_BYTES)
             head, meta = bytes(result.bytes()), result.meta
         except Exception as error:
-            # A range of an empty file is an error.
-            if reason(error)[0] != errno.EIO or self.head(name)["size"]:
+            # A range of an empty file is refused, which takes no repetitions.
+            final = reason(error)[0] != errno.EIO or time.monotonic() - started > _REFUSED_SECONDS
+            if final or self.head(name)["size"]:
                 raise self.open_error(path, error) from None
             head, meta = b"", self.head(name)
         if len(head) != min(meta["size"], HEAD_BYTES):
@@ -217,20 +236,13 @@ class ObjectDirectory(RemoteDirectory):
             kind, text = CheckpointNotFound, f"No such file or directory: {path}"
         elif code == errno.EACCES:
             kind, text = CheckpointAccessError, f"{path}: {why}"
-            if hint := _HINTS.get(self.kind):
-                text += f" ({hint})"
         else:
             text = f"{path}: it cannot be read: {why}"
+        # Without variables the client asks the cloud's machines for a role, which fails elsewhere.
+        asked = any(name.startswith(_VARIABLES.get(self.kind, "")) for name in os.environ)
+        if code == errno.EACCES or not asked:
+            text += f" ({_HINTS[self.kind]})" if self.kind in _HINTS else ""
         return kind(text, path=path, errno=code)
-
-    def _require_own_process(self) -> None:
-        if _Client.pid != os.getpid():
-            raise CheckpointUnreadable(
-                f"{self.path}: this process was forked from one that had used the client of object"
-                " stores, whose threads stayed there; start processes with 'spawn'",
-                path=self.path,
-                errno=errno.ECHILD,
-            )
 
 
 def reason(error: Exception) -> tuple[int, str]:
@@ -272,27 +284,34 @@ class ObjectFile(RemoteFile):
         if not length:
             return
         got = 0
+        why, final = "", False
         facts: dict[str, Any] = {"offset": offset, "wanted": length}
         try:
             result = self._directory.get(self._name, offset, length)
+            first, end = result.range
             self._compare(result.meta)
-            if not self._changed and tuple(result.range) == (offset, offset + length):
+            if self._changed:
+                why, final = self._changed, True
+            elif (first, end) != (offset, offset + length):
+                why = f"the server sent bytes {first} to {end} instead"
+            else:
                 for chunk in result.stream(min(length, _CHUNK_BYTES)):
                     got += len(chunk)
+                    if got > length:
+                        why = f"the server sent more than the {length} bytes that were asked for"
+                        break
                     yield chunk
-                return
-            why, final = self._changed, True
-            if not why:
-                first, end = result.range
-                why, final = f"the server sent bytes {first} to {end} instead", False
         except Exception as error:
-            if got:
-                return  # the caller asks for the rest
-            code, why = reason(error)
-            final = code != errno.EIO
-            hint = _HINTS.get(self.scheme, "") if code == errno.EACCES else ""
-            facts.update(errno=code, hint=hint)
-        raise self.error(why, final=final, **facts)
+            if not got:  # else the caller asks for the rest
+                code, why = reason(error)
+                final = code != errno.EIO
+                hint = _HINTS.get(self.scheme, "") if code == errno.EACCES else ""
+                facts.update(errno=code, hint=hint)
+        if why:
+            raise self.error(why, final=final, **facts)
+
+    def quiesce(self) -> None:
+        self._directory.quiesce()
 
     def _compare(self, meta: ObjectMeta) -> None:
         if meta["size"] != self.size:

@@ -32,7 +32,11 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
-from gdsload.integrations.transformers.stand_ins import opened_before, original
+from gdsload.integrations.transformers.stand_ins import (
+    are_all_shards,
+    opened_before,
+    original,
+)
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import (
@@ -45,7 +49,6 @@ from gdsload.loading.session import (
 )
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
-from gdsload.remote.directory import shown_file
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused
@@ -88,18 +91,15 @@ def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint from `opened_before` is left open."""
     known = opened_before.get()
-    files = [original(file) for file in files]
-    if known is not None and _are_of(known, files):
+    if known is not None and (are_all_shards(files) or _are_of(known, files)):
         yield known
         return
-    with Checkpoint.of(files, strict=False) as checkpoint:
+    with Checkpoint.of([original(file) for file in files], strict=False) as checkpoint:
         yield checkpoint
 
 
 def _are_of(known: Checkpoint, files: Sequence[str]) -> bool:
     """Whether these files are the shards of an open checkpoint."""
-    if known.remote:
-        return [shown_file(file) for file in files] == [shard.path for shard in known.shards]
     try:
         found = [Identity.of(os.stat(file)) for file in files]
     except OSError:

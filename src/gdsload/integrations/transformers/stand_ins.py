@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from gdsload.checkpoint import Checkpoint
@@ -41,16 +41,29 @@ _USUAL_NAMES = (
     "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 
-# The URLs of the stand-ins of this context, by path.
-_originals: ContextVar[Mapping[str, str] | None] = ContextVar("gdsload.stand_ins", default=None)
+
+class _StandIns(NamedTuple):
+    """URLs by the path of their stand-in, and the stand-ins of the checkpoint's shards."""
+
+    urls: Mapping[str, str]
+    shards: list[str]
+
+
+_current: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
 # A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
 opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
 
 
 def original(path: Any) -> Any:
     """The URL that a stand-in means; any other argument as it is."""
-    originals = _originals.get()
-    return path if originals is None else originals.get(str(path), path)
+    current = _current.get()
+    return path if current is None else current.urls.get(str(path), path)
+
+
+def are_all_shards(files: Sequence[str]) -> bool:
+    """Whether these files stand for the shards of `opened_before`."""
+    current = _current.get()
+    return current is not None and current.shards == files
 
 
 @contextmanager
@@ -81,7 +94,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
         _fetch(source, folder)
-        originals = {**(_originals.get() or {}), top: url}
+        urls, shards = {top: url}, []
         try:
             checkpoint = stack.enter_context(
                 Checkpoint.open(
@@ -103,9 +116,10 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                     path.symlink_to(os.path.abspath(shard.path))
                     continue
                 path.write_bytes(shard.read(0, shard.data_start))
-                originals[str(path)] = joined(url, f"{subfolder}/{quote(shard.name)}")
+                shards.append(str(path))
+                urls[str(path)] = joined(url, f"{subfolder}/{quote(shard.name)}")
             stack.enter_context(held(opened_before, checkpoint))
-        stack.enter_context(held(_originals, originals))
+        stack.enter_context(held(_current, _StandIns(urls, shards)))
         yield top
 
 
