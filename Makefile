@@ -57,6 +57,10 @@ coverage: setup  ## the tests, and the lines they do not reach; takes 1.5 times 
 test-oldest: setup  ## from_pretrained with the oldest transformers that is supported
 	@sh scripts/test-transformers.sh 4.57.6
 
+.PHONY: test-remote
+test-remote: setup  ## loads from real S3, GCS and Azure servers on loopback; needs Go and npm
+	@sh scripts/test-remote.sh $(ARGS)
+
 gpu-check: setup  ## on a machine with a GPU: exact bytes, hazards, rates, other loaders
 	@$(PY) scripts/gpu_check.py $(ARGS)
 

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import hmac
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,14 +149,12 @@ def gs(directory: Path, work: Path) -> Iterator[ObjectStore]:
     server = ObjectStore("gs", free_port())
     host = f"127.0.0.1:{server.port}"
     command = [
-        str(TOOLS / "bin/fake-gcs-server"), "-backend", "filesystem",
-        "-filesystem-root", str(work), "-scheme", "http", "-host", "127.0.0.1",
-        "-port", str(server.port), "-public-host", host, "-external-url", f"http://{host}",
-        "-log-level", "error",
+        str(TOOLS / "bin/fake-gcs-server"), "-backend", "memory", "-data", str(work),
+        "-scheme", "http", "-host", "127.0.0.1", "-port", str(server.port),
+        "-public-host", host, "-external-url", f"http://{host}", "-log-level", "error",
     ]  # fmt: skip
-    (work / BUCKET).mkdir()
+    shutil.copytree(directory, work / BUCKET)  # obstore uploads with credentials only
     with _running(command, server.port, {}):
-        _upload(_client(server), directory)
         yield server
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -306,8 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault and kind == "status":
             return self._whole(request, fault.status, b"<Error/>", dict(fault.headers))
         elif kind == "silent":
-            owner.closing.wait()
-            raise _Dropped
+            self._keep_silent(owner)
         elif kind == "reset":
             self._reset()
         if "list-type" in query or query.get("comp") == ["list"]:
@@ -351,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
         inverted = owner.inverted(request.key)
         self._send(request, path, body[0], body[1] // 2 if halved else body[1], inverted)
         if kind == "silent_in_body":
-            owner.closing.wait()
+            self._keep_silent(owner)
         if kind == "reset_in_body":
             self._reset()
         if halved:
@@ -443,6 +443,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(request, status, {**stated, **(headers or {})})
         if request.method != "HEAD":
             self.wfile.write(body)
+
+    def _keep_silent(self, owner: ObjectServer) -> None:
+        """Says nothing until the client closes the connection, or the server ends."""
+        while not owner.closing.is_set():
+            readable, _, _ = select.select([self.connection], [], [], 0.05)
+            if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                break
+        raise _Dropped
 
     def _reset(self) -> None:
         """Closes the connection with RST."""
