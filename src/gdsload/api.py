@@ -267,7 +267,8 @@ def load_file(
         revision: Branch, tag or commit of a model in the hub cache. None is "main".
         subfolder: Folder inside the model.
         variant: Such as "fp16", for model.fp16.safetensors.
-        cache_dir: The hub cache. None: as HF_HUB_CACHE or HF_HOME say.
+        cache_dir: For a model of the hub: the hub cache; None: as HF_HUB_CACHE or HF_HOME say. For
+            a URL: a directory in which its files are kept for later loads; None: they are not.
         strict: Whether an index that contradicts its shards is an error.
         header_limit: Largest accepted header, in bytes.
 

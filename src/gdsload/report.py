@@ -65,6 +65,7 @@ class LoadReport:
         read_bytes: Bytes that were read, gaps between tensors included.
         ranks: The number of ranks that shared the reads, 0 if this process read alone.
         received_bytes: Bytes that this rank received from other ranks.
+        cached_bytes: Bytes of files elsewhere that the local cache had (`cache_dir` of a URL).
         requests: Number of read operations.
         short_reads: Number of short reads; each was continued.
         retries: Number of repeated operations.
@@ -119,6 +120,7 @@ class LoadReport:
         self.read_bytes = 0
         self.ranks = 0
         self.received_bytes = 0
+        self.cached_bytes = 0
         self.requests = 0
         self.short_reads = 0
         self.retries = 0
@@ -246,6 +248,8 @@ class LoadReport:
                 f"shared by {self.ranks} ranks: {size(self.read_bytes)} read here,"
                 f" {size(self.received_bytes)} received"
             )
+        if self.cached_bytes:
+            lines.append(f"local cache: {size(self.cached_bytes)}")
         if self.page_cache:
             lines.append(f"page cache: {self.page_cache}")
         if self.choice:

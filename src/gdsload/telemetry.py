@@ -24,7 +24,7 @@ _HINT = "{} is not installed: pip install 'gdsload[telemetry]'"
 # Fields of the report that are attributes of its span.
 _ATTRIBUTES = (
     "source", "device", "backend", "engine", "choice", "tensors", "wanted_bytes", "read_bytes",
-    "rate", "retries", "integration",
+    "cached_bytes", "rate", "retries", "integration",
 )  # fmt: skip
 # Bytes per second: from a network disk to several NVMe disks.
 _RATE_BUCKETS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2, 3, 5, 7, 10, 15, 25, 50, 100))
@@ -110,6 +110,7 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
     | `gdsload_loads_total` | | loads that ended |
     | `gdsload_failed_loads_total` | `error` | loads that failed, by the type of error |
     | `gdsload_bytes_total` | `path` | bytes by I/O path |
+    | `gdsload_cached_bytes_total` | | bytes of files elsewhere that the local cache had |
     | `gdsload_phase_seconds_total` | `phase` | seconds of each phase without the phases inside it |
     | `gdsload_refusals_total` | `name` | loads in which an alternative was refused |
     | `gdsload_failover_bytes_total` | `backends` | bytes that one backend failed to read |
@@ -153,6 +154,7 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
     loads = counter("loads", "Loads that ended")
     failed = counter("failed_loads", "Loads that failed", "error")
     nbytes_by = counter("bytes", "Bytes by I/O path", "path")
+    cached = counter("cached_bytes", "Bytes of files elsewhere that the local cache had")
     seconds_by = counter("phase_seconds", "Seconds by phase", "phase")
     refusals = counter("refusals", "Loads in which an alternative was refused", "name")
     failovers = counter("failover_bytes", "Bytes that one backend failed to read", "backends")
@@ -169,6 +171,7 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
             failed.labels(kind, report.failure.partition(":")[0]).inc()
         for path, nbytes in report.paths.items():
             nbytes_by.labels(kind, path).inc(nbytes)
+        cached.labels(kind).inc(report.cached_bytes)
         for phase, took in report.exclusive_phases().items():
             seconds_by.labels(kind, phase).inc(max(took, 0.0))
         for name in {name.partition(" on ")[0] for name in report.refusals}:  # not each file

@@ -94,7 +94,8 @@ class Checkpoint:
             revision: For a hub id: a branch, a tag or a commit; "main" if None.
             subfolder: A directory inside `source`.
             variant: For example "fp16", for model.fp16.safetensors.
-            cache_dir: The hub cache. None: as HF_HUB_CACHE or HF_HOME say.
+            cache_dir: For a hub id: the hub cache; None: as HF_HUB_CACHE or HF_HOME say. For a URL:
+                a directory in which its files are kept for later loads; None: they are not.
             strict: Whether to raise an error if the index names a tensor that its shard does not
                 have, or if two shards have the same tensor. With False such entries of the index
                 are ignored, and of two shards the shard in the index (else the last) counts.
@@ -214,6 +215,7 @@ class Checkpoint:
                     )
                 ) as opening:
                     shards.extend(opening)
+            shards = _local_copies(shards)
             # closing() ends the threads before the descriptors that they read are closed.
             with (
                 nullcontext(texts)
@@ -323,6 +325,24 @@ def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:
         return RemoteShard(shard.directory, shard.name)
     fd, status = open_regular(shard.path, named_by=named_by)
     return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
+
+
+def _local_copies(shards: list[Shard]) -> list[Shard]:
+    """The copies of files elsewhere on this machine, if it has all of them; else `shards`."""
+    copies: list[Shard] = []
+    for shard in shards:
+        copy = None if shard.remote is None else shard.remote.local_copy()
+        if copy is None:
+            for each in copies:
+                each.close()
+            return shards
+        copies.append(
+            Shard(copy.fd, Identity.of(os.fstat(copy.fd)), path=copy.path, name=shard.name)
+        )
+        copies[-1].directory = shard.directory
+    for shard in shards:
+        shard.close()
+    return copies
 
 
 def _read_header(shard: Shard, limit: int) -> bytes:

@@ -122,7 +122,8 @@ def locate(
         revision: For a hub id: a branch, a tag or a commit; "main" if None.
         subfolder: A directory inside `source`.
         variant: For example "fp16", for model.fp16.safetensors.
-        cache_dir: The hub cache. None: as the environment says.
+        cache_dir: For a hub id: the hub cache; None: as the environment says. For a URL: the local
+            cache of its files; None: they are not kept.
         limit: The largest size of an index in bytes.
 
     Raises:
@@ -133,7 +134,7 @@ def locate(
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
         raise CheckpointError(f"{shown(variant)} is not the name of a variant")
     if is_url(title):
-        return _from_url(title, subfolder, variant, limit)
+        return _from_url(title, subfolder, variant, cache_dir, limit)
     directory = title
     if not is_directory(title):
         if os.path.lexists(title):
@@ -153,7 +154,9 @@ def locate(
     return _from_directory(LocalDirectory(directory), title, variant, limit)
 
 
-def _from_url(url: str, subfolder: str, variant: str | None, limit: int) -> CheckpointFiles:
+def _from_url(
+    url: str, subfolder: str, variant: str | None, cache_dir: PathLike | None, limit: int
+) -> CheckpointFiles:
     title = shown_source(url)
     if title.endswith((_SUFFIX, ".json")):
         if subfolder or variant:
@@ -161,11 +164,22 @@ def _from_url(url: str, subfolder: str, variant: str | None, limit: int) -> Chec
                 f"{title}: this is one file and has no subfolder or variant", path=title
             )
         folder, name = split_file(url)
-        directory = open_directory(folder)
+        directory = _open_directory(folder, cache_dir)
         if name.endswith(".json"):
             return _from_index(directory, name, title, limit)
         return CheckpointFiles(title, (_shard_path(directory, name),))
-    return _from_directory(open_directory(joined(url, subfolder)), title, variant, limit)
+    return _from_directory(
+        _open_directory(joined(url, subfolder), cache_dir), title, variant, limit
+    )
+
+
+def _open_directory(url: str, cache_dir: PathLike | None) -> RemoteDirectory:
+    directory = open_directory(url)
+    if cache_dir is None:
+        return directory
+    from gdsload.remote.cache import CachedDirectory, LocalCache
+
+    return CachedDirectory(directory, LocalCache(local_path_text(cache_dir)))
 
 
 def shard_paths(files: Sequence[str]) -> tuple[ShardPath, ...]:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.file_io import open_regular, read_exactly
-from gdsload.checkpoint.shard import RemoteShard
 from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 
 if TYPE_CHECKING:
@@ -74,13 +73,16 @@ def hash_function(algorithm: str) -> Callable[[Any], str]:
 
 def manifest_path(checkpoint: Checkpoint) -> str:
     """Where the manifest of a checkpoint is by default: beside its first shard."""
-    return os.path.join(os.path.dirname(checkpoint.shards[0].path), MANIFEST_NAME)
+    first = checkpoint.shards[0]
+    if first.directory is not None:
+        return first.directory.path_of(MANIFEST_NAME)
+    return os.path.join(os.path.dirname(first.path), MANIFEST_NAME)
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
     """The manifest beside the first shard. Raises as `read_manifest`."""
     path, first = manifest_path(checkpoint), checkpoint.shards[0]
-    if not isinstance(first, RemoteShard):
+    if first.directory is None:
         return read_manifest(path, checkpoint.source)
     try:
         raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)

@@ -55,6 +55,7 @@ class Shard:
         name: The name by which an index refers to the file.
         identity: The version of the file, taken from the descriptor when it was opened.
         remote: The file elsewhere that it stands for; None for a file of this machine.
+        directory: The directory elsewhere that it is in, also of a copy in the local cache.
         size: The size of the file in bytes.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header.
@@ -63,6 +64,7 @@ class Shard:
     """
 
     remote: RemoteFile | None = None
+    directory: RemoteDirectory | None = None
 
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
         self._fd = fd
@@ -101,6 +103,11 @@ class Shard:
     def require_open(self) -> None:
         """Raises CheckpointError if it is closed."""
         _ = self.fd
+
+    @property
+    def cached(self) -> bool:
+        """Whether it is a copy in the local cache."""
+        return self.directory is not None and self.remote is None
 
     @property
     def on_disk(self) -> bool:
@@ -201,6 +208,7 @@ class RemoteShard(Shard):
     """
 
     remote: RemoteFile
+    directory: RemoteDirectory
 
     def __init__(self, directory: RemoteDirectory, name: str) -> None:
         """Opens it. Raises CheckpointError."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import click
 
+from gdsload.cli.cached import cache
 from gdsload.cli.headers import inspect, plan
 from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
@@ -120,5 +121,5 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     run_script(arguments)
 
 
-for _command in (inspect, plan, load, manifest, verify, warmup, bench):
+for _command in (inspect, plan, load, manifest, verify, warmup, bench, cache):
     main.add_command(_command)

@@ -54,7 +54,7 @@ def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **w
     manifest keeps its entries of other files.
     """
     with Checkpoint.open(source, **where) as checkpoint:
-        if checkpoint.remote and not output:
+        if checkpoint.shards[0].directory is not None and not output:
             raise click.UsageError("SOURCE is a URL: --output names the file to write")
         recorder = Recorder(checkpoint, algorithm)
         with _bar(checkpoint, "manifest") as advance:

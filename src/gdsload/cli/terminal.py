@@ -102,7 +102,9 @@ source_of = _options(
     click.option("--subfolder", default="", help="A folder inside the model."),
     click.option("--variant", help='Such as "fp16", for model.fp16.safetensors.'),
     click.option(
-        "--cache-dir", type=click.Path(), help="The hub's cache, if not in its usual place."
+        "--cache-dir",
+        type=click.Path(),
+        help="The hub's cache, if not in its usual place; for a URL, where its files are kept.",
     ),
 )
 json_of = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")

@@ -22,6 +22,7 @@ from gdsload.errors import (
     StallError,
 )
 from gdsload.planning.read_plan import ReadPlan, Transfer
+from gdsload.remote.file import LOCAL_CACHE
 from gdsload.report import LoadReport, Span
 
 
@@ -136,6 +137,7 @@ def note(
     describe(report, backend)
     for path, nbytes in backend.paths(request).items():
         report.paths[path] = report.paths.get(path, 0) + nbytes
+        report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
     report.read_bytes += plan.read_bytes
     for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
         report.requests += len(facts.transfers)

@@ -184,6 +184,8 @@ class Session:
             except BaseException:
                 self.claims_of(views)  # no batch takes these claims
                 raise
+        if self.checkpoint.shards[0].cached:  # then all are
+            self.report.cached_bytes += sum(each.nbytes for each in ranges)
         return plan, views
 
     @collector_paused()

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+LOCAL_CACHE = "local_cache"  # the I/O path of bytes that the local cache had
+
+
+class LocalCopy(NamedTuple):
+    """A copy of a file elsewhere on this machine.
+
+    Attributes:
+        path: Its path.
+        fd: An open descriptor, which the caller closes.
+    """
+
+    path: str
+    fd: int
+
+
 class SourceFacts(NamedTuple):
     """The facts about several sources of a file that the report shows.
 
@@ -91,6 +106,10 @@ class RemoteFile(ABC):
 
     def facts(self) -> SourceFacts | None:
         """The facts about several sources so far; None if there is one."""
+        return None
+
+    def local_copy(self) -> LocalCopy | None:
+        """A copy of the whole file on this machine, None if there is none."""
         return None
 
     def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing

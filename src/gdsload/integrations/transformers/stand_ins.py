@@ -1,7 +1,8 @@
 """Stand-ins for models elsewhere: a local directory from which transformers can load them.
 
     s3://bucket/model ──► temporary directory ──┬─ config.json and other small files
-                                                └─ shards, which have their headers only
+                                                └─ shards, which have their headers only, or
+                                                   are links to the local cache
 
 transformers finds classes and files in the directory. The hooks know which file elsewhere a
 stand-in means (`original`), and read that. Whoever reads a stand-in by itself gets an error about a
@@ -10,6 +11,7 @@ truncated file. Not responsible for reading tensors.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -71,7 +73,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
     Args:
         url: The URL of the model's directory.
         words: The keywords of from_pretrained: `subfolder`, the folder that is needed, is in the
-            directory as well, and `variant` chooses the weights.
+            directory as well, `variant` chooses the weights, and `cache_dir` is the local cache.
 
     Yields:
         The directory. Its checkpoint is `opened_before`, if it has safetensors files.
@@ -110,6 +112,9 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         else:
             for shard in checkpoint.shards:
                 path = folder / shard.name
+                if shard.cached:
+                    path.symlink_to(os.path.abspath(shard.path))
+                    continue
                 path.write_bytes(shard.read(0, shard.data_start))
                 shards.append(str(path))
                 urls[str(path)] = joined(url, f"{subfolder}/{quote(shard.name)}")

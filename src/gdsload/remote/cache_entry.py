@@ -1,0 +1,260 @@
+"""One file of the local cache: its bytes, and a list of the pieces that are there.
+
+    <name>    the bytes at their offsets; sparse until all are there
+    pieces    JSON of the version, then a line for each event, only ever appended to:
+              START END CHECKSUM                these bytes were written
+              START END -                       they differ from their checksum
+              sealed INODE SIZE MTIME CTIME     all bytes are there, compared, and on the disk
+
+A line is written after its bytes, so that a process may be killed at any time. What a crash of the
+system leaves behind, is compared before it is used. Processes share an entry by locks that the
+kernel releases when they end:
+
+    flock on the bytes                shared by all users; whoever removes an entry has it alone
+    range lock on `pieces`, WRITERS   shared by those who may write; alone for `seal`
+    range lock on `pieces`, others    a range of bytes that a process is fetching
+
+Not responsible for choosing what is removed (`cache`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from gdsload.system.lifecycle import fork_safe_lock
+
+# Pieces end at multiples of it: so much is read to compare a part of it with its checksum.
+BLOCK_BYTES = 4 << 20
+_WRITERS = 1 << 62  # no file has this byte
+_EVENT = re.compile(
+    rb"^(?:(\d{1,18}) (\d{1,18}) ([0-9a-f]{32}|-)|sealed (\d+) (\d+) (\d+) (\d+))$", re.MULTILINE
+)
+_DROPPED = "-"
+_THREADS = 8  # compare a whole file
+
+
+class Piece(NamedTuple):
+    """Bytes `start` to `end` of the file, within one block, and their checksum."""
+
+    start: int
+    end: int
+    checksum: str
+
+
+class Entry:
+    """The open files of one entry. They are closed with the last reference to it.
+
+    Attributes:
+        path: The path of the bytes.
+        size: The size of the file in bytes.
+    """
+
+    def __init__(
+        self, path: str, size: int, data_fd: int, pieces_fd: int, hasher: Callable[[], Any]
+    ) -> None:
+        """Owns the descriptors from now on. `hasher` makes an object as those of hashlib."""
+        self._data_fd, self._pieces_fd = data_fd, pieces_fd
+        self.path, self.size, self.hasher = path, size, hasher
+        self._lock = fork_safe_lock(self)
+        self._parsed_bytes = 0
+        self._pieces: dict[int, list[Piece]] = {}  # by block
+        self._compared: set[Piece] = set()
+        self._seal: tuple[int, ...] = ()
+        mode = fcntl.fcntl(pieces_fd, fcntl.F_GETFL) & os.O_ACCMODE
+        self.writable = mode != os.O_RDONLY and self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
+        self._refresh()
+
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
+        _close(self._data_fd)
+        _close(self._pieces_fd)
+
+    # --- which bytes are there ---------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Reads the lines that were appended since the last call, by any process."""
+        with self._lock, suppress(OSError):  # then what is not known is fetched
+            size = os.fstat(self._pieces_fd).st_size
+            raw = os.pread(self._pieces_fd, max(size - self._parsed_bytes, 0), self._parsed_bytes)
+            raw = raw[: raw.rfind(b"\n") + 1]  # the last line may be half written
+            self._parsed_bytes += len(raw)
+            for start, end, checksum, *seal in _EVENT.findall(raw):
+                if checksum:
+                    self._note(Piece(int(start), int(end), checksum.decode()))
+                else:
+                    self._seal = tuple(map(int, seal))
+
+    def _note(self, piece: Piece) -> None:
+        block, in_block = divmod(piece.start, BLOCK_BYTES)
+        length = piece.end - piece.start
+        if piece.end > self.size or not 0 < length <= BLOCK_BYTES - in_block:
+            return  # a damaged line
+        known = self._pieces.setdefault(block, [])
+        known[:] = [each for each in known if each[:2] != piece[:2]]
+        if piece.checksum != _DROPPED:
+            known.append(piece)
+
+    def piece_at(self, offset: int) -> Piece | None:
+        """The piece with this byte that reaches furthest, None if the byte is not there."""
+        for refreshed in (False, True):
+            if refreshed:
+                self._refresh()
+            with self._lock:
+                found = [
+                    piece
+                    for piece in self._pieces.get(offset // BLOCK_BYTES, ())
+                    if piece.start <= offset < piece.end
+                ]
+            if found:
+                return max(found, key=lambda piece: piece.end)
+        return None
+
+    def gap_end(self, offset: int, end: int) -> int:
+        """Where the bytes end that are not there, from `offset`, which is not there, to `end`."""
+        with self._lock:
+            for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                starts = [piece.start for piece in self._pieces.get(block, ())]
+                if starts := [start for start in starts if offset < start < end]:
+                    return min(starts)
+        return end
+
+    def all_pieces(self) -> list[Piece]:
+        """All pieces in the order of their bytes."""
+        with self._lock:
+            return sorted(piece for each in self._pieces.values() for piece in each)
+
+    def is_whole(self) -> bool:
+        """Whether all bytes are there."""
+        self._refresh()
+        end = 0
+        for piece in self._all_pieces():
+            if piece.start > end:
+                break
+            end = max(end, piece.end)
+        return end == self.size
+
+    def uncompared(self) -> list[Piece]:
+        """The pieces that this object has neither written nor compared with their checksums."""
+        with self._lock:
+            return [piece for piece in self._all_pieces() if piece not in self._compared]
+
+    def _all_pieces(self) -> list[Piece]:
+        with self._lock:
+            return sorted(piece for each in self._pieces.values() for piece in each)
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def read(self, piece: Piece) -> bytes | None:
+        """The bytes of a piece; None if they differ from their checksum, or cannot be read. Then
+        they count as not there."""
+        try:
+            data = os.pread(self._data_fd, piece.end - piece.start, piece.start)
+        except OSError:
+            data = b""
+        digest = self.hasher()
+        digest.update(data)
+        if len(data) == piece.end - piece.start and digest.hexdigest() == piece.checksum:
+            self._compared.add(piece)
+            return data
+        dropped = piece._replace(checksum=_DROPPED)
+        with self._lock:
+            self._note(dropped)
+        if self.writable:
+            with suppress(OSError):
+                self._append("{} {} {}", *dropped)
+        return None
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes bytes at `offset`; `record` then says that they are there. Raises OSError."""
+        while data:
+            written = os.pwrite(self._data_fd, data, offset)
+            offset += written
+            data = data[written:]
+
+    def record(self, start: int, end: int, checksum: str) -> None:
+        """Says that these bytes, of one block, were written. Raises OSError."""
+        self._append("{} {} {}", start, end, checksum)
+        with self._lock:
+            self._note(piece := Piece(start, end, checksum))
+            self._compared.add(piece)
+
+    def _append(self, form: str, *values: object) -> None:
+        # The first line break ends a line that a full disk cut off.
+        os.write(self._pieces_fd, f"\n{form.format(*values)}\n".encode())
+
+    # --- whole files -------------------------------------------------------------------------
+
+    def is_sealed(self) -> bool:
+        """Whether all bytes are there and the file was not written to since they were compared."""
+        return bool(self._seal) and self._seal == _identity(self._data_fd)
+
+    def seal(self) -> bool:
+        """Makes sure that all bytes, which are there, are right and on the disk, and says so.
+
+        Returns whether they are; False also while others may write. Raises OSError if the disk has
+        lost any.
+        """
+        if self.writable and not self._range_lock(fcntl.F_WRLCK, _WRITERS, 1):
+            return False
+        try:
+            before = _identity(self._data_fd)
+            if not self._compare(self.uncompared()):
+                return False
+            if self.writable:
+                os.fdatasync(self._data_fd)
+                self._append("sealed {} {} {} {}", *before)
+            self._seal = before
+        finally:
+            if self.writable:
+                self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
+        return True
+
+    def _compare(self, pieces: list[Piece]) -> bool:
+        """Whether all are as their checksums say. Those that differ count as not there."""
+        if not pieces:
+            return True
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            found = pool.map(lambda piece: self.read(piece) is not None, pieces)
+            return all(list(found))  # each of them, so that all that differ are dropped
+
+    def reader(self) -> int:
+        """A descriptor for reading alone, which the caller closes. As long as it is open, the entry
+        is not removed. Raises OSError."""
+        fd = os.open(f"/proc/self/fd/{self._data_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    # --- locks -------------------------------------------------------------------------------
+
+    def claim(self, start: int, end: int) -> bool:
+        """Whether this process may fetch these bytes: no other one is doing so. Then `unclaim`."""
+        return self._range_lock(fcntl.F_WRLCK, start, end - start)
+
+    def unclaim(self, start: int, end: int) -> None:
+        """Ends `claim`."""
+        self._range_lock(fcntl.F_UNLCK, start, end - start)
+
+    def _range_lock(self, kind: int, start: int, length: int) -> bool:
+        """Whether a lock was taken. It belongs to the open file, not to the process: two loads of
+        one process exclude each other, too. Raises OSError if the filesystem has no locks."""
+        what = struct.pack("hhqqi0q", kind, os.SEEK_SET, start, length, 0)
+        try:
+            fcntl.fcntl(self._pieces_fd, fcntl.F_OFD_SETLK, what)
+        except (BlockingIOError, PermissionError):  # another one has it
+            return False
+        return True
+
+
+def _identity(fd: int) -> tuple[int, ...]:
+    status = os.fstat(fd)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,488 @@
+"""The local cache: files elsewhere are fetched once, and no fault of the cache changes a byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gdsload.errors import GdsloadError, RemoteError
+from gdsload.remote.cache import CachedFile, LocalCache
+from gdsload.remote.cache_entry import BLOCK_BYTES
+from gdsload.remote.file import LocalCopy, RemoteFile
+
+SIZE = 3 * BLOCK_BYTES + 12_345
+ROOMY = 1 << 40
+
+
+@cache
+def random_bytes(seed: str, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+class MemoryFile(RemoteFile):
+    """A file elsewhere, of bytes that its seed determines. It notes what it is asked for."""
+
+    scheme = "s3"
+
+    def __init__(
+        self, name: str = "model.safetensors", size: int = SIZE, version: str = '"1"'
+    ) -> None:
+        self.url, self.size, self.version = f"s3://bucket/{name}", size, version
+        self.content = random_bytes(f"{name} {version}", size)
+        self.asked: list[tuple[int, int]] = []
+        self.fetched = 0
+        self.chunk_bytes = 1 << 20
+        self.before_chunk: Callable[[int], None] = lambda offset: None
+
+    def chunks(self, offset: int, length: int) -> Iterator[memoryview]:
+        self.asked.append((offset, length))
+        for start in range(offset, offset + length, self.chunk_bytes):
+            self.before_chunk(start)
+            part = self.content[start : min(start + self.chunk_bytes, offset + length)]
+            self.fetched += len(part)
+            yield memoryview(part)
+
+    def verify_unchanged(self) -> None: ...
+
+
+def opened(directory: Path, file: MemoryFile, limit_bytes: int = ROOMY) -> CachedFile:
+    return LocalCache(directory, limit_bytes).open(file)
+
+
+def load(directory: Path, file: MemoryFile) -> bytes:
+    """All bytes by ranges that do not fit to the blocks, as a load asks for them."""
+    with_cache = opened(directory, file)
+    step = BLOCK_BYTES - 1000
+    data = b"".join(
+        with_cache.read(start, min(step, file.size - start)) for start in range(0, file.size, step)
+    )
+    with_cache.close()
+    return data
+
+
+def content_of(copy: LocalCopy | None) -> bytes:
+    assert copy is not None
+    with open(copy.fd, "rb") as file:
+        return file.read()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("the condition did not become true")
+
+
+def is_sealed(directory: Path) -> bool:
+    return any(b"\nsealed " in path.read_bytes() for path in directory.rglob("pieces"))
+
+
+def data_of(directory: Path) -> Path:
+    (path,) = directory.rglob("model.safetensors")
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 64]))
+
+
+def test_second_load_fetches_nothing(tmp_path: Path) -> None:
+    file = MemoryFile()
+    assert load(tmp_path, file) == file.content
+    assert file.fetched == file.size
+    again = MemoryFile()
+    assert load(tmp_path, again) == file.content
+    assert again.asked == []
+
+
+def test_whole_file_is_a_local_file(tmp_path: Path) -> None:
+    file = MemoryFile()
+    load(tmp_path, file)
+    wait_for(lambda: is_sealed(tmp_path))
+    cached = opened(tmp_path, MemoryFile())
+    copy = cached.local_copy()
+    assert copy is not None and Path(copy.path).name == "model.safetensors"
+    cached.close()
+    assert content_of(copy) == file.content
+
+
+def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) -> None:
+    file = MemoryFile()
+    first = opened(tmp_path, file)
+    first.read(0, file.size)
+    del first  # as if the process had been killed
+    assert not is_sealed(tmp_path)
+    assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
+    assert is_sealed(tmp_path)
+
+
+def test_partly_filled_file_is_no_local_file_and_fetches_the_rest(tmp_path: Path) -> None:
+    file = MemoryFile()
+    cached = opened(tmp_path, file)
+    cached.read(5_000_000, 3_000_000)
+    cached.close()
+    again = MemoryFile()
+    cached = opened(tmp_path, again)
+    assert cached.local_copy() is None
+    assert cached.read(0, again.size) == file.content
+    assert again.asked == [(0, 5_000_000), (8_000_000, again.size - 8_000_000)]
+    assert cached.facts().paths == {
+        "object_store/s3": again.size - 3_000_000,
+        "local_cache": 3_000_000,
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_ranges_are_exact_and_each_byte_is_fetched_once(tmp_path: Path, seed: int) -> None:
+    numbers = random.Random(seed)
+    file = MemoryFile(size=numbers.randrange(1, SIZE))
+    file.chunk_bytes = numbers.choice([70_001, 1 << 20, 5 << 20])
+    wanted: set[tuple[int, int]] = set()
+    for _ in range(4):
+        cached = opened(tmp_path, file)
+        for _ in range(6):
+            start = numbers.randrange(file.size)
+            length = numbers.randrange(1, file.size - start + 1)
+            assert cached.read(start, length) == file.content[start : start + length]
+            wanted.add((start, length))
+        cached.close()
+    covered, end = 0, 0
+    for start, length in sorted(wanted):
+        covered += max(start + length - max(start, end), 0)
+        end = max(end, start + length)
+    assert file.fetched == covered
+
+
+def test_flipped_byte_of_a_whole_file_is_fetched_again(tmp_path: Path) -> None:
+    file = MemoryFile()
+    load(tmp_path, file)
+    wait_for(lambda: is_sealed(tmp_path))
+    flip(data_of(tmp_path), BLOCK_BYTES + 77)
+    again = MemoryFile()
+    cached = opened(tmp_path, again)
+    assert cached.local_copy() is None
+    assert cached.read(0, again.size) == file.content
+    assert 0 < again.fetched <= BLOCK_BYTES
+    assert content_of(cached.local_copy()) == file.content
+
+
+def test_flipped_byte_of_a_partly_filled_file_is_fetched_again(tmp_path: Path) -> None:
+    file = MemoryFile()
+    opened(tmp_path, file).read(100, 50_000)
+    flip(data_of(tmp_path), 777)
+    again = MemoryFile()
+    assert opened(tmp_path, again).read(0, 60_000) == file.content[:60_000]
+    assert opened(tmp_path, again).read(100, 50_000) == file.content[100:50_100]
+    assert again.fetched == 60_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_list_of_pieces_changes_no_byte(tmp_path: Path, seed: int) -> None:
+    file = MemoryFile()
+    cached = opened(tmp_path, file)
+    cached.read(1_000_000, 9_000_000)
+    cached.close()
+    (pieces,) = tmp_path.rglob("pieces")
+    numbers, raw = random.Random(seed), bytearray(pieces.read_bytes())
+    for _ in range(8):
+        raw[numbers.randrange(len(raw))] = numbers.choice(b"0123456789 -\n{")
+    pieces.write_bytes(raw[: numbers.randrange(len(raw))] if seed % 2 else raw)
+    assert load(tmp_path, MemoryFile()) == file.content
+
+
+def test_truncated_bytes_are_fetched_again(tmp_path: Path) -> None:
+    file = MemoryFile()
+    load(tmp_path, file)
+    os.truncate(data_of(tmp_path), 10_000_000)
+    assert load(tmp_path, MemoryFile()) == file.content
+
+
+def test_other_version_is_another_file(tmp_path: Path) -> None:
+    old, new = MemoryFile(version='"1"'), MemoryFile(version='"2"')
+    load(tmp_path, old)
+    assert load(tmp_path, new) == new.content != old.content
+
+
+@pytest.mark.parametrize("version", ["", 'W/"1"'])
+def test_file_without_a_version_is_not_cached(tmp_path: Path, version: str) -> None:
+    file = MemoryFile(version=version)
+    cached = opened(tmp_path, file)
+    assert "no version" in cached.refusal
+    assert cached.read(0, 100) == file.content[:100]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stopped_reader_keeps_what_came(tmp_path: Path) -> None:
+    file = MemoryFile()
+    chunks = opened(tmp_path, file).chunks(10, 6_000_000)
+    next(chunks), next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    again = MemoryFile()
+    assert opened(tmp_path, again).read(10, 6_000_000) == file.content[10:6_000_010]
+    assert again.asked == [(10 + 2 * file.chunk_bytes, 6_000_000 - 2 * file.chunk_bytes)]
+
+
+def test_failure_in_the_middle_keeps_what_came(tmp_path: Path) -> None:
+    file = MemoryFile()
+
+    def fail(offset: int) -> None:
+        if offset >= 3_000_000:
+            raise file.error("the connection was reset")
+
+    file.before_chunk = fail
+    cached = opened(tmp_path, file)
+    with pytest.raises(RemoteError, match="reset"):
+        cached.read(0, file.size)
+    file.before_chunk = lambda offset: None
+    file.asked.clear()
+    assert cached.read(0, file.size) == file.content
+    assert file.asked == [(3 << 20, file.size - (3 << 20))]
+
+
+def test_two_loads_of_one_process_fetch_each_byte_once(tmp_path: Path) -> None:
+    file = MemoryFile()
+    file.before_chunk = lambda offset: time.sleep(0.01)
+    results: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(load(tmp_path, file))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [file.content] * 3
+    assert file.fetched == file.size
+
+
+def test_process_that_hangs_is_waited_for_and_then_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdsload.remote.cache.CLAIM_SECONDS", 0.1)
+    hanging, other = MemoryFile(), MemoryFile()
+    hangs = opened(tmp_path, hanging).chunks(0, hanging.size)
+    next(hangs)
+    assert opened(tmp_path, other).read(0, other.size) == other.content
+    assert b"".join(hangs) == hanging.content[hanging.chunk_bytes :]
+    assert load(tmp_path, MemoryFile()) == hanging.content
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/remote"]
+from test_cache import *
+directory = Path(sys.argv[2])
+"""
+
+
+def start(directory: Path, code: str) -> subprocess.Popen[str]:
+    script = SCRIPT + textwrap.dedent(code)
+    arguments = [sys.executable, "-c", script, str(Path(__file__).parents[1]), str(directory)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_at_once_fetch_each_byte_once(tmp_path: Path) -> None:
+    code = """
+    file = MemoryFile()
+    file.before_chunk = lambda offset: time.sleep(0.02)
+    while not (directory / "go").exists(): time.sleep(0.001)
+    assert load(directory, file) == file.content
+    print(file.fetched)
+    """
+    processes = [start(tmp_path, code) for _ in range(2)]
+    (tmp_path / "go").touch()
+    fetched = [int(process.communicate(timeout=60)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum(fetched) == SIZE
+
+
+def test_process_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path) -> None:
+    """A child is killed before its k-th write, or in the middle of it, for every k."""
+    code = """
+    def file():
+        return MemoryFile(size=BLOCK_BYTES + 12_345)
+    def killed_at(k, half):
+        count = 0
+        def counted(real):
+            def write(fd, data, *offset):
+                nonlocal count
+                count += 1
+                if count == k:
+                    if half: real(fd, data[: len(data) // 2], *offset)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(fd, data, *offset)
+            return write
+        os.pwrite, os.write = counted(os.pwrite), counted(os.write)
+        load(directory / f"{k} {half}", file())
+    for half in (False, True):
+        killed, k = True, 0
+        while killed:
+            k += 1
+            if not (pid := os.fork()):
+                try: killed_at(k, half)
+                finally: os._exit(0)
+            killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+            again = file()
+            assert load(directory / f"{k} {half}", again) == again.content, (k, half)
+            assert killed or again.fetched == 0
+    print(k)
+    """
+    process = start(tmp_path, code)
+    assert int(process.communicate(timeout=60)[0]) > 8
+    assert process.returncode == 0
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(directory: Path, *options: str) -> Iterator[None]:
+    directory.mkdir(exist_ok=True)
+    mount = subprocess.run(["mount", *options, str(directory)], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip(f"cannot mount: {mount.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_full_disk_ends_the_caching_and_not_the_load(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=6m", "tmpfs"):
+        file = MemoryFile()
+        cached = opened(tmp_path / "disk", file)
+        assert cached.read(0, file.size) == file.content
+        assert "No space left on device" in cached.refusal
+        cached.close()
+        again = MemoryFile()
+        assert load(tmp_path / "disk", again) == file.content
+        assert again.fetched < file.size  # what fitted is used
+
+
+def test_cache_leaves_a_tenth_of_the_disk_free(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=20m", "tmpfs"):
+        for name in ("a", "b"):
+            file = MemoryFile(name)
+            cached = LocalCache(tmp_path / "disk").open(file)
+            assert (cached.refusal, cached.read(0, file.size)) == ("", file.content)
+            cached.close()
+        refused = LocalCache(tmp_path / "disk").open(MemoryFile("large", 19_000_000))
+        assert "19,000,000 bytes" in refused.refusal
+        assert [Path(each.url).name for each in LocalCache(tmp_path / "disk").entries()] == ["b"]
+
+
+def test_read_only_cache_serves_what_it_has(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    file = MemoryFile()
+    load(directory, file)
+    with mounted(directory, "--bind", "-o", "ro", str(directory)):
+        again, other = MemoryFile(), MemoryFile("other")
+        assert content_of(opened(directory, again).local_copy()) == file.content
+        assert load(directory, again) == file.content
+        assert again.asked == []
+        cached = opened(directory, other)
+        assert "read-only" in cached.refusal
+        assert cached.read(0, other.size) == other.content
+
+
+def test_cache_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    file = MemoryFile()
+    cached = opened(tmp_path / "file", file)
+    assert "Not a directory" in cached.refusal
+    assert cached.read(5, 100) == file.content[5:105]
+
+
+# --- size ----------------------------------------------------------------------------------------
+
+
+def names_in(directory: Path) -> set[str]:
+    return {Path(each.url).name for each in LocalCache(directory).entries()}
+
+
+def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
+    for name in ("a", "b", "a", "c"):
+        file = MemoryFile(name, 1_000_000)
+        cached = opened(tmp_path, file, limit_bytes=2_500_000)
+        assert cached.read(0, file.size) == file.content
+        cached.close()
+        time.sleep(0.02)  # the clock of the filesystem ticks
+    assert names_in(tmp_path) == {"a", "c"}
+
+
+def test_file_that_is_open_is_never_removed(tmp_path: Path) -> None:
+    file = MemoryFile("a", 1_000_000)
+    cached = opened(tmp_path, file)
+    cached.read(0, file.size)
+    copy = cached.local_copy()
+    cached.close()
+    refused = opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000)
+    assert "1,000,000 are in use" in refused.refusal
+    assert LocalCache(tmp_path).clear() == []
+    assert content_of(copy) == file.content
+    wait_for(lambda: len(LocalCache(tmp_path).clear()) == 1)
+    assert names_in(tmp_path) == set()
+
+
+def test_file_being_filled_counts_with_its_whole_size(tmp_path: Path) -> None:
+    filling = opened(tmp_path, MemoryFile("a", 1_000_000), limit_bytes=1_500_000)
+    assert filling.refusal == ""
+    assert "in use" in opened(tmp_path, MemoryFile("b", 1_000_000), limit_bytes=1_500_000).refusal
+
+
+def test_environment_sets_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "1000")
+    assert "may have 1,000" in LocalCache(tmp_path).open(MemoryFile()).refusal
+    monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "many")
+    with pytest.raises(GdsloadError, match="not a number of bytes"):
+        LocalCache(tmp_path)
+
+
+def test_entries_tell_what_is_there(tmp_path: Path) -> None:
+    file = MemoryFile()
+    cached = opened(tmp_path, file)
+    cached.read(0, 2 * BLOCK_BYTES)
+    (entry,) = LocalCache(tmp_path).entries()
+    assert (entry.url, entry.version, entry.size, entry.busy) == (file.url, '"1"', SIZE, True)
+    assert 2 * BLOCK_BYTES <= entry.cached_bytes < SIZE
+    assert abs(entry.used - time.time()) < 60
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_command_lists_and_removes_files(tmp_path: Path) -> None:
+    from command import answer, run  # the processes above do not import it
+
+    file = MemoryFile()
+    load(tmp_path, file)
+    (entry,) = answer("cache", "list", tmp_path)
+    assert (entry["url"], entry["size"]) == (file.url, file.size)
+    assert file.url in run("cache", "list", tmp_path).output
+    wait_for(lambda: not answer("cache", "list", tmp_path)[0]["busy"])
+    assert "removed 1 file" in run("cache", "clear", tmp_path).output
+    assert answer("cache", "list", tmp_path) == answer("cache", "clear", tmp_path) == []
+
+
+def test_command_without_a_cache_lists_nothing(tmp_path: Path) -> None:
+    from command import run
+
+    assert "0 files" in run("cache", "list", tmp_path).output

@@ -1,0 +1,194 @@
+"""Loads from a URL with a local cache: the second one reads local files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gdsload
+from gdsload import Checkpoint, events
+from gdsload.remote.cache import LocalCache
+from object_server import ObjectServer
+
+pytest.importorskip("obstore")
+pytest.importorskip("xxhash")
+
+
+@pytest.fixture
+def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
+    """A server with the tiny checkpoint as bucket/model."""
+    shutil.copytree(tiny_checkpoint, object_server.root / "model")
+    return object_server
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return {shard.name: shard.read(0, shard.size) for shard in checkpoint.shards}
+
+
+def test_second_opening_is_one_of_local_files(server: ObjectServer, tmp_path: Path) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    with Checkpoint.open(url, cache_dir=cache) as first:
+        assert first.remote
+        content = read_all(first)
+    server.forget()
+    with Checkpoint.open(url, cache_dir=cache) as second:
+        assert not second.remote
+        assert read_all(second) == content
+        assert (second.source, second.tensors) == (first.source, first.tensors)
+        second.verify_unchanged()
+    assert len(server.reads("*.safetensors")) == len(first.shards)  # for the ETag
+
+
+def test_partly_filled_cache_is_not_taken_for_local_files(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        checkpoint.shards[0].read(0, checkpoint.shards[0].size)
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        assert checkpoint.remote
+
+
+def test_replaced_object_is_fetched(server: ObjectServer, tmp_path: Path) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        read_all(checkpoint)
+    name = checkpoint.shards[1].name
+    path = server.root / "model" / name
+    new = bytearray(path.read_bytes())
+    new[-1] ^= 1
+    path.write_bytes(new)
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        assert checkpoint.remote
+        assert read_all(checkpoint)[name] == new
+
+
+def test_local_files_are_kept_while_they_are_open(server: ObjectServer, tmp_path: Path) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        content = read_all(checkpoint)
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        assert LocalCache(cache).clear() == []
+        assert read_all(checkpoint) == content
+        checkpoint.verify_unchanged()
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+
+def assert_same(found: dict[str, torch.Tensor], directory: Path) -> None:
+    expected = gdsload.load_file(directory)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_second_load_reads_no_bytes_from_the_store(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
+    server.forget()
+    found = gdsload.load_file(url, cache_dir=cache)
+    report = gdsload.last_report()
+    assert_same(found, tiny_checkpoint)
+    assert report.cached_bytes == report.wanted_bytes
+    assert "local cache: " in report.summary()
+    assert list(report.paths) == ["mapped"]
+    assert len(server.reads("*.safetensors")) == 2  # the beginning of each file, for the ETag
+
+
+def test_load_of_a_partly_filled_cache_is_exact_and_reported(
+    object_server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    # One tensor beyond the first 128 KiB, which are fetched to open the file.
+    tensors = {f"t{number}": torch.randn(300_000) for number in range(4)}
+    (object_server.root / "model").mkdir()
+    path = object_server.root / "model" / "model.safetensors"
+    save_file(tensors, path)
+    url, cache = object_server.url("s3", "model"), tmp_path / "cache"
+    gdsload.load_file(url, names="t2", cache_dir=cache)
+    seen: list[events.Event] = []
+    found = gdsload.load_file(url, cache_dir=cache, on_event=seen.append)
+    report = gdsload.last_report()
+    assert_same(found, path)
+    assert report.paths["local_cache"] == report.cached_bytes >= tensors["t2"].nbytes
+    assert sum(report.paths.values()) == report.read_bytes
+    assert {event.path for event in seen if isinstance(event, events.PathUsed)} == set(report.paths)
+
+
+def test_cache_that_cannot_be_used_is_a_refusal_in_the_report(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    (tmp_path / "file").touch()
+    seen: list[events.Event] = []
+    url = server.url("s3", "model")
+    found = gdsload.load_file(url, cache_dir=tmp_path / "file", on_event=seen.append)
+    assert "Not a directory" in gdsload.last_report().refusals["local cache"]
+    assert_same(found, tiny_checkpoint)
+    refused = [event.name for event in seen if isinstance(event, events.PathRefused)]
+    assert refused == ["local cache"]
+
+
+def test_flipped_byte_in_the_cache_is_fetched_again(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    gdsload.load_file(url, cache_dir=cache)
+    gdsload.load_file(url, cache_dir=cache)  # seals it
+    for path in cache.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-7] ^= 16
+        path.write_bytes(data)
+    assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
+    assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
+    assert list(gdsload.last_report().paths) == ["mapped"]
+
+
+def test_every_face_uses_the_cache(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    assert_same(dict(gdsload.stream(url, cache_dir=cache)), tiny_checkpoint)
+    server.forget()
+    targets = {name: torch.empty_like(t) for name, t in gdsload.load_file(tiny_checkpoint).items()}
+    gdsload.load_into(targets, url, cache_dir=cache)
+    assert_same(targets, tiny_checkpoint)
+    with gdsload.safe_open(url, "pt", cache_dir=cache) as file:
+        assert_same({name: file.get_tensor(name) for name in file.keys()}, tiny_checkpoint)  # noqa: SIM118
+    with gdsload.prefetch(url, cache_dir=cache) as prefetch:
+        prefetch.wait()
+        assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
+    assert len(server.reads("*.safetensors")) == 8  # the beginning of each file
+
+
+def test_model_is_loaded_from_the_cache(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    expected = gdsload.from_pretrained(tiny_checkpoint).state_dict()
+    for cached in (False, True):
+        model = gdsload.from_pretrained(url, cache_dir=cache)
+        report = gdsload.last_report()
+        assert report.integration == "hook"
+        assert (report.cached_bytes == report.wanted_bytes) == cached
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
+
+def test_metrics_count_the_bytes_of_the_cache(server: ObjectServer, tmp_path: Path) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    gdsload.load_file(url, cache_dir=cache)
+    registry = prometheus.CollectorRegistry()
+    stop = gdsload.telemetry.record_metrics(registry)
+    try:
+        gdsload.load_file(url, cache_dir=cache)
+        counted = registry.get_sample_value("gdsload_cached_bytes_total", {"kind": "load"})
+    finally:
+        stop()
+    assert counted == gdsload.last_report().wanted_bytes
