@@ -7,9 +7,9 @@ import time
 import click
 
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, size
 from gdsload.errors import one_line
 from gdsload.remote.cache import LocalCache
+from gdsload.report import count, size
 
 
 @click.group(short_help="The local cache of remote files.")
