@@ -141,6 +141,17 @@ def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
     assert server.reads("model/pytorch_model.bin") == []
 
 
+def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    saved.save_pretrained(object_server.root / "tokenizer")
+    url = object_server.url("s3", "tokenizer")
+    tokenizer = gdsload.from_pretrained(url, cls=transformers.AutoTokenizer)
+    assert tokenizer("b")["input_ids"] == [1]
+    assert tokenizer.name_or_path == url
+
+
 def test_replaced_weights_give_no_model(server: ObjectServer) -> None:
     for path in (server.root / "model").glob("*.safetensors"):
         assert path.stat().st_size > 128 << 10
