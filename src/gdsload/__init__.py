@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         uninstall as uninstall,
     )
     from gdsload.readahead.prefetch import Prefetch as Prefetch, prefetch as prefetch
+    from gdsload.remote.directory import replicas as replicas
     from gdsload.report import LoadReport as LoadReport, last_report as last_report
     from gdsload.safetensors_file import safe_open as safe_open
     from gdsload.system.quiesce import quiesce as quiesce, resume as resume
@@ -56,6 +57,7 @@ _MODULES = {
     " IntegrityError PartialLoad PlacementError RankError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "readahead.prefetch": "Prefetch prefetch",
+    "remote.directory": "replicas",
     "report": "LoadReport last_report",
     "safetensors_file": "safe_open",
     "system.quiesce": "quiesce resume",
