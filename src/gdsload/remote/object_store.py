@@ -172,7 +172,8 @@ class ObjectDirectory(RemoteDirectory):
             listing = obstore.list_with_delimiter(self._store)
         except Exception as error:
             raise self.open_error(self.path, error) from None
-        return frozenset(each["path"] for each in listing["objects"])
+        names = (each["path"] for each in listing["objects"])
+        return frozenset(name for name in names if "/" not in name)
 
     def has(self, name: str) -> bool:
         try:
