@@ -21,6 +21,7 @@ from gdsload.backends import OpenFile
 from gdsload.loading import session
 from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
+from object_server import ANONYMOUS, ObjectServer, serving
 
 # A process that a shell starts in the background ignores Ctrl-C, and so would these tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +52,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts of 0.76 MB in two shards; for reading only."""
     return checkpoints.write("tiny-moe", tmp_path_factory.mktemp("checkpoints") / "tiny-moe")
+
+
+@pytest.fixture
+def object_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    """A stand-in for object stores that serves `tmp_path / "bucket"`; the clients of s3, gs and az
+    find it by environment variables."""
+    root = tmp_path / "bucket"
+    root.mkdir()
+    with serving(root) as server:
+        for scheme in ANONYMOUS:
+            for name, value in server.environment(scheme).items():
+                monkeypatch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, reaches
-from gdsload.backends.registry import names as registered
+from gdsload.backends.registry import find, names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -28,6 +28,7 @@ from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
+    remote_backend_of,
     require_cache,
     require_stall_seconds,
     require_verify,
@@ -36,12 +37,14 @@ from gdsload.loading.session import (
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
+    REMOTE_GAP_BYTES,
     Limits,
     ReadPlan,
     grouped,
     plan_reads,
     ranges_of,
 )
+from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_device
 from gdsload.system.progress_bar import progress_bar
@@ -219,7 +222,10 @@ def load_file(
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
-            local hub cache. Nothing is downloaded.
+            local hub cache; or the URL of a file, an index or a directory in an object store or on
+            a web server: s3://bucket/model, gs://, az://, https://, with the extra gdsload[remote].
+            Credentials are read by the client from its environment variables. Nothing is downloaded
+            from a hub, and no copy is stored.
         device: Where the tensors are needed: "cpu", "cuda", "cuda:1", 1, or None for the CPU.
         backend: "auto" or the name of a backend. A named backend that cannot work is an error.
             The backends of safetensors are accepted: "mmap" is `cache` "mapped", "pread" is
@@ -232,7 +238,8 @@ def load_file(
             the gaps are too small or too many, they are read as well, which `LoadReport.read_ratio`
             tells.
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
-            reads through it; "mapped" maps the files.
+            reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
+            error, the others are the same.
         page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
             the end of the load, except for bytes that were there before, and for mapped files.
             The kernel allows it only for files that the user owns or may write to;
@@ -273,7 +280,7 @@ def load_file(
         PlacementError: The device does not exist, or its memory is too small.
         BackendUnavailable: No allowed backend works here.
         ReadError: A read failed.
-        FileChanged: A file was modified during the load.
+        FileChanged: A file was modified during the load. Of a URL, all bytes are of one version.
         RankError: Another rank of `group` has failed, has ended, or does not answer.
         IntegrityError: Bytes differ from their checksum, or the manifest does not fit.
         ValueError: An argument has no such value.
@@ -401,7 +408,7 @@ def load_into(
     checked = ReadSettings("cpu" if device is None else device, *how, verify)
     only = None if device is None else checked.device
     targets = destinations.named_tensors(tensors)
-    report = LoadReport(os.fspath(source), on_event=on_event)
+    report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
@@ -585,7 +592,7 @@ def _opened(
 ) -> Iterator[tuple[Session, _Wanted, Callable[[int], None]]]:
     """A session for one load, what it reads, and the function for its progress bar."""
     single = isinstance(source, (str, bytes, os.PathLike))
-    title = os.fspath(source) if single else f"{len(source)} files"  # type: ignore[arg-type]
+    title = shown_source(os.fspath(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
     report = LoadReport(title, device=settings.device, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
@@ -688,7 +695,7 @@ def plan(
     slices: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     window_bytes: int = 0,
-    gap_bytes: int = GAP_BYTES,
+    gap_bytes: int | None = None,
     revision: str | None = None,
     subfolder: str = "",
     variant: str | None = None,
@@ -704,7 +711,7 @@ def plan(
         slices: As for `load_file`.
         limits: What the backend allows. None: the limits of the posix backend.
         window_bytes: Size of a read window in bytes; 0 plans one window.
-        gap_bytes: Largest gap in bytes that is read to merge two ranges.
+        gap_bytes: Largest gap in bytes that is read to merge two ranges. None: that of a load.
         revision: As for `load_file`.
         subfolder: As for `load_file`.
         variant: As for `load_file`.
@@ -727,11 +734,19 @@ def plan(
 
     lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
     with lookup.open(source) as checkpoint:
-        alignments = [direct_alignment(shard.fd) for shard in checkpoint.shards]
+        alignments = [
+            None if shard.remote is not None else direct_alignment(shard.fd)
+            for shard in checkpoint.shards
+        ]
+        remote = remote_backend_of(checkpoint)
+        if limits is None:
+            limits = find(remote)().limits() if remote else Limits()
+        if gap_bytes is None:
+            gap_bytes = REMOTE_GAP_BYTES if remote else GAP_BYTES
         return plan_reads(
             ranges_of(_Wanted(checkpoint, names, slices).parts),
             [shard.size for shard in checkpoint.shards],
-            limits or Limits(),
+            limits,
             blocks=[max(pair or (0,)) or DEFAULT_BLOCK_BYTES for pair in alignments],
             window_bytes=window_bytes,
             gap_bytes=gap_bytes,

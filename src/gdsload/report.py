@@ -66,7 +66,8 @@ class LoadReport:
         verify: The check of the bytes: "size", "checksum", "sha256" or the path of a manifest.
         verified_bytes: Bytes that were compared with a checksum: of wanted tensors, or of whole
             files in the hub cache. A slice is compared in the blocks that it contains wholly.
-        filesystem: The type of the network or FUSE filesystem that was read, or "".
+        filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
+            such as "s3", or "".
         depth: Reads in flight at most, 0 if nothing was read.
         page_cache: With `page_cache="fill"`, whether the reads filled the page cache, and why;
             "" otherwise, or if nothing was read.

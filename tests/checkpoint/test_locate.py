@@ -130,7 +130,6 @@ def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
     [
         ("", {}, "empty"),
         ("a\0b", {}, "NUL"),
-        ("https://example.org/model.safetensors", {}, "URL"),
         ("hf://org/model", {}, "URL"),
         ("/no/such/directory", {}, "No such file or directory"),
         ("./org/name", {}, "No such file or directory"),

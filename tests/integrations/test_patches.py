@@ -32,7 +32,8 @@ FUNCTIONS = [
     f"{module}.{patch.function}"
     for module in ("transformers.core_model_loading", "transformers.modeling_utils")
     for patch in hooks.patcher._patches[module]
-    if NEW and not patch.optional
+    # Of `from_pretrained` only URLs need the replacement; no version can rename it.
+    if NEW and not patch.optional and not patch.function.endswith(".from_pretrained")
 ]
 
 

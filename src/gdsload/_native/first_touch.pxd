@@ -1,6 +1,6 @@
 # Reads into memory that nothing has touched yet: see first_touch.pyx.
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from gdsload._native.engine cimport Read
 from gdsload._native.pthreads cimport pthread_cond_t, pthread_mutex_t
@@ -27,5 +27,8 @@ cdef void open_first_touch(FirstTouch *self, int mode) noexcept nogil
 cdef void close_first_touch(FirstTouch *self) noexcept nogil
 cdef int64_t read_first_touch(
     FirstTouch *self, Bounce *bounce, const Read *read, int64_t cancels
+) noexcept nogil
+cdef void touch_before(
+    FirstTouch *self, const Read *read, uint64_t at, uint64_t length
 ) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil

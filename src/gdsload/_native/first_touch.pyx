@@ -244,6 +244,26 @@ cdef int64_t read_first_touch(
     return <int64_t>done
 
 
+cdef void touch_before(
+    FirstTouch *self, const Read *read, uint64_t at, uint64_t length
+) noexcept nogil:
+    """Before ``length`` bytes are copied to byte ``at`` of a read: touches the units that begin there
+    as huge pages, where this is the cheaper way. The copy touches the others."""
+    cdef FreshMemory *memory = read.memory
+    cdef uint64_t base, unit
+    if memory == NULL:
+        return
+    base = <uint64_t>(read.address - memory.region.base)
+    unit = (base + at + UNIT_BYTES - 1) // UNIT_BYTES
+    while unit * UNIT_BYTES < base + at + length:
+        if (
+            (unit + 1) * UNIT_BYTES <= base + read.length
+            and not gds_load_flag(&memory.region.touched[unit])
+        ):
+            touch_huge(self, memory, unit)
+        unit += 1
+
+
 # --- memory that others write to -----------------------------------------------------------------
 
 @cython.final

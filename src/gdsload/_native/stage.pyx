@@ -17,7 +17,7 @@ range of addresses that no real pointer has, and maps parts of it to device memo
 """
 
 cimport cython
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from cpython.pycapsule cimport PyCapsule_GetContext, PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport EFAULT, EINVAL, EIO, ENOBUFS, ENOMEM
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, qsort, realloc
@@ -340,6 +340,7 @@ cdef class Stage:
         made.buffer.address = made.ring.base
         made.buffer.length = made.ring.slot_bytes * <uint64_t>made.ring.count
         made.buffer_count = register or files is not None
+        made.engine_context = PyCapsule_GetContext(engine)
         if files is not None:
             made.engine_context = <void *><uintptr_t>files.address
         code = made.cuda.device_get(&made.device, device.ordinal)

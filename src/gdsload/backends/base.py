@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import Storage
 
 # (major, minor). A plugin fits if its major number is the same and its minor number is not newer.
@@ -64,6 +65,7 @@ class OpenFile(NamedTuple):
         direct_fd: A descriptor opened with O_DIRECT, or -1.
         block: Direct reads start and end on multiples of this many bytes.
         storage: The storage that it is on.
+        remote: The file elsewhere that is to be read; then there is no descriptor.
     """
 
     path: str
@@ -72,6 +74,7 @@ class OpenFile(NamedTuple):
     direct_fd: int = -1
     block: int = DEFAULT_BLOCK_BYTES
     storage: Storage = Storage()
+    remote: RemoteFile | None = None
 
 
 class Memory(NamedTuple):

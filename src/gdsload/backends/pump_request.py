@@ -61,7 +61,7 @@ class PumpedRequest:
             by_slot: Whether the engine knows files by the slots of their registration, rather than
                 by their descriptors.
         """
-        self.backend, self.transfers = backend, transfers
+        self.backend, self.transfers, self.files = backend, transfers, files
         table: list[tuple[int, int, int, int, int]] = []
         for number, registration in enumerate(files):
             file = registration.what

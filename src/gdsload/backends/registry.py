@@ -28,6 +28,12 @@ BUILT_IN = {
     "posix": "gdsload.backends.posix:PosixBackend",
     "gds": "gdsload.backends.cufile.gds:GdsBackend",
 }
+# Those that read files elsewhere: each such file names its own, and nothing chooses between them.
+ELSEWHERE = {
+    "object_store": "gdsload.backends.remote:RemoteBackend",
+    "nixl": "gdsload.backends.remote:PeerBackend",
+    "replicas": "gdsload.backends.remote:ReplicaBackend",
+}
 _VRAM_ONLY = frozenset({"gds_mt", "gds"})
 _registered: dict[str, type[Backend]] = {}
 
@@ -82,7 +88,7 @@ def built_in(name: str) -> type[Backend]:
     """A built-in backend, or its replacement if one was registered under the same name."""
     if name in _registered:
         return _registered[name]
-    module, _, attribute = BUILT_IN[name].partition(":")
+    module, _, attribute = {**BUILT_IN, **ELSEWHERE}[name].partition(":")
     backend: type[Backend] = getattr(import_module(module), attribute)
     return backend
 
@@ -132,7 +138,7 @@ def find(name: str) -> type[Backend]:
     Raises:
         BackendUnavailable: The name is unknown, or the backend does not fit; it names the others.
     """
-    if name in BUILT_IN:
+    if name in BUILT_IN or name in ELSEWHERE:
         return built_in(name)
     found, refusals = discover()
     if name in found:

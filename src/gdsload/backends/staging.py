@@ -127,7 +127,6 @@ class StagedRequest(PumpedRequest):
         memory: Registrations,
     ) -> None:
         self.pipeline = pipeline
-        self._files = files
         self._memory = list(memory)  # alive as long as something may be copied into it
         # One address space for all memory of the request, in which the pump reads.
         spaces: list[tuple[int, int, Sequence[tuple[int, int, int]]]] = []
@@ -162,7 +161,7 @@ class StagedRequest(PumpedRequest):
 
     def _is_in_file(self, transfer: Transfer) -> bool:
         """Whether the file has the bytes of a transfer: cuFile may report an end that is none."""
-        file = self._files[transfer.shard].what
+        file = self.files[transfer.shard].what
         if not isinstance(file, OpenFile):
             return False
         try:

@@ -2,23 +2,24 @@
 
     source -> shard paths -> descriptors -> headers -> tensors (-> compared with the index)
 
-Header and data are read from the same descriptor, so that a file that is replaced meanwhile cannot
-combine the names of one version with the bytes of another. Finding files is the task of `locate`,
-the format of a header that of `header`. Tensor data is not read here.
+Header and data are read from the same descriptor, or from the same version of a file elsewhere, so
+that a file that is replaced meanwhile cannot combine the names of one version with the bytes of
+another. Finding files is the task of `locate`, the format of a header that of `header`. Tensor data
+is not read here.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from gdsload._native.ranges import bytes_of
-from gdsload.checkpoint.file_io import open_regular, parallel_map, read_exactly
+from gdsload.checkpoint.file_io import open_regular, parallel_map
 from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
@@ -26,22 +27,29 @@ from gdsload.checkpoint.header import (
     header_length,
     parse_header,
 )
-from gdsload.checkpoint.locate import CheckpointFiles, PathLike, ShardPath, locate, path_text
+from gdsload.checkpoint.locate import (
+    CheckpointFiles,
+    PathLike,
+    ShardPath,
+    locate,
+    path_text,
+    shard_paths,
+)
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
-from gdsload.checkpoint.shard import Identity, Shard
+from gdsload.checkpoint.shard import Identity, RemoteShard, Shard
 from gdsload.errors import CheckpointError, shown
+from gdsload.remote.directory import HEAD_BYTES, shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
-_FIRST_READ_BYTES = 128 << 10  # length and header of most shards in one read
 
 
 class Checkpoint:
     """An open checkpoint. A context manager; garbage collection closes it, too.
 
     Attributes:
-        source: What the user opened, for messages.
+        source: What the user opened, for messages. A URL is without user, password and query.
         shards: The open files. Closing releases their descriptors; the rest stays readable.
         tensors: The tensors by name, ordered by shard and, within a shard, by offset.
         metadata: The metadata of all shards. For a key in several shards, the first one counts.
@@ -72,15 +80,17 @@ class Checkpoint:
         strict: bool = True,
         header_limit: int = HEADER_LIMIT_BYTES,
     ) -> Checkpoint:
-        """Opens a .safetensors file, a directory, an index, or a model in the local hub cache.
+        """Opens a .safetensors file, a directory, an index, a model in the hub cache, or a URL.
 
         In a directory it takes the first of: model[.variant].safetensors, its index, the same of
         diffusion_pytorch_model, the only index, all .safetensors files that fit the variant.
         Symbolic links are followed; an index may name files in its own directory only. Nothing is
-        downloaded.
+        downloaded from a hub.
 
         Args:
-            source: The path or the hub id.
+            source: The path, the hub id, or a URL: s3://bucket/model, gs://, az:// or https://. A
+                URL that ends with .safetensors or .json is one of a file, any other one of a
+                directory. Needs the extra gdsload[remote].
             revision: For a hub id: a branch, a tag or a commit; "main" if None.
             subfolder: A directory inside `source`.
             variant: For example "fp16", for model.fp16.safetensors.
@@ -95,6 +105,7 @@ class Checkpoint:
             CheckpointError: A file is missing, cannot be opened or is invalid.
             ReadError: A header could not be read.
             StallError: The storage did not answer.
+            BackendUnavailable: The client for a URL is not installed.
 
         Example:
             >>> with Checkpoint.open("/models/Qwen3-0.6B") as checkpoint:
@@ -123,7 +134,7 @@ class Checkpoint:
         """Opens a list of files, in any directories, as one checkpoint.
 
         Args:
-            files: The shards.
+            files: The shards: all on this machine, or all URLs.
             weight_map: Maps tensor names to the base names of `files`, like an index.
             strict: As for `open`.
             header_limit: As for `open`.
@@ -136,8 +147,10 @@ class Checkpoint:
         paths = [path_text(file) for file in files]
         if not paths:
             raise CheckpointError("a checkpoint of no files")
-        shards = tuple(ShardPath(os.path.basename(path), path) for path in paths)
-        title = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        shards = shard_paths(paths)
+        title = shards[0].path if len(paths) == 1 else f"{shards[0].path} and {len(paths) - 1} more"
+        if len({shard.directory is None for shard in shards}) > 1:
+            raise CheckpointError(f"{title}: some of these files are URLs, and some are not")
         if weight_map is not None:
             weight_map = dict(weight_map)
             names = {shard.name for shard in shards}
@@ -168,9 +181,11 @@ class Checkpoint:
             total = len(files.shards)
             try:
                 for each in files.shards if total <= _FEW_SHARDS else ():
+                    if total > 1 and each.directory is not None:
+                        break
                     shards.append(_open_shard(each, files.index_path))
-                    if total > 1 and not os.major(shards[-1].identity.dev):
-                        break  # no disk: each access may be a round trip
+                    if total > 1 and not shards[-1].on_disk:
+                        break  # each access may be a round trip
                 return files, shards, list(map(read_header, shards)) if len(shards) == total else []
             except BaseException:
                 for shard in shards:
@@ -182,7 +197,9 @@ class Checkpoint:
                 shard.close()
 
         # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
-        ((files, shards, texts),) = parallel_map(first, [source], path_of=str, discard=close)
+        ((files, shards, texts),) = parallel_map(
+            first, [source], path_of=shown_source, discard=close
+        )
         try:
             if len(shards) < len(files.shards):
                 # All shards are opened before the first is read: this leaves a download that
@@ -241,6 +258,11 @@ class Checkpoint:
             shard.verify_unchanged()
 
     @property
+    def remote(self) -> bool:
+        """Whether its files are elsewhere, such as in an object store."""
+        return any(shard.remote is not None for shard in self.shards)
+
+    @property
     def closed(self) -> bool:
         return all(shard.closed for shard in self.shards)
 
@@ -266,7 +288,7 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         for shard in self.shards:
-            _ = shard.fd  # raises if closed
+            shard.require_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -297,6 +319,8 @@ class Lookup(NamedTuple):
 
 
 def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:
+    if shard.directory is not None:
+        return RemoteShard(shard.directory, shard.name)
     fd, status = open_regular(shard.path, named_by=named_by)
     return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
 
@@ -307,18 +331,26 @@ def _read_header(shard: Shard, limit: int) -> bytes:
     The kernel's read-ahead is turned off meanwhile: it would fill the page cache with megabytes of
     data, and make the beginning of a cold file look warm.
     """
-    with suppress(OSError):
-        os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_RANDOM)
-    try:
+    with nullcontext() if shard.remote is not None else _no_readahead(shard.fd):
         started = time.monotonic()
-        first = read_exactly(shard.fd, 0, min(shard.size, _FIRST_READ_BYTES), shard.path)
-        shard.first_read_seconds = time.monotonic() - started
+        first = shard.read(0, min(shard.size, HEAD_BYTES))
+        shard.first_read_seconds = shard.first_read_seconds or time.monotonic() - started
         length = header_length(first, shard.size, path=shard.path, limit=limit)
         text = first[LENGTH_BYTES : LENGTH_BYTES + length]
-        return text + read_exactly(shard.fd, len(first), length - len(text), shard.path)
+        if length > len(text):
+            text += shard.read(len(first), length - len(text))
+        return text
+
+
+@contextmanager
+def _no_readahead(fd: int) -> Iterator[None]:
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        yield
     finally:
         with suppress(OSError):
-            os.posix_fadvise(shard.fd, 0, 0, os.POSIX_FADV_NORMAL)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 
 
 def _merged(

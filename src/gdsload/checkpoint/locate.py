@@ -1,7 +1,9 @@
-"""Finds the files of a checkpoint: a file, a directory, an index, or a model in the hub cache.
+"""Finds the files of a checkpoint: a file, a directory, an index, a cached hub model, or a URL.
 
-The result is a list of shards and, if there is one, the index that names them. Shards are not
-opened here, and nothing uses the network.
+    source ──► Directory ──► index, if there is one ──► shards
+
+The rules are the same for directories of this machine and those that a URL names. Shards are not
+opened here, and only URLs use the network.
 """
 
 from __future__ import annotations
@@ -10,11 +12,20 @@ import errno
 import os
 import re
 import sys
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
+from gdsload.remote.directory import (
+    RemoteDirectory,
+    is_url,
+    joined,
+    open_directory,
+    shown_source,
+    split_file,
+)
 
 PathLike = str | os.PathLike[str]
 
@@ -26,10 +37,12 @@ _NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.safetensors", re.DOTALL)
 
 
 class ShardPath(NamedTuple):
-    """One shard that was found: its name in an index, and its path."""
+    """One shard that was found: its name in an index, its path, and its directory if that is
+    elsewhere."""
 
     name: str
     path: str
+    directory: RemoteDirectory | None = None
 
 
 class CheckpointFiles(NamedTuple):
@@ -39,6 +52,54 @@ class CheckpointFiles(NamedTuple):
     shards: tuple[ShardPath, ...]
     weight_map: dict[str, str] | None = None
     index_path: str | None = None
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+class Directory(Protocol):
+    """A directory in which files are looked for. `path` is for messages."""
+
+    path: str
+
+    def path_of(self, name: str) -> str:
+        """The path of one of its files."""
+
+    def has(self, name: str) -> bool:
+        """Whether it has an entry of this name."""
+
+    def names(self) -> Collection[str]:
+        """The names of its files. Raises CheckpointError."""
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a small file. Raises CheckpointError if it is larger than `limit` bytes."""
+
+
+class LocalDirectory:
+    """A directory of this machine."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def path_of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def has(self, name: str) -> bool:
+        # lexists: a dangling link or a FIFO of this name is an error to report, not to skip.
+        return os.path.lexists(self.path_of(name))
+
+    def names(self) -> Collection[str]:
+        try:
+            return [
+                name
+                for name in os.listdir(self.path)
+                if not (name.endswith(_SUFFIX) and os.path.isdir(self.path_of(name)))
+            ]
+        except OSError as error:
+            raise open_error(error, self.path) from error
+
+    def read(self, name: str, limit: int) -> bytes:
+        return _read_small(self.path_of(name), limit)
 
 
 # --- finding -----------------------------------------------------------------------------------
@@ -56,7 +117,8 @@ def locate(
     """Finds the files of `source`. An existing path takes precedence over a hub id.
 
     Args:
-        source: A file, a directory, an index or a hub id.
+        source: A file, a directory, an index, a hub id or a URL. A URL that ends with .safetensors
+            or .json is one of a file, any other one of a directory.
         revision: For a hub id: a branch, a tag or a commit; "main" if None.
         subfolder: A directory inside `source`.
         variant: For example "fp16", for model.fp16.safetensors.
@@ -70,6 +132,8 @@ def locate(
     subfolder = _relative(subfolder, "subfolder")
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
         raise CheckpointError(f"{shown(variant)} is not the name of a variant")
+    if is_url(title):
+        return _from_url(title, subfolder, variant, limit)
     directory = title
     if not is_directory(title):
         if os.path.lexists(title):
@@ -78,14 +142,50 @@ def locate(
                     f"{title}: this is one file and has no subfolder or variant", path=title
                 )
             if title.endswith(".json"):
-                return _from_index(title, title, limit)
+                folder, name = os.path.split(title)
+                return _from_index(LocalDirectory(folder), name, title, limit)
             return CheckpointFiles(title, (ShardPath(os.path.basename(title), title),))
         if not _HUB_ID.fullmatch(title) or title.endswith((_SUFFIX, ".json")):
             raise _not_found(f"No such file or directory: {title}", title)
         directory = _snapshot(title, revision, cache_dir)
     if subfolder:
         directory = os.path.join(directory, subfolder)
-    return _from_directory(directory, title, variant, limit)
+    return _from_directory(LocalDirectory(directory), title, variant, limit)
+
+
+def _from_url(url: str, subfolder: str, variant: str | None, limit: int) -> CheckpointFiles:
+    title = shown_source(url)
+    if title.endswith((_SUFFIX, ".json")):
+        if subfolder or variant:
+            raise CheckpointError(
+                f"{title}: this is one file and has no subfolder or variant", path=title
+            )
+        folder, name = split_file(url)
+        directory = open_directory(folder)
+        if name.endswith(".json"):
+            return _from_index(directory, name, title, limit)
+        return CheckpointFiles(title, (_shard_path(directory, name),))
+    return _from_directory(open_directory(joined(url, subfolder)), title, variant, limit)
+
+
+def shard_paths(files: Sequence[str]) -> tuple[ShardPath, ...]:
+    """The shards at these paths and URLs."""
+    directories: dict[str, RemoteDirectory] = {}
+    found = []
+    for file in files:
+        if is_url(file):
+            folder, name = split_file(file)
+            if folder not in directories:
+                directories[folder] = open_directory(folder)
+            found.append(_shard_path(directories[folder], name))
+        else:
+            found.append(ShardPath(os.path.basename(file), file))
+    return tuple(found)
+
+
+def _shard_path(directory: Directory, name: str) -> ShardPath:
+    remote = directory if isinstance(directory, RemoteDirectory) else None
+    return ShardPath(name, directory.path_of(name), remote)
 
 
 def path_text(path: PathLike) -> str:
@@ -95,8 +195,14 @@ def path_text(path: PathLike) -> str:
         raise CheckpointNotFound("the path of a checkpoint is empty", errno=errno.ENOENT)
     if "\0" in text:
         raise CheckpointError(f"the path {shown(text)} contains a NUL character")
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text):
-        raise CheckpointError(f"{text}: this is a URL, and only local files are read")
+    return text
+
+
+def local_path_text(path: PathLike) -> str:
+    """`path_text` of a path on this machine. Raises CheckpointError for a URL."""
+    text = path_text(path)
+    if is_url(text):
+        raise CheckpointError(f"{shown_source(text)}: this is a URL, and must be a local path")
     return text
 
 
@@ -112,44 +218,38 @@ def _not_found(text: str, path: str) -> CheckpointNotFound:
     return CheckpointNotFound(text, path=path, errno=errno.ENOENT)
 
 
-def _from_directory(directory: str, title: str, variant: str | None, limit: int) -> CheckpointFiles:
+def _from_directory(
+    directory: Directory, title: str, variant: str | None, limit: int
+) -> CheckpointFiles:
     mark = f".{variant}" if variant else ""
     for stem in _STEMS:
-        # lexists: a dangling link or a FIFO of this name is an error to report, not to skip.
-        single = os.path.join(directory, f"{stem}{mark}{_SUFFIX}")
-        if os.path.lexists(single):
-            return CheckpointFiles(title, (ShardPath(os.path.basename(single), single),))
-        index = os.path.join(directory, f"{stem}{_SUFFIX}.index{mark}.json")
-        if os.path.lexists(index):
-            return _from_index(index, title, limit)
-    try:
-        listing = sorted(os.listdir(directory))
-    except OSError as error:
-        raise open_error(error, directory) from error
+        single = f"{stem}{mark}{_SUFFIX}"
+        if directory.has(single):
+            return CheckpointFiles(title, (_shard_path(directory, single),))
+        index = f"{stem}{_SUFFIX}.index{mark}.json"
+        if directory.has(index):
+            return _from_index(directory, index, title, limit)
+    path, listing = directory.path, sorted(directory.names())
     indexes = [name for name in listing if name.endswith(f"{_SUFFIX}.index{mark}.json")]
     if len(indexes) == 1:
-        return _from_index(os.path.join(directory, indexes[0]), title, limit)
+        return _from_index(directory, indexes[0], title, limit)
     if indexes:
         raise CheckpointError(
-            f"{directory}: several indexes ({', '.join(map(shown, indexes))}): give the path of"
+            f"{path}: several indexes ({', '.join(map(shown, indexes))}): give the path of"
             " one of them",
-            path=directory,
+            path=path,
         )
     ending = re.compile(rf"(?!\.).*{re.escape(mark)}(-\d+-of-\d+)?{re.escape(_SUFFIX)}", re.DOTALL)
-    shards = tuple(
-        ShardPath(name, os.path.join(directory, name))
-        for name in listing
-        if ending.fullmatch(name) and not os.path.isdir(os.path.join(directory, name))
-    )
+    shards = tuple(_shard_path(directory, name) for name in listing if ending.fullmatch(name))
     if not shards:
         others = [name for name in listing if name.endswith((_SUFFIX, ".bin", ".gguf", ".pt"))]
         found = f"; it holds {', '.join(map(shown, others[:8]))}" if others else ""
         raise _not_found(
-            f"{directory}: there is no {_STEMS[0]}{mark}{_SUFFIX}, no index of it and no other"
+            f"{path}: there is no {_STEMS[0]}{mark}{_SUFFIX}, no index of it and no other"
             f" safetensors file that fits{found}",
-            directory,
+            path,
         )
-    _require_all_numbers(shards, directory)
+    _require_all_numbers(shards, path)
     return CheckpointFiles(title, shards)
 
 
@@ -172,8 +272,12 @@ def _require_all_numbers(shards: tuple[ShardPath, ...], directory: str) -> None:
 # --- indexes -----------------------------------------------------------------------------------
 
 
-def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
-    weight_map = read_weight_map(_read_small(index, limit), path=index)
+def _from_index(directory: Directory, name: str, title: str, limit: int) -> CheckpointFiles:
+    index = directory.path_of(name)
+    raw = directory.read(name, limit)
+    if not raw.lstrip().startswith(b"{") and (format_error := foreign(raw[:512], index)):
+        raise CheckpointError(format_error, path=index)
+    weight_map = read_weight_map(raw, path=index)
     names = sorted(set(weight_map.values()))
     for name in names:  # few, however many tensors the index has
         if fault := shard_name_fault(name):
@@ -184,8 +288,7 @@ def _from_index(index: str, title: str, limit: int) -> CheckpointFiles:
                 path=index,
                 tensor=tensor,
             )
-    directory = os.path.dirname(index)
-    shards = tuple(ShardPath(name, os.path.join(directory, name)) for name in names)
+    shards = tuple(_shard_path(directory, name) for name in names)
     return CheckpointFiles(title, shards, weight_map, index)
 
 
@@ -206,12 +309,9 @@ def _read_small(path: str, limit: int) -> bytes:
                 " (header_limit raises it)",
                 path=path,
             )
-        raw = read_exactly(fd, 0, status.st_size, path)
+        return read_exactly(fd, 0, status.st_size, path)
     finally:
         os.close(fd)
-    if not raw.lstrip().startswith(b"{") and (format_error := foreign(raw[:512], path)):
-        raise CheckpointError(format_error, path=path)
-    return raw
 
 
 # --- the hub cache -----------------------------------------------------------------------------
@@ -237,7 +337,7 @@ def _expanded(path: str) -> str:
 
 def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) -> str:
     """The snapshot directory of a cached model. `revision` is a branch, a tag or a full commit."""
-    cache = _expanded(path_text(cache_dir)) if cache_dir is not None else hub_cache()
+    cache = _expanded(local_path_text(cache_dir)) if cache_dir is not None else hub_cache()
     repo = os.path.join(cache, "models--" + repo_id.replace("/", "--"))
     wanted = _relative(revision or "main", "revision")
     if not is_directory(repo):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.file_io import open_regular, read_exactly
+from gdsload.checkpoint.shard import RemoteShard
 from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 
 if TYPE_CHECKING:
@@ -76,6 +77,18 @@ def manifest_path(checkpoint: Checkpoint) -> str:
     return os.path.join(os.path.dirname(checkpoint.shards[0].path), MANIFEST_NAME)
 
 
+def manifest_of(checkpoint: Checkpoint) -> Manifest:
+    """The manifest beside the first shard. Raises as `read_manifest`."""
+    path, first = manifest_path(checkpoint), checkpoint.shards[0]
+    if not isinstance(first, RemoteShard):
+        return read_manifest(path, checkpoint.source)
+    try:
+        raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
+    except CheckpointNotFound as error:
+        raise _absent(path, f"{checkpoint.source} --output FILE", error) from None
+    return _parsed(raw, path)
+
+
 def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
     """Reads and validates a manifest. `source` is the checkpoint, for messages.
 
@@ -86,17 +99,25 @@ def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
     try:
         fd, status = open_regular(path)
     except CheckpointNotFound as error:
-        raise CheckpointNotFound(
-            f"{path}: there is no manifest; `gdsload manifest {source}` writes it",
-            path=path,
-            errno=error.errno,
-        ) from None
+        raise _absent(path, source, error) from None
     try:
         if status.st_size > LIMIT_BYTES:
             raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
         raw = read_exactly(fd, 0, status.st_size, path)
     finally:
         os.close(fd)
+    return _parsed(raw, path)
+
+
+def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{path}: there is no manifest; `gdsload manifest {source}` writes it",
+        path=path,
+        errno=error.errno,
+    )
+
+
+def _parsed(raw: bytes, path: str) -> Manifest:
     try:
         top = json.loads(raw)
     except (ValueError, RecursionError) as error:

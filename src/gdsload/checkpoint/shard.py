@@ -1,4 +1,7 @@
-"""One file of a checkpoint: its descriptor, and the identity of the version that was opened.
+"""One file of a checkpoint, and the identity of the version that was opened.
+
+    Shard          a file of this machine: it has a descriptor
+    RemoteShard    a file elsewhere, such as in an object store
 
 After opening, the file is not opened by name again, except after `Shard.quiesce`, and then only if
 it is still the same version: header and data come from one version. Finding shards and parsing
@@ -9,21 +12,32 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import open_regular
+from gdsload.checkpoint.file_io import open_regular, read_exactly
 from gdsload.errors import CheckpointError, FileChanged
+from gdsload.remote.directory import RemoteDirectory
+from gdsload.remote.file import RemoteFile
+
+_openings = count(1)
 
 
 class Identity(NamedTuple):
-    """Tells one version of a file from another; the fields are those of fstat."""
+    """Tells one version of a file from another; all fields but the last are those of fstat.
+
+    For a file elsewhere `remote` is its URL and version, and `ino` differs for each opening if the
+    version is not known.
+    """
 
     dev: int
     ino: int
     size: int
     mtime_ns: int
     ctime_ns: int
+    remote: tuple[str, str] = ("", "")
 
     @classmethod
     def of(cls, status: os.stat_result) -> Identity:
@@ -39,12 +53,15 @@ class Shard:
         path: The path as the user gave it, for messages.
         name: The name by which an index refers to the file.
         identity: The version of the file, taken from the descriptor when it was opened.
+        remote: The file elsewhere that it stands for; None for a file of this machine.
         size: The size of the file in bytes.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header.
         first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
             page cache had it.
     """
+
+    remote: RemoteFile | None = None
 
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
         self._fd = fd
@@ -75,6 +92,24 @@ class Shard:
     @property
     def closed(self) -> bool:
         return self._fd < 0 and not self._quiesced_path
+
+    def require_open(self) -> None:
+        """Raises CheckpointError if it is closed."""
+        _ = self.fd
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it is on a disk of this machine."""
+        return self.remote is None and bool(os.major(self.identity.dev))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Reads a few bytes, such as the header.
+
+        Raises:
+            ReadError: The read failed.
+            CheckpointError: The file ended early, or is closed.
+        """
+        return read_exactly(self.fd, offset, nbytes, self.path)
 
     def quiesce(self) -> None:
         """Closes the descriptor until it is needed again.
@@ -150,3 +185,62 @@ class Shard:
 
     def __reduce__(self) -> str:
         raise TypeError("a Shard owns a file descriptor and cannot be copied or pickled")
+
+
+class RemoteShard(Shard):
+    """One open file elsewhere. It has no descriptor.
+
+    Attributes:
+        remote: The file.
+        directory: The directory that it is in.
+    """
+
+    remote: RemoteFile
+
+    def __init__(self, directory: RemoteDirectory, name: str) -> None:
+        """Opens it. Raises CheckpointError."""
+        started = time.monotonic()
+        file = directory.open(name)
+        seconds = time.monotonic() - started
+        self.remote = file
+        self.directory = directory
+        self._closed = False
+        number = 0 if file.version else next(_openings)
+        identity = Identity(-1, number, file.size, 0, 0, (file.url, file.version))
+        super().__init__(-1, identity, path=file.url, name=name)
+        self.first_read_seconds = seconds
+
+    @property
+    def fd(self) -> int:
+        raise CheckpointError(f"{self.path}: this is not a file of this machine", path=self.path)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"{self.path}: the checkpoint is closed", path=self.path)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self.require_open()
+        return self.remote.read(offset, nbytes)
+
+    def quiesce(self) -> None:
+        """Closes connections until they are needed again."""
+        self.remote.quiesce()
+
+    def reopen_direct(self) -> int | None:
+        """None: there is no direct I/O."""
+
+    def verify_unchanged(self) -> None:
+        self.require_open()
+        self.remote.verify_unchanged()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.remote.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Shard owns a connection and cannot be copied or pickled")

@@ -12,6 +12,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.cli.terminal import count, size
 from gdsload.errors import one_line
+from gdsload.remote.directory import shown_source
 
 
 @click.command(short_help="What is in a checkpoint.")
@@ -104,7 +105,7 @@ def plan(
     if as_json:
         merged = [dict(each._asdict(), shard=files[each.shard]) for each in planned.merged_ranges]
         facts = {
-            "source": source,
+            "source": shown_source(source),
             "tensors": len(planned.locations),
             "wanted_bytes": planned.wanted_bytes,
             "read_bytes": planned.read_bytes,

@@ -55,6 +55,8 @@ def manifest(source: str, algorithm: str, output: str | None, as_json: bool, **w
     manifest keeps its entries of other files.
     """
     with Checkpoint.open(source, **where) as checkpoint:
+        if checkpoint.remote and not output:
+            raise click.UsageError("SOURCE is a URL: --output names the file to write")
         recorder = Recorder(checkpoint, algorithm)
         with _bar(checkpoint, "manifest") as advance:
             _read(checkpoint, recorder, advance)

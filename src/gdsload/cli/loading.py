@@ -8,18 +8,20 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gdsload import api
-from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.cli import terminal
 from gdsload.cli.terminal import count, size
 from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
+from gdsload.remote.directory import shown_source
 from gdsload.report import last_report
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ def load(
     names = terminal.chosen(patterns, layers, experts)
     with Checkpoint.open(source, **where) as checkpoint:
         paths = [shard.path for shard in checkpoint.shards]
+        if cold and checkpoint.remote:
+            raise click.UsageError("--cold is for files of this machine")
     import torch  # noqa: F401  not part of the measured time of the first load
 
     runs: list[dict[str, Any]] = []
@@ -104,7 +108,7 @@ def load(
     if verify:
         require_equal(source, tensors, where)
     if as_json:
-        terminal.show_json({"source": source, "runs": runs, "verified": verify})
+        terminal.show_json({"source": shown_source(source), "runs": runs, "verified": verify})
         return
     if repeat > 1:
         middle = statistics.median(run["seconds"] for run in runs)
@@ -158,18 +162,31 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+@contextmanager
+def _reference(shard: Shard) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Reads tensors of a shard by safetensors; for a file elsewhere, from a copy in memory."""
+    if shard.remote is not None:
+        from safetensors.torch import load
+
+        yield load(shard.read(0, shard.size)).__getitem__
+        return
+    from safetensors import safe_open
+
+    with safe_open(shard.path, framework="pt") as reference:
+        yield reference.get_tensor
+
+
 def require_equal(source: str, tensors: dict[str, torch.Tensor], where: dict[str, Any]) -> None:
     """Raises GdsloadError for the first tensor that differs from the one of safetensors."""
     import torch
-    from safetensors import safe_open
 
     with Checkpoint.open(source, **where) as checkpoint:
         for number, shard in enumerate(checkpoint.shards):
-            with safe_open(shard.path, framework="pt") as reference:
+            with _reference(shard) as read:
                 for name, tensor in tensors.items():
                     if checkpoint.tensors[name].shard != number:
                         continue
-                    wanted, got = reference.get_tensor(name), tensor.cpu()
+                    wanted, got = read(name), tensor.cpu()
                     alike = (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
                     if not alike or not torch.equal(raw_bytes(got), raw_bytes(wanted)):
                         raise GdsloadError(

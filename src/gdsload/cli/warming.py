@@ -47,7 +47,9 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     from gdsload.readahead.prefetch import prefetch
 
     if not wait:
-        with Checkpoint.open(source, **where):
+        with Checkpoint.open(source, **where) as checkpoint:
+            if checkpoint.remote:
+                raise click.UsageError("SOURCE is a URL: the page cache is for files")
             pid = in_background(source, tier, limit, where)
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})

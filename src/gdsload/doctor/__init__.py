@@ -20,6 +20,7 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
     findings = [
         software.python(),
         *(software.package(name) for name in ("gdsload", "torch", "transformers", "safetensors")),
+        software.remote_client(),
         software.kernel(),
         *(software.engine(name) for name in ENGINES),
         limits.locked_memory(root),

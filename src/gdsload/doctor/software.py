@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from dataclasses import replace
 
 from gdsload.backends import DRAM, registry
 from gdsload.backends.posix.engines import DEVICE_ENGINES, ENGINES, try_engine
@@ -24,6 +25,14 @@ def package(name: str) -> Finding:
         found = importlib.util.find_spec(name) is not None
         detail = "importable, but not installed" if found else "not installed"
         return Finding(name, PARTLY if found else NO, detail, f"pip install {name}")
+
+
+def remote_client() -> Finding:
+    """Whether the client of object stores is installed."""
+    found = package("obstore")
+    if found.verdict == YES:
+        return replace(found, detail=f"{found.detail}: reads s3://, gs://, az:// and https://")
+    return replace(found, hint="pip install 'gdsload[remote]'")
 
 
 def kernel() -> Finding:

@@ -12,15 +12,28 @@ from typing import Any
 from gdsload.backends import Backend, choose
 from gdsload.backends.base import Failure, RequestFacts
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import CuFileError, ReadError, ShortRead, StallError
+from gdsload.errors import (
+    BackendUnavailable,
+    CuFileError,
+    FileChanged,
+    ReadError,
+    ShortRead,
+    StallError,
+)
 from gdsload.planning.read_plan import ReadPlan, Transfer
 from gdsload.report import LoadReport, Span
 
 
-def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> ReadError:
+def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> ReadError | FileChanged:
     """The error for a transfer that failed."""
     transfer = plan.transfers[failure.transfer]
-    path, offset, wanted = checkpoint.shards[transfer.shard].path, transfer.offset, transfer.wanted
+    shard = checkpoint.shards[transfer.shard]
+    path, offset, wanted = shard.path, transfer.offset, transfer.wanted
+    if shard.remote is not None:
+        try:
+            shard.verify_unchanged()
+        except FileChanged as changed:
+            return changed
     tensor, got = tensor_at(plan, transfer), failure.got
     facts: dict[str, Any] = {"path": path, "offset": offset, "wanted": wanted, "got": got}
     if failure.errno == 0 and not failure.text:
@@ -67,6 +80,7 @@ def open_backend(
     options: Mapping[str, Any],
     report: LoadReport,
     expected_bytes: int = 0,
+    remote: str = "",
 ) -> Backend:
     """Opens the backend of a load.
 
@@ -77,10 +91,17 @@ def open_backend(
         options: The options of the backend.
         report: Gets the choice and the refusals.
         expected_bytes: The size of the load, 0 if unknown.
+        remote: For files elsewhere the name of the backend that reads them; "" for files of this
+            machine.
 
     Raises:
         BackendUnavailable: No backend works; it has all the reasons.
     """
+    if remote:
+        if wanted not in ("auto", remote):
+            why = f"these files are not on this machine: backend {remote!r} reads them"
+            raise BackendUnavailable(f"backend {wanted!r}: {report.source}: {why}", {wanted: why})
+        return choose(device, remote, options).backend(**options)
     if device.partition(":")[0] == "cuda":
         from gdsload.backends.auto.backend import AutoBackend  # imports CUDA
 

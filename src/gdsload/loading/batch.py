@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import GdsloadError, ReadError, StallError
+from gdsload.errors import FileChanged, GdsloadError, ReadError, StallError
 from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
 from gdsload.loading.claims import LOST, READING
 from gdsload.loading.session import Session
@@ -85,7 +85,9 @@ class Batch:
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
         self._failure: Failure | None = None  # the first one
-        self._lost_error: ReadError | None = None  # of reading what a prefetch had lost
+        self._lost_error: ReadError | FileChanged | None = (
+            None  # of reading what a prefetch had lost
+        )
         self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
@@ -157,7 +159,7 @@ class Batch:
         try:
             again.wait()
             self.views.update(again.views)
-        except ReadError as error:
+        except (ReadError, FileChanged) as error:
             self._lost_error = error
             raise
         finally:
@@ -292,7 +294,7 @@ class Batch:
         views, self.views = self.views, {}
         return hand_over(infos, views)
 
-    def _error(self, failure: Failure) -> ReadError:
+    def _error(self, failure: Failure) -> ReadError | FileChanged:
         return read_error(self.session.checkpoint, self.plan, failure)
 
     def _stall(self, transfer: Transfer, idle_seconds: float) -> StallError:

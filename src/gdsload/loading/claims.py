@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
+from gdsload.remote.directory import is_url
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 
@@ -118,6 +119,8 @@ class Offer:
         """Whether a file may be among those that the prefetch is about to open, by its path."""
         if self._known.is_set():
             return False
+        if is_url(self.source) or is_url(path):
+            return path.startswith(self.source)
         if not os.path.exists(self.source):
             return True  # a model of the hub: the paths of its files are not known yet
         for normal in (os.path.abspath, os.path.realpath):

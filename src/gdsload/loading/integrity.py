@@ -20,7 +20,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
-from gdsload.checkpoint.file_io import parallel_map, read_exactly
+from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.manifest import (
     ALGORITHMS,
     BLOCK_BYTES,
@@ -28,6 +28,7 @@ from gdsload.checkpoint.manifest import (
     FileChecksums,
     Manifest,
     hash_function,
+    manifest_of,
     manifest_path,
     read_manifest,
 )
@@ -100,7 +101,7 @@ class Verifier:
 
     def header_checksum(self, shard: Shard) -> str:
         """The checksum of a header, with the length in front of it."""
-        return self._hash(read_exactly(shard.fd, 0, shard.data_start, shard.path))
+        return self._hash(shard.read(0, shard.data_start))
 
     def blocks_of(self, part: ByteRange | TensorInfo) -> Iterator[Block]:
         """The blocks that a tensor, or a part of one, contains wholly."""
@@ -211,9 +212,12 @@ def open_verifier(
     """
     report.verify = os.fspath(verify)
     with report.phase("verify"):
-        path = manifest_path(checkpoint) if isinstance(verify, str) else os.fspath(verify)
+        by_default = isinstance(verify, str)
+        path = manifest_path(checkpoint) if by_default else os.fspath(verify)
         try:
-            manifest = read_manifest(path, checkpoint.source)
+            manifest = (
+                manifest_of(checkpoint) if by_default else read_manifest(path, checkpoint.source)
+            )
         except CheckpointNotFound:
             if verify != "sha256" or not _compare_blobs(checkpoint, report, advance):
                 raise
@@ -232,6 +236,8 @@ def _compare_blobs(
 ) -> bool:
     """Compares files in the hub cache with their SHA-256, which is their name there. False if a
     file is not in the hub cache. Raises IntegrityError."""
+    if checkpoint.remote:
+        return False
     names = [os.path.basename(os.path.realpath(shard.path)) for shard in checkpoint.shards]
     if not all(map(_HUB_BLOB.fullmatch, names)):
         return False
@@ -240,7 +246,7 @@ def _compare_blobs(
 
         def read(offset: int, shard: Shard = shard) -> bytes:
             nbytes = min(_READ_BYTES, shard.size - offset)
-            return read_exactly(shard.fd, offset, nbytes, shard.path)
+            return shard.read(offset, nbytes)
 
         offsets = range(0, shard.size, _READ_BYTES)
         with closing(parallel_map(read, offsets, path_of=lambda _: checkpoint.source)) as parts:

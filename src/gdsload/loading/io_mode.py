@@ -6,6 +6,8 @@ cache      wholly in the page cache      partly, or not at all
                                          page cache and mapped
 others     as the name says, whatever the page cache holds
 
+Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
+
 A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
 takes no more memory than one into buffers.
 
@@ -24,7 +26,7 @@ from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import parallel_map
-from gdsload.errors import ReadError
+from gdsload.errors import CheckpointError, ReadError
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -34,7 +36,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
-from gdsload.system.storage import Storage, storage_of
+from gdsload.system.storage import Storage, remote_storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("keep", "drop", "fill")
@@ -55,6 +57,11 @@ class ShardAccess:
         self, checkpoint: Checkpoint, report: LoadReport, cache: str, page_cache: str = "keep"
     ) -> None:
         require_cache(cache, page_cache)
+        self._remote = checkpoint.remote
+        if self._remote and cache == "mapped":
+            raise CheckpointError(
+                f"{checkpoint.source}: cache='mapped', but only files of this machine can be mapped"
+            )
         self.cache = cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
         self._checkpoint = checkpoint
@@ -64,9 +71,10 @@ class ShardAccess:
         self._residency: dict[int, str] = {}  # by shard
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
-        self._drops = page_cache == "drop"
+        self._drops = page_cache == "drop" and not self._remote
         total_bytes = sum(shard.size for shard in checkpoint.shards)
-        self._small = cache == "auto" and not self._drops and total_bytes <= SMALL_BYTES
+        local = cache == "auto" and not self._drops and not self._remote
+        self._small = local and total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
@@ -106,7 +114,7 @@ class ShardAccess:
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
         them here, because page faults would read them one by one."""
-        if self.cache not in ("auto", "mapped") or shard in self._unreadable:
+        if self.cache not in ("auto", "mapped") or self._remote or shard in self._unreadable:
             return False
         fd = self._checkpoint.shards[shard].fd
         merged = merged_ranges_of(ranges)
@@ -122,6 +130,8 @@ class ShardAccess:
         """The cheapest I/O mode for a transfer."""
         if self._fills:
             return "mapped"
+        if self._remote:
+            return "buffered"
         if self.cache != "auto":
             return "buffered" if self.cache == "buffered" else "direct"
         opened = self._checkpoint.shards[shard]
@@ -145,6 +155,8 @@ class ShardAccess:
         )
 
     def _why_not_filled(self, nbytes: int) -> str:
+        if self._remote:
+            return "the files are not on this machine"
         if self.cache != "auto":
             return f"cache={self.cache!r}"
         kinds = {self._storage_of(shard).kind for shard in range(len(self._registered))}
@@ -161,6 +173,11 @@ class ShardAccess:
         if self._registered[shard] is not None:
             return
         opened = self._checkpoint.shards[shard]
+        if opened.remote is not None:
+            storage = self._storage_of(shard)
+            file = OpenFile(opened.path, -1, opened.size, storage=storage, remote=opened.remote)
+            self._registered[shard] = backend.register(file)
+            return
         if self._drops:
             self._note_absent(opened)
         direct_fd = self._open_direct(shard) if self.cache in ("auto", "direct") else -1
@@ -187,7 +204,11 @@ class ShardAccess:
                 for each in self._checkpoint.shards
                 if each.identity.dev == device
             )
-            self._storage[device] = storage_of(opened.path, opened.fd, latency)
+            self._storage[device] = (
+                storage_of(opened.path, opened.fd, latency)
+                if opened.remote is None
+                else remote_storage(opened.remote.scheme, latency)
+            )
         return self._storage[device]
 
     @property

@@ -28,7 +28,13 @@ from gdsload.loading.io_mode import (
     require_verify,
 )
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
-from gdsload.planning.read_plan import ByteRange, ReadPlan, plan_reads
+from gdsload.planning.read_plan import (
+    GAP_BYTES,
+    REMOTE_GAP_BYTES,
+    ByteRange,
+    ReadPlan,
+    plan_reads,
+)
 from gdsload.report import LoadReport
 from gdsload.system import quiesce
 from gdsload.system.available import require_room
@@ -68,6 +74,14 @@ def verifier_of(
     from gdsload.loading.integrity import open_verifier
 
     return open_verifier(checkpoint, verify, report)
+
+
+def remote_backend_of(checkpoint: Checkpoint) -> str:
+    """The name of the backend that reads a checkpoint elsewhere; "" for files of this machine."""
+    for shard in checkpoint.shards:
+        if shard.remote is not None:
+            return shard.remote.backend
+    return ""
 
 
 class Session:
@@ -110,6 +124,7 @@ class Session:
         Raises:
             ValueError: `cache` or `page_cache` is unknown.
             BackendUnavailable: A backend that was asked for by name does not work here.
+            CheckpointError: Files elsewhere are to be mapped.
         """
         self._access = ShardAccess(checkpoint, report, cache, page_cache)
         self._opening = fork_safe_lock(self, "_opening")
@@ -120,6 +135,7 @@ class Session:
         self.stall_seconds = stall_seconds
         self.backend: Backend | None = None  # while it is open
         self._wanted = backend
+        self._remote = remote_backend_of(checkpoint)
         self._options = dict(options or {})
         self._expected_bytes = expected_bytes
         self._adopts = adopt and cache != "mapped"
@@ -146,7 +162,8 @@ class Session:
             if self.backend is None:
                 expected = self._expected_bytes or self.report.wanted_bytes
                 self.backend = open_backend(
-                    self.device, self._wanted, self._options, self.report, expected
+                    *(self.device, self._wanted, self._options, self.report, expected),
+                    remote=self._remote,
                 )
                 describe(self.report, self.backend)
             return self.backend
@@ -255,6 +272,7 @@ class Session:
             limits,
             blocks=self._access.blocks,
             window_bytes=window_bytes,
+            gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=self._access.io_mode_of,
         )
 

@@ -23,7 +23,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import is_single
-from gdsload.errors import GdsloadError, StallError
+from gdsload.errors import CheckpointError, GdsloadError, StallError
 from gdsload.loading import claims
 from gdsload.loading.session import (
     STALL_SECONDS,
@@ -37,6 +37,7 @@ from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
+from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.gc_control import ease_imports, imports_done
@@ -121,7 +122,8 @@ class Prefetch(quiesce.Holder):
         on_event: OnEvent | None = None,
     ) -> None:
         self._verify = verify
-        self.source = source
+        self._opens = source
+        self.source = source = shown_source(source)
         self.tier = tier
         self.report = LoadReport(source, device=device, on_event=on_event, kind="prefetch")
         self._session, self._where = session, where
@@ -173,6 +175,10 @@ class Prefetch(quiesce.Holder):
             self.report.begin()
             device_init = self._open_device()
             with self.report.phase("open"), self._opened() as checkpoint:
+                if checkpoint.remote and self.tier == "pagecache":
+                    raise CheckpointError(
+                        f"{self.source}: tier='pagecache' is for files of this machine"
+                    )
                 ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
                     ranges = fitting(ranges, self._limit_bytes)
@@ -218,7 +224,7 @@ class Prefetch(quiesce.Holder):
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             return nullcontext(checkpoint)
-        return Checkpoint.open(self.source, **self._where)
+        return Checkpoint.open(self._opens, **self._where)
 
     def _open_device(self) -> DeviceInit | None:
         """Starts to open the GPU, and to pin the ring that only the load will need."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from gdsload._native.memory import Region
 from gdsload.backends import Memory
 from gdsload.checkpoint import Identity
-from gdsload.errors import ReadError
+from gdsload.errors import FileChanged, ReadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ, READING, OfferedRange
 from gdsload.loading.session import Session
@@ -46,7 +46,7 @@ class PrefetchBatch(Batch):
         views: dict[str, BufferView],
         memory: list[Memory] | None = None,
     ) -> None:
-        self.error: ReadError | None = None
+        self.error: ReadError | FileChanged | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
         self._failed: set[int] = set()

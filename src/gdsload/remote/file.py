@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from gdsload.errors import RemoteError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+class SourceFacts(NamedTuple):
+    """The facts about the sources of a file that the report shows.
+
+    Attributes:
+        paths: Bytes by I/O path.
+        failovers: Bytes that one source failed to send and another one sent, by "from -> to".
+        refusals: Why sources are not used any more, by name.
+        rates: Bytes per second of one request, by name.
+    """
+
+    paths: Mapping[str, int]
+    failovers: Mapping[str, int]
+    refusals: Mapping[str, str]
+    rates: Mapping[str, float]
 
 
 class RemoteFile(ABC):
@@ -28,12 +44,16 @@ class RemoteFile(ABC):
         version: The ETag, generation or digest of this version, "" if unknown. It is the same for
             the life of the object.
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
+        digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
     """
+
+    backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
 
     url: str
     size: int
     version: str
     scheme: str
+    digest: str = ""
 
     @property
     def io_path(self) -> str:
@@ -64,9 +84,12 @@ class RemoteFile(ABC):
     def verify_unchanged(self) -> None:
         """Raises FileChanged if the file is no longer this version."""
 
-    def bytes_by_source(self) -> Mapping[str, int]:
-        """Bytes that were read so far by I/O path, if there are several sources; else empty."""
-        return {}
+    def facts(self) -> SourceFacts | None:
+        """The facts about several sources of this file so far; None if there is one."""
+        return None
+
+    def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing
+        """Releases what a snapshot of the process cannot carry, until it is needed again."""
 
     def close(self) -> None:  # noqa: B027 - a file may hold nothing
         """Releases what it holds. May be called again."""

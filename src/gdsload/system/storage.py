@@ -29,13 +29,20 @@ REQUEST_BYTES = 1 << 20
 # A filesystem may prefer larger reads (Lustre: a stripe). Of these fewer are in flight.
 MOST_REQUEST_BYTES = 16 << 20
 IN_FLIGHT_BYTES = 1 << 30
+# A request of an object store takes a round trip and has a price, and one connection has a limited
+# rate. Not measured beyond loopback.
+REMOTE_REQUEST_BYTES = 8 << 20
+REMOTE_DEPTH = 16
+REMOTE_DEPTH_SECONDS = 0.02
+MOST_REMOTE_DEPTH = 64
 
 
 class Storage(NamedTuple):
     """Facts about the storage of a file.
 
     Attributes:
-        kind: The type of a distant filesystem, such as "nfs4" or "fuse.juicefs"; "" if it is local.
+        kind: The type of a distant filesystem, such as "nfs4" or "fuse.juicefs", or the scheme of
+            a URL, such as "s3"; "" if it is local.
         request_bytes: Bytes of one read at most; 0 if it is local.
         depth: Reads in flight; 0 if it is local.
     """
@@ -78,3 +85,14 @@ def storage_of(path: str, fd: int, latency: float = 0.0) -> Storage:
         max(DEPTH, round(DEPTH * latency / DEPTH_SECONDS)), IN_FLIGHT_BYTES // request_bytes
     )
     return Storage(mount.kind, request_bytes, depth)
+
+
+def remote_storage(scheme: str, latency: float = 0.0) -> Storage:
+    """The storage of a file in an object store, or in the memory of a peer.
+
+    Args:
+        scheme: The kind of source, such as "s3".
+        latency: Seconds of the request for the header; 0 if this is not known.
+    """
+    depth = round(REMOTE_DEPTH * latency / REMOTE_DEPTH_SECONDS)
+    return Storage(scheme, REMOTE_REQUEST_BYTES, min(max(depth, REMOTE_DEPTH), MOST_REMOTE_DEPTH))

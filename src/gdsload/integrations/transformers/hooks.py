@@ -44,6 +44,12 @@ from gdsload.integrations.transformers.patches import (
     SET_PARAM,
     running,
 )
+from gdsload.integrations.transformers.stand_ins import (
+    original as original_of,
+    rename,
+    stand_in,
+)
+from gdsload.remote.directory import is_url, shown_source
 from gdsload.report import LoadReport
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
@@ -142,7 +148,7 @@ def _load(
             reader = stack.enter_context(ModelReader(files, options, report))
             reader.start(model, config)
         except BackendUnavailable as error:
-            if options.backend != "auto":
+            if options.backend != "auto" or original_of(files[0]) != files[0]:
                 raise
             note(report, STOCK, str(error))
             return load(None)
@@ -223,7 +229,8 @@ def _patch_load(module: ModuleType) -> Iterator[Replacement]:
         if load is _load:
             title = getattr(config, "pretrained_model_name_or_path", None)
             is_quantized = config.is_quantized
-        with safetensors_errors(), reported(str(title or (files or ["?"])[0])) as report:
+        title = shown_source(original_of(title or (files or ["?"])[0]))
+        with safetensors_errors(), reported(str(title)) as report:
             is_zero3 = module.is_deepspeed_zero3_enabled() and not is_quantized
             reason = refusal(state_dict, files, is_zero3)
             if reason:
@@ -274,6 +281,32 @@ def _patch_distributed(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(owner, _DISTRIBUTED, load)
 
 
+def _from_url(owner: str) -> Patch:
+    """Accepts URLs in the `from_pretrained` of a class."""
+    function = "from_pretrained"
+
+    def replacements(module: ModuleType) -> Iterator[Replacement]:
+        cls = function_of(module, owner)
+        raw = vars(cls).get(function)
+        if not isinstance(raw, classmethod):
+            raise Misfit("it is no class method")
+        plain = raw.__func__
+
+        @functools.wraps(plain)
+        def from_pretrained(cls: Any, source: Any, *args: Any, **words: Any) -> Any:
+            if active() is None or not is_url(source):
+                return plain(cls, source, *args, **words)
+            with stand_in(source, words) as top:
+                loaded = plain(cls, top, *args, **words)
+                rename(loaded, top, source)
+                return loaded
+
+        replacement: Any = classmethod(from_pretrained)
+        yield Replacement(cls, function, replacement)
+
+    return Patch(f"{owner}.{function}", replacements)
+
+
 def _patch_open(module: ModuleType) -> Iterator[Replacement]:
     original = function_of(module, "safe_open")
 
@@ -284,11 +317,13 @@ def _patch_open(module: ModuleType) -> Iterator[Replacement]:
         if opener is not None:
             return opener(str(filename), device)
         misfit = patcher.misfits.get(f"{_MODELING}.{_LOAD}")
-        if options is None or misfit is None:
+        stands_in = original_of(filename) != filename
+        if options is None or (misfit is None and not stands_in):
             return original(filename, framework=framework, device=device, **rest)
         # The files that it opens are the only entry point left in this transformers.
         with reported(str(filename)) as report:
-            note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
+            if misfit is not None:
+                note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
             return ModelReader([str(filename)], options, report).opened(device, owned=True)
 
     yield Replacement(module, "safe_open", safe_open)
@@ -364,7 +399,7 @@ def _drop_in_open(original: Call) -> Call:
             return original(filename, framework=framework, device=device, **rest)
         from gdsload import safe_open as ours
 
-        return ours(filename, framework, device, **arguments)
+        return ours(original_of(filename), framework, device, **arguments)
 
     return safe_open
 
@@ -377,7 +412,7 @@ def _drop_in_load(original: Call) -> Call:
             return original(filename, device=device, **rest)
         from gdsload import load_file as ours
 
-        return ours(filename, device, progress=False, **arguments)
+        return ours(original_of(filename), device, progress=False, **arguments)
 
     return load_file
 
@@ -404,12 +439,14 @@ patcher = Patcher(
     {
         _MODELING: (
             Patch(_LOAD, _patch_load),
+            _from_url("PreTrainedModel"),
             Patch("safe_open", _patch_open),
             *MODELING_PATCHES,
             Patch(_OLD_SHARD, _patch_old_shard, optional=True),  # before transformers 5
             Patch(_DISTRIBUTED, _patch_distributed, optional=True),  # since transformers 5.23
         ),
         _LOADING: LOADING_PATCHES,
+        "transformers.models.auto.auto_factory": (_from_url("_BaseAutoModelClass"),),
         "accelerate.utils.modeling": (
             _reader("load_state_dict", "checkpoint_file"),
             _drop_in("safe_open", _drop_in_open),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
+from gdsload.integrations.transformers.stand_ins import rename, stand_in
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
+from gdsload.remote.directory import is_url, shown_source
 from gdsload.report import LoadReport, enclosing
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
@@ -58,7 +60,9 @@ def from_pretrained(
     `gdsload.last_report().integration` says through which entry point of transformers it was read.
 
     Args:
-        source: A directory or a hub id, as for transformers.
+        source: A directory or a hub id, as for transformers; or the URL of a directory in an object
+            store, as for `load_file`. Its config and other small files are copied to a temporary
+            directory, its weights are not.
         *args: Passed to `cls.from_pretrained`.
         cls: A class of transformers with a `from_pretrained`, such as an Auto class; None for the
             architecture that the config names.
@@ -105,26 +109,29 @@ def from_pretrained(
         inherited = replace(inherited, verify=verify)
     if on_event is not None:
         inherited = replace(inherited, on_event=on_event)
-    report = LoadReport(str(source), on_event=inherited.on_event)
+    report = LoadReport(shown_source(str(source)), on_event=inherited.on_event)
     callbacks = (
-        None if on_module_ready is None else ModuleCallbacks(on_module_ready, source, report)
+        None if on_module_ready is None else ModuleCallbacks(on_module_ready, report.source, report)
     )
     with (
         report.whole(),
         held(current, callbacks),
         _entered(inherited),
-        speculative_prefetch(source, inherited, report, kwargs),
+        _path_of(source, report, kwargs) as path,
+        speculative_prefetch(path, inherited, report, kwargs),
     ):
         if cls is None:
             with report.phase("import transformers"):  # which takes nearly all of it
-                cls = architecture(source, **kwargs)
+                cls = architecture(path, **kwargs)
             cancellation.check()
         with (
             held(hooks.outer_report, report),
             held(enclosing, report),
             report.phase("from_pretrained"),
         ):
-            model = cls.from_pretrained(source, *args, **kwargs)
+            model = cls.from_pretrained(path, *args, **kwargs)
+        if path is not source:
+            rename(model, str(path), str(source))
         if not report.integration and report.tensors:
             hooks.note(report, hooks.LOAD_FILE)
         elif not report.integration:
@@ -132,6 +139,18 @@ def from_pretrained(
         if callbacks is not None:
             callbacks.finish(model)
         return model
+
+
+@contextmanager
+def _path_of(
+    source: str | os.PathLike[str], report: LoadReport, words: Mapping[str, Any]
+) -> Iterator[str | os.PathLike[str]]:
+    """The source, or for a URL the directory that stands for it."""
+    with ExitStack() as stack:
+        if is_url(source):
+            with report.phase("open"):
+                source = stack.enter_context(stand_in(str(source), words))
+        yield source
 
 
 def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shared_load import NOT_COMPARED
 from gdsload.distribution.shares import Box
+from gdsload.errors import CheckpointError
 from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
@@ -32,6 +32,11 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
+from gdsload.integrations.transformers.stand_ins import (
+    are_all_shards,
+    opened_before,
+    original,
+)
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import (
@@ -50,9 +55,6 @@ from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
     from gdsload.events import OnEvent
-
-# A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
-opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,20 @@ def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint from `opened_before` is left open."""
     known = opened_before.get()
-    if known is not None and _identities(files) == [shard.identity for shard in known.shards]:
+    if known is not None and (are_all_shards(files) or _are_of(known, files)):
         yield known
         return
-    with Checkpoint.of(files, strict=False) as checkpoint:
+    with Checkpoint.of([original(file) for file in files], strict=False) as checkpoint:
         yield checkpoint
 
 
-def _identities(files: Sequence[str]) -> list[Identity] | None:
+def _are_of(known: Checkpoint, files: Sequence[str]) -> bool:
+    """Whether these files are the shards of an open checkpoint."""
     try:
-        return [Identity.of(os.stat(file)) for file in files]
+        found = [Identity.of(os.stat(file)) for file in files]
     except OSError:
-        return None
+        return False
+    return found == [shard.identity for shard in known.shards]
 
 
 class ModelReader:
@@ -151,6 +155,11 @@ class ModelReader:
                 )
             except (AttributeError, ImportError, LookupError, TypeError) as error:
                 raise Misfit(f"{type(error).__name__}: {error}") from error
+        if plan.lazy and self.checkpoint.remote:
+            raise CheckpointError(
+                f"{self.checkpoint.source}: device_map leaves tensors on disk, but these files are"
+                " not on this machine"
+            )
         self.plan, options = plan, self.options
         self.report.fates = plan.count()
         devices = sorted(set(plan.devices.values()))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.locate import locate
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError
-from gdsload.integrations.transformers.model_reader import Options, opened_before
+from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import held
+from gdsload.integrations.transformers.stand_ins import opened_before
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.layer_order import in_layers
@@ -52,11 +53,12 @@ def speculative_prefetch(
 
     The load inside uses the headers that were parsed here.
     """
-    checkpoint = _open(source, options, kwargs)
-    if checkpoint is None:
-        yield
-        return
-    with checkpoint, held(opened_before, checkpoint):
+    with ExitStack() as stack:
+        checkpoint = _open(source, options, kwargs, stack)
+        if checkpoint is None:
+            yield
+            return
+        stack.enter_context(held(opened_before, checkpoint))
         if options.verify != "size" and current_pool() is not None:
             yield  # no byte enters the pool before it was compared
             return
@@ -92,9 +94,10 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
 
 
 def _open(
-    source: str | os.PathLike[str], options: Options, kwargs: Mapping[str, Any]
+    source: str | os.PathLike[str], options: Options, kwargs: Mapping[str, Any], stack: ExitStack
 ) -> Checkpoint | None:
-    """The checkpoint, if a prefetch of its first layers is probably right, else None."""
+    """The checkpoint, if a prefetch of its first layers is probably right, else None. `stack`
+    closes it."""
     if (
         kwargs.get("device_map") not in (None, "cpu")
         or kwargs.get("use_safetensors") is False
@@ -103,6 +106,9 @@ def _open(
         or options.group is not None  # the ranks share the reads
     ):
         return None
+    known = opened_before.get()
+    if known is not None:  # elsewhere
+        return known if known.total_bytes >= SMALL_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
     try:
         files = [shard.path for shard in locate(source, **location).shards]
@@ -110,7 +116,7 @@ def _open(
             options.cache == "auto" and any(map(_is_warm, files))
         ):
             return None
-        return Checkpoint.of(files, strict=False)
+        return stack.enter_context(Checkpoint.of(files, strict=False))
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
 

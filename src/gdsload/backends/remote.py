@@ -1,0 +1,340 @@
+"""Backends for files elsewhere: object stores and peers.
+
+    RemoteFile.chunks ─ worker threads ─┬─► host memory
+                                        └─► slot of the staging ring ─► device memory
+
+Many requests are in flight, each in a thread that waits for its source and copies what arrives. The
+threads are started when they are needed. Not responsible for retries and time limits of single
+requests: those are the source's own (`gdsload.remote`).
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gdsload._native.fetch import Fetch
+from gdsload._native.pump import Pump
+from gdsload.backends.base import (
+    DRAM,
+    VRAM,
+    BackendStatus,
+    Failure,
+    Memory,
+    OpenFile,
+    Option,
+    Progress,
+    Registration,
+    Registrations,
+    Support,
+    require_own_process,
+)
+from gdsload.backends.posix.backend import REQUEST_BYTES as SLOT_BYTES, RING_BYTES
+from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
+from gdsload.errors import BackendUnavailable, ReadError, RemoteError
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.remote.file import RemoteFile
+from gdsload.system.storage import REMOTE_DEPTH, REMOTE_REQUEST_BYTES, Storage
+from gdsload.system.threads import start_thread
+
+if TYPE_CHECKING:
+    from gdsload.backends.staging import StagingPipeline
+
+MOST_REQUEST_BYTES = 1 << 30
+MOST_DEPTH = 1024  # each is a thread
+# A slow source shows progress by reads that end after this time, and are continued: long before any
+# sensible `stall_seconds`, and longer than a request takes to start.
+REPORT_SECONDS = 2.0
+# To the pump these errors mean "try again, for ever".
+_TEMPORARY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ECANCELED})
+
+
+class RemoteBackend(PumpBackend):
+    """Reads files of object stores into DRAM and, through a pinned staging ring, into VRAM."""
+
+    name: ClassVar[str] = "object_store"
+    memory_kinds: ClassVar[frozenset[str]] = frozenset({DRAM, VRAM})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
+        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
+            raise ValueError(
+                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
+                f" bytes, up to {MOST_REQUEST_BYTES}"
+            )
+        if not 0 < depth <= MOST_DEPTH:
+            raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} requests can be in flight")
+        self._asked = frozenset(options)
+        self._crews: list[Crew] = []
+        self._pump: Pump | None = None
+        self._files: dict[int, RemoteFile] = {}  # by the number that stands for a descriptor
+        self._failures: dict[tuple[int, int], RemoteError] = {}  # by file and end of the read
+        # Of files with several sources: what was reported already, or counted by an earlier load.
+        self._counted: dict[int, Counter[str]] = {}  # bytes by path
+        self._before: dict[int, Counter[str]] = {}  # failovers
+
+    @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        return (
+            Option("request_bytes", REMOTE_REQUEST_BYTES, "bytes of one request, at most"),
+            Option("depth", REMOTE_DEPTH, "requests in flight"),
+            Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
+        )
+
+    @classmethod
+    def probe(cls, device: str = "cpu") -> Support:
+        """Whether it reaches the device. Sources answer for themselves when they are opened."""
+        if device.partition(":")[0] != "cpu":
+            from gdsload.backends.posix.device import why_not  # imports CUDA
+
+            if why := why_not(device):
+                return Support(False, (why,))
+        return Support(True)
+
+    @property
+    def _slot_bytes(self) -> int:
+        """The size of a slot: by default that of loads from disks, which share the ring."""
+        asked = "request_bytes" in self._asked
+        return int(self.settings["request_bytes"]) if asked else SLOT_BYTES
+
+    def limits(self, device: str = "cpu") -> Limits:
+        return Limits(
+            self.settings["request_bytes"] if device == "cpu" else self._slot_bytes,
+            depth=self.settings["depth"],
+            io_modes=("buffered",),
+        )
+
+    def register(self, what: OpenFile | Memory) -> Registration:
+        if isinstance(what, Memory):
+            if what.kind not in self.memory_kinds:
+                raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
+            return Registration(what, -1)
+        if what.remote is None:
+            raise ReadError(
+                f"{what.path}: backend {self.name!r} reads no files of this machine", path=what.path
+            )
+        self._adapt(what.storage)
+        number, _ = self._new_slots()
+        self._files[number] = what.remote
+        if (facts := what.remote.facts()) is not None:
+            self._counted[number] = Counter(facts.paths)
+            self._before[number] = Counter(facts.failovers)
+        return Registration(what._replace(fd=number), (-1, -1))
+
+    def _adapt(self, storage: Storage) -> None:
+        """Suits the requests to the storage, as far as the user did not and none was made."""
+        if storage.distant and not self._crews:
+            suited = {"request_bytes": storage.request_bytes, "depth": storage.depth}
+            self.settings.update((k, v) for k, v in suited.items() if k not in self._asked)
+
+    def deregister(self, registration: Registration) -> None:
+        if isinstance(registration.what, OpenFile):
+            number = registration.what.fd
+            self._before.pop(number, None)
+            self._counted.pop(number, None)
+            self._files.pop(number, None)
+            for key in [key for key in self._failures.copy() if key[0] == number]:
+                self._failures.pop(key, None)
+
+    def prepare(
+        self, transfers: Sequence[Transfer], files: Registrations, memory: Registrations
+    ) -> PumpedRequest:
+        if memory and isinstance(memory[0].what, Memory) and memory[0].what.kind == VRAM:
+            return self._pipeline(memory[0].what.device).prepare(transfers, files, memory)
+        pump = self._open_pump()
+        targets = [
+            (what.address, what.length, None if what.region is None else what.region.handle(), -1)
+            for entry in memory
+            if isinstance(what := entry.what, Memory)
+        ]
+        return PumpedRequest(self.name, pump, transfers, files, targets)
+
+    def _open_pump(self) -> Pump:
+        if self._pump is None:
+            crew = self._new_crew()
+            try:
+                self._pump = Pump(crew.fetch.capsule(), self.settings["depth"])
+            except OSError as error:
+                raise BackendUnavailable(
+                    f"backend {self.name!r} cannot be opened: {error.strerror}",
+                    {self.name: str(error)},
+                ) from error
+        require_own_process(self._pump.pid, self.name)
+        return self._pump
+
+    def _new_crew(self) -> Crew:
+        crew = Crew(self._files, self._failures)
+        self._crews.append(crew)
+        return crew
+
+    def _open_pipeline(self, device: str) -> StagingPipeline:
+        from gdsload.backends.staging import StagingPipeline
+        from gdsload.memory import staging_ring
+        from gdsload.system import gpu
+
+        crew = self._new_crew()
+        ring_bytes = self.settings["ring_bytes"]
+        with staging_ring.ring_for(
+            staging_ring.DRAM, gpu.ordinal_of(device), self._slot_bytes, ring_bytes
+        ) as ring:
+            if ring.notes:
+                self.refusals[f"{self.name}/ring"] = "; ".join(ring.notes)
+            return StagingPipeline(self.name, ring, crew.fetch.capsule(), self.settings["depth"])
+
+    def post(self, request: PumpedRequest) -> None:
+        request.post()
+        self._hire(len(request.transfers))
+
+    def _hire(self, wanted: int = 0) -> None:
+        """Starts the threads that are missing. Some may be in calls for cancelled reads."""
+        for crew in self._crews:
+            crew.hire(wanted)
+
+    def check(self, request: PumpedRequest) -> Progress:
+        progress = request.check()
+        if not progress.finished:
+            self._hire()
+        if not progress.failures:
+            return progress
+        return progress._replace(failures=[self._explained(request, f) for f in progress.failures])
+
+    def _explained(self, request: PumpedRequest, failure: Failure) -> Failure:
+        transfer = request.transfers[failure.transfer]
+        file = request.files[transfer.shard].what
+        if not isinstance(file, OpenFile) or file.remote is None or failure.text:
+            return failure
+        error = self._failures.get((file.fd, transfer.offset + transfer.wanted))
+        if error is None:
+            return failure
+        why = str(error).removeprefix(f"{file.remote.url}: ")  # the loader names the file
+        return failure._replace(text=why, final=error.final)
+
+    def status(self) -> BackendStatus:
+        refusals, failovers = dict(self.refusals), Counter[str]()
+        rates: dict[str, float] = {}
+        for number, before in self._before.copy().items():
+            facts = self._files[number].facts()
+            if facts is not None:
+                refusals.update(facts.refusals)
+                failovers += Counter(facts.failovers) - before
+                rates.update(facts.rates)
+        return BackendStatus(self.name, "", "", refusals, rates, failovers)
+
+    def paths(self, request: PumpedRequest) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for registration in request.files:
+            file = registration.what
+            if isinstance(file, OpenFile) and file.fd in self._counted and file.remote is not None:
+                facts = file.remote.facts()
+                now = Counter(facts.paths if facts is not None else {})
+                found += now - self._counted[file.fd]
+                self._counted[file.fd] = now
+        for number, transfer in enumerate(request.transfers):
+            file = request.files[transfer.shard].what
+            if (
+                isinstance(file, OpenFile)
+                and file.remote is not None
+                and file.fd not in self._counted
+            ):
+                found[file.remote.io_path] += request.native.result(number)[1]
+        return dict(found)
+
+    def close(self) -> None:
+        self._close_pipelines()
+        if self._pump is not None:
+            self._pump.close(DRAIN_SECONDS)
+            self._pump = None
+        self._crews.clear()
+
+
+class PeerBackend(RemoteBackend):
+    """Reads the memory of peers."""
+
+    name: ClassVar[str] = "nixl"
+
+
+class ReplicaBackend(RemoteBackend):
+    """Reads files that have several sources."""
+
+    name: ClassVar[str] = "replicas"
+
+
+class Crew:
+    """The threads of one engine. They end when the engine is closed."""
+
+    def __init__(
+        self, files: Mapping[int, RemoteFile], failures: dict[tuple[int, int], RemoteError]
+    ) -> None:
+        self.fetch = Fetch()
+        self._files, self._failures = files, failures
+
+    def hire(self, wanted: int) -> None:
+        """Starts threads, so that `wanted` reads, and all in flight, can be made at once. If the
+        system has no threads left, fewer do the work.
+
+        Raises:
+            BackendUnavailable: Not a single thread can be started.
+        """
+        missing = self.fetch.hire(wanted)
+        for started in range(missing):
+            if start_thread(self._work, "gdsload-fetch") is None:
+                if self.fetch.dismiss(missing - started) == 0:
+                    why = "no thread can be started"
+                    raise BackendUnavailable(f"files elsewhere cannot be read: {why}", {"": why})
+                return
+
+    def _work(self) -> None:
+        while (read := self.fetch.take()) is not None:
+            job, turn, number, offset, length = read
+            result = -errno.EIO  # also if there is no memory for what follows
+            try:
+                result = self._read(job, turn, number, offset, length)
+            finally:
+                self.fetch.finish(job, turn, result)
+
+    def _read(self, job: int, turn: int, number: int, offset: int, length: int) -> int:
+        """The number of bytes that were copied, or -errno and the error in `_failures`."""
+        file, key = self._files.get(number), (number, offset + length)
+        if file is None:  # deregistered; the read was cancelled
+            return -errno.EBADF
+        known = self._failures.get((number, -1))
+        if known is not None:  # nothing can help this file: it is not asked again
+            self._failures[key] = known
+            return -_code(known)
+        got, until = 0, 0.0
+        try:
+            chunks = file.chunks(offset, length)
+            try:
+                for chunk in chunks:
+                    if not self.fetch.put(job, turn, got, chunk):
+                        return -errno.ECANCELED
+                    until = until or time.monotonic() + REPORT_SECONDS
+                    got += memoryview(chunk).nbytes
+                    if got == length or time.monotonic() > until:
+                        break
+            finally:
+                with suppress(AttributeError):
+                    chunks.close()  # type: ignore[attr-defined]
+            if got:
+                return got
+            error = file.error("the source sent nothing", errno=errno.EIO)
+        except RemoteError as caught:
+            if got and not caught.final:
+                return got  # the pump asks for the rest
+            error = caught
+        except Exception as caught:
+            error = file.error(f"{type(caught).__name__}: {caught}", errno=errno.EIO)
+        if error.final:
+            self._failures[number, -1] = error
+        self._failures[key] = error
+        return -_code(error)
+
+
+def _code(error: RemoteError) -> int:
+    code = error.errno or errno.EIO
+    return errno.EIO if code in _TEMPORARY else code

@@ -1,0 +1,163 @@
+"""Stand-ins for models elsewhere: a local directory from which transformers can load them.
+
+    s3://bucket/model ──► temporary directory ──┬─ config.json and other small files
+                                                └─ shards, which have their headers only
+
+transformers finds classes and files in the directory. The hooks know which file elsewhere a
+stand-in means (`original`), and read that. Whoever reads a stand-in by itself gets an error about a
+truncated file. Not responsible for reading tensors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from gdsload.checkpoint import Checkpoint
+from gdsload.checkpoint.file_io import parallel_map
+from gdsload.errors import CheckpointError, CheckpointNotFound
+from gdsload.integrations.transformers.monkeypatch import held
+from gdsload.remote.directory import RemoteDirectory, joined, open_directory, without_secrets
+
+# A tokenizer may have 30 MB. Larger files are not needed to build a model.
+SMALL_BYTES = 64 << 20
+_WEIGHTS = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth",
+    ".safetensors",
+)  # fmt: skip
+# What is looked for on a web server, which cannot list its files.
+_USUAL_NAMES = (
+    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",
+    "generation_config.json", "merges.txt", "model.safetensors.index.json",
+    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model",
+    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+class _StandIns(NamedTuple):
+    """URLs by the path of their stand-in, and the stand-ins of the checkpoint's shards."""
+
+    urls: Mapping[str, str]
+    shards: list[str]
+
+
+_current: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
+# A checkpoint that an enclosing from_pretrained has open: its headers are not parsed again.
+opened_before: ContextVar[Checkpoint | None] = ContextVar("gdsload.checkpoint", default=None)
+
+
+def original(path: Any) -> Any:
+    """The URL that a stand-in means; any other argument as it is."""
+    current = _current.get()
+    return path if current is None else current.urls.get(str(path), path)
+
+
+def are_all_shards(files: Sequence[str]) -> bool:
+    """Whether these files stand for the shards of `opened_before`."""
+    current = _current.get()
+    return current is not None and current.shards == files
+
+
+@contextmanager
+def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
+    """A directory that stands for a model elsewhere, inside the `with`.
+
+    Args:
+        url: The URL of the model's directory.
+        words: The keywords of from_pretrained: `subfolder`, the folder that is needed, is in the
+            directory as well, and `variant` chooses the weights.
+
+    Yields:
+        The directory. Its checkpoint is `opened_before`, if it has safetensors files.
+
+    Raises:
+        CheckpointError: The files cannot be found or are invalid.
+        BackendUnavailable: The client for the URL is not installed.
+    """
+    if url.endswith(".safetensors"):
+        raise CheckpointError(
+            f"{without_secrets(url)}: this is a file, and from_pretrained needs the directory with"
+            " its config.json (load_file takes one file)"
+        )
+    subfolder, variant = words.get("subfolder") or "", words.get("variant")
+    source = open_directory(joined(url, subfolder))
+    with ExitStack() as stack:
+        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
+        folder = Path(top, subfolder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _fetch(source, folder)
+        urls, shards = {top: url}, []
+        try:
+            checkpoint = stack.enter_context(
+                Checkpoint.open(
+                    url,
+                    subfolder=subfolder,
+                    variant=variant,
+                    cache_dir=words.get("cache_dir"),
+                    strict=False,
+                )
+            )
+        except CheckpointNotFound:
+            # It may have a tokenizer only, or weights of another format, which transformers names.
+            if _has_weights(source) or not any(folder.iterdir()):
+                raise
+        else:
+            for shard in checkpoint.shards:
+                path = folder / shard.name
+                path.write_bytes(shard.read(0, shard.data_start))
+                shards.append(str(path))
+                urls[str(path)] = joined(url, f"{subfolder}/{quote(shard.name)}")
+            stack.enter_context(held(opened_before, checkpoint))
+        stack.enter_context(held(_current, _StandIns(urls, shards)))
+        yield top
+
+
+def _fetch(source: RemoteDirectory, folder: Path) -> None:
+    """Copies the small files of a directory."""
+    try:
+        names = [name for name in source.names() if not name.endswith(_WEIGHTS)]
+    except CheckpointNotFound:
+        raise
+    except CheckpointError:  # it cannot be listed
+        names = list(_USUAL_NAMES)
+
+    def copy(name: str) -> None:
+        with suppress(CheckpointNotFound, _TooLarge):
+            (folder / name).write_bytes(_small(source, name))
+
+    for _ in parallel_map(copy, names, path_of=source.path_of):
+        pass
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def _small(source: RemoteDirectory, name: str) -> bytes:
+    file = source.open(name)
+    try:
+        if file.size > SMALL_BYTES:
+            raise _TooLarge
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
+def _has_weights(source: RemoteDirectory) -> bool:
+    with suppress(CheckpointError):
+        return any(name.endswith(".safetensors") for name in source.names())
+    return False
+
+
+def rename(loaded: Any, top: str, url: str) -> None:
+    """Names a loaded model, config or tokenizer by the URL instead of by the stand-in."""
+    first = loaded[0] if isinstance(loaded, tuple) else loaded
+    for owner in (first, getattr(first, "config", None)):
+        if owner is not None and getattr(owner, "name_or_path", None) == top:
+            owner.name_or_path = without_secrets(url)

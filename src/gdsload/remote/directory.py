@@ -1,0 +1,143 @@
+"""Directories elsewhere: the files that a URL names, and how messages show a URL.
+
+    s3://bucket/model ──► RemoteDirectory ──┬─ names, read ──► index, config.json
+                                            └─ open ──► RemoteFile, one for each shard
+
+Not responsible for which files belong to a checkpoint (`checkpoint.locate`).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from gdsload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gdsload.remote.file import RemoteFile
+
+# The beginning of a file, with the header of most shards: `RemoteDirectory.open` may read it.
+HEAD_BYTES = 128 << 10
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+_OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
+# The class that reads URLs of each scheme. It is created from a URL.
+_CLASSES = dict.fromkeys(
+    ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"), _OBJECT_STORE
+)
+_CLASSES["nixl"] = "gdsload.remote.peer:PeerDirectory"
+
+
+class RemoteDirectory(ABC):
+    """The files directly in one directory elsewhere.
+
+    Attributes:
+        path: Its URL, without credentials, for messages.
+    """
+
+    path: str
+
+    def path_of(self, name: str) -> str:
+        """The URL of one of its files, for messages."""
+        return f"{self.path}/{name}"
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names of its files.
+
+        Raises CheckpointError if it cannot be listed.
+        """
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, also if it cannot be listed."""
+
+    @abstractmethod
+    def open(self, name: str) -> RemoteFile:
+        """Opens the present version of a file.
+
+        Raises:
+            CheckpointNotFound: There is no such file.
+            CheckpointAccessError: It may not be read.
+            CheckpointUnreadable: It could not be read for another reason.
+        """
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All of a small file.
+
+        Raises CheckpointError, as `open`, and if it is larger than `limit` bytes.
+        """
+        file = self.open(name)
+        try:
+            if file.size > limit:
+                raise CheckpointError(
+                    f"{file.url}: it has {file.size} bytes, more than the limit of {limit}",
+                    path=file.url,
+                )
+            return file.read(0, file.size)
+        finally:
+            file.close()
+
+
+def is_url(text: object) -> bool:
+    """Whether this is a URL, rather than a path or the id of a model."""
+    return isinstance(text, str) and _URL.match(text) is not None
+
+
+def without_secrets(url: str) -> str:
+    """A URL for messages: without user, password, query and fragment."""
+    parts = urlsplit(url)
+    host = parts.netloc
+    if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
+        host = host.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+
+
+def shown_source(source: Any) -> Any:
+    """A source for messages and reports: a URL without secrets, anything else as it is."""
+    return without_secrets(source) if is_url(source) else source
+
+
+def text_without_secrets(text: str) -> str:
+    """A message of a client with all URLs in it shown without secrets."""
+    return _IN_TEXT.sub(lambda found: without_secrets(found[0]), text)
+
+
+def joined(url: str, folder: str) -> str:
+    """The URL of a folder inside a directory. A query stays at the end."""
+    parts = urlsplit(url)
+    path = "/".join(part for part in (parts.path.rstrip("/"), folder) if part)
+    return parts._replace(path=path).geturl()
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """The URL of a file's directory, and the name of the file."""
+    parts = urlsplit(url)
+    directory, _, name = parts.path.rpartition("/")
+    return parts._replace(path=directory).geturl(), unquote(name)
+
+
+def open_directory(url: str) -> RemoteDirectory:
+    """The directory of a URL. Nothing is read yet.
+
+    Raises:
+        CheckpointError: URLs of this scheme are not read, or it is incomplete.
+        BackendUnavailable: The client for it is not installed.
+    """
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    known = _CLASSES.get(scheme)
+    if known is None:
+        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https"))
+        raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
+    if not parts.netloc:
+        raise CheckpointError(f"{url}: this URL names no bucket and no host")
+    if parts.query and not scheme.startswith(("http", "nixl")):
+        raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
+    module, _, name = known.partition(":")
+    made: RemoteDirectory = getattr(import_module(module), name)(url)
+    return made

@@ -1,0 +1,336 @@
+"""Object stores: s3://, gs://, az:// and https:// URLs, read by the client `obstore`.
+
+Credentials, endpoints and proxies are the client's business: it reads its environment variables,
+such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. It also repeats failed requests. Not responsible
+for reads in parallel (`backends.remote`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gdsload.errors import (
+    BackendUnavailable,
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+)
+from gdsload.remote.directory import (
+    HEAD_BYTES,
+    RemoteDirectory,
+    text_without_secrets,
+    without_secrets,
+)
+from gdsload.remote.file import RemoteFile
+
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta
+
+# A try ends after this time without a byte, and failed tries are repeated for this long. Together
+# they are shorter than the default of `stall_seconds`.
+SILENCE_SECONDS = 10.0
+RETRY_SECONDS = 20.0
+_TRY_SECONDS = 3600  # the client's own limit of 30 s would end a slow read of many bytes
+_CHUNK_BYTES = 1 << 20
+_REFUSED_SECONDS = 2.0  # an error after more than this is not about the range
+# The variables that the client reads begin like this. Those of its connections it only reads if it
+# gets no settings of connections from us.
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_CONNECTION_SETTINGS = (
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only",
+    "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
+    "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "timeout", "user_agent",
+)  # fmt: skip
+_HINTS = {
+    "s3": "credentials are read from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of"
+    " the machine; a public bucket needs AWS_SKIP_SIGNATURE=true",
+    "gs": "credentials are read from GOOGLE_APPLICATION_CREDENTIALS, or the machine; a public"
+    " bucket needs GOOGLE_SKIP_SIGNATURE=true",
+    "az": "credentials are read from AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or"
+    " the machine; a public container needs AZURE_SKIP_SIGNATURE=true",
+}
+
+
+class _Client:
+    """The process that uses the client first: its threads do not exist in a forked child."""
+
+    pid = 0
+
+
+def _kind_of(scheme: str) -> str:
+    """ "s3", "gs", "az", "http" or "https"."""
+    if scheme.startswith("http"):
+        return scheme
+    return {"s3": "s3", "s3a": "s3", "gs": "gs"}.get(scheme, "az")
+
+
+def _opened_store(url: str, kind: str) -> Any:
+    """The client's object for a URL. Raises BackendUnavailable and CheckpointError."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import HTTPStore, from_url
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{without_secrets(url)}: object stores need obstore: pip install 'gdsload[remote]'",
+            {"object_store": "obstore is not installed"},
+        ) from error
+    _Client.pid = _Client.pid or os.getpid()
+    variables = _VARIABLES.get(kind, "")
+    connection: dict[str, Any] = {
+        "read_timeout": timedelta(seconds=SILENCE_SECONDS),
+        "timeout": timedelta(seconds=_TRY_SECONDS),
+    }
+    for name in _CONNECTION_SETTINGS if variables else ():
+        if value := os.environ.get(f"{variables}_{name.upper()}"):
+            connection[name] = value
+    if kind == "http":
+        connection["allow_http"] = True
+    retry: Any = {"retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    retry["backoff"] = {"max_backoff": timedelta(seconds=2)}
+    try:
+        make: Any = from_url if variables else HTTPStore.from_url
+        return make(url, client_options=connection, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise CheckpointError(f"{without_secrets(url)}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    """The message of the client, without secrets, and without the body of the server's answer."""
+    return text_without_secrets(str(error).partition("\n")[0].partition("<")[0]).strip(" :")
+
+
+class ObjectDirectory(RemoteDirectory):
+    """The objects whose names begin with one prefix, or the files of a directory on a web server.
+
+    Web servers cannot list: there, a file must have one of the usual names.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Reads nothing.
+
+        Raises:
+            CheckpointError: The client does not accept the URL.
+            BackendUnavailable: The client is not installed.
+        """
+        self.path = without_secrets(url)
+        self.kind = _kind_of(urlsplit(url).scheme.lower())
+        self._url = url
+        self._opened: Any = _opened_store(url, self.kind)  # None after `quiesce`
+        self._names: frozenset[str] | None = None
+        self._list_error: CheckpointError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def _store(self) -> Any:
+        if _Client.pid != os.getpid():
+            raise CheckpointUnreadable(
+                f"{self.path}: this process was forked from one that had used the client of object"
+                " stores, whose threads stayed there; start processes with 'spawn'",
+                path=self.path,
+                errno=errno.ECHILD,
+            )
+        opened = self._opened
+        if opened is None:
+            opened = self._opened = _opened_store(self._url, self.kind)
+        return opened
+
+    def quiesce(self) -> None:
+        """Closes the connections; the next request opens others."""
+        self._opened = None
+
+    def names(self) -> Collection[str]:
+        with self._lock:
+            if self._list_error is not None:
+                raise self._list_error
+            if self._names is None:
+                try:
+                    self._names = self._list()
+                except CheckpointError as error:
+                    self._list_error = error
+                    raise
+            return self._names
+
+    def _list(self) -> frozenset[str]:
+        if self.kind not in _VARIABLES:
+            raise CheckpointError(
+                f"{self.path}: a web server cannot list its files: give the URL of a file, or of"
+                " an index",
+                path=self.path,
+            )
+        import obstore
+
+        try:
+            listing = obstore.list_with_delimiter(self._store)
+        except Exception as error:
+            raise self.open_error(self.path, error) from None
+        return frozenset(each["path"] for each in listing["objects"])
+
+    def has(self, name: str) -> bool:
+        try:
+            return name in self.names()
+        except CheckpointNotFound:  # the bucket
+            raise
+        except CheckpointError:
+            # It may be allowed to read files and not to list them. Then a missing file may look
+            # like a forbidden one.
+            try:
+                self.head(name)
+            except CheckpointNotFound:
+                return False
+            except CheckpointAccessError as error:
+                self._list_error = error
+                return False
+            return True
+
+    def head(self, name: str) -> ObjectMeta:
+        """The facts about a file. Raises as `open`."""
+        import obstore
+
+        try:
+            return obstore.head(self._store, name)
+        except Exception as error:
+            raise self.open_error(self.path_of(name), error) from None
+
+    def get(self, name: str, offset: int, length: int) -> GetResult:
+        """Begins to read a range. Raises errors of the client."""
+        import obstore
+
+        return obstore.get(self._store, name, options={"range": (offset, offset + length)})
+
+    def open(self, name: str) -> ObjectFile:
+        path, started = self.path_of(name), time.monotonic()
+        try:
+            result = self.get(name, 0, HEAD_BYTES)
+            head, meta = bytes(result.bytes()), result.meta
+        except Exception as error:
+            # A range of an empty file is refused, which takes no repetitions.
+            final = reason(error)[0] != errno.EIO or time.monotonic() - started > _REFUSED_SECONDS
+            if final or self.head(name)["size"]:
+                raise self.open_error(path, error) from None
+            head, meta = b"", self.head(name)
+        if len(head) != min(meta["size"], HEAD_BYTES):
+            raise CheckpointUnreadable(
+                f"{path}: {len(head)} bytes came instead of the first"
+                f" {min(meta['size'], HEAD_BYTES)}",
+                path=path,
+                errno=errno.EIO,
+            )
+        return ObjectFile(self, name, meta, head)
+
+    def open_error(self, path: str, error: Exception) -> CheckpointError:
+        """The CheckpointError for a file or directory that could not be read."""
+        if isinstance(error, CheckpointError):
+            return error
+        code, why = reason(error)
+        kind: type[CheckpointUnreadable] = CheckpointUnreadable
+        if code == errno.ENOENT:
+            kind, text = CheckpointNotFound, f"No such file or directory: {path}"
+        elif code == errno.EACCES:
+            kind, text = CheckpointAccessError, f"{path}: {why}"
+        else:
+            text = f"{path}: it cannot be read: {why}"
+        # Without variables the client asks the cloud's machines for a role, which fails elsewhere.
+        asked = any(name.startswith(_VARIABLES.get(self.kind, "")) for name in os.environ)
+        if code == errno.EACCES or not asked:
+            text += f" ({_HINTS[self.kind]})" if self.kind in _HINTS else ""
+        return kind(text, path=path, errno=code)
+
+
+def reason(error: Exception) -> tuple[int, str]:
+    """The errno and the text for an error of the client. EACCES and ENOENT are final."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    if isinstance(error, FileNotFoundError):
+        return errno.ENOENT, "it does not exist"
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return errno.EACCES, "permission denied"
+    if isinstance(error, CheckpointUnreadable):
+        return error.errno or errno.EIO, str(error)
+    return errno.EIO, _first_line(error)
+
+
+class ObjectFile(RemoteFile):
+    """One version of an object. Each answer of the server is compared with this version."""
+
+    def __init__(
+        self,
+        directory: ObjectDirectory,
+        name: str,
+        meta: ObjectMeta,
+        head: bytes,
+    ) -> None:
+        """`head`: the first bytes of the file."""
+        self.url = directory.path_of(name)
+        self.scheme = directory.kind
+        self.size = meta["size"]
+        self.version = _version_of(meta)
+        self._directory, self._name, self._head = directory, name, head
+        self._changed = ""
+
+    def chunks(self, offset: int, length: int) -> Iterator[Any]:
+        known = memoryview(self._head)[offset : offset + length]
+        if known:
+            yield known
+            offset, length = offset + len(known), length - len(known)
+        if not length:
+            return
+        got = 0
+        why, final = "", False
+        facts: dict[str, Any] = {"offset": offset, "wanted": length}
+        try:
+            result = self._directory.get(self._name, offset, length)
+            first, end = result.range
+            self._compare(result.meta)
+            if self._changed:
+                why, final = self._changed, True
+            elif (first, end) != (offset, offset + length):
+                why = f"the server sent bytes {first} to {end} instead"
+            else:
+                for chunk in result.stream(min(length, _CHUNK_BYTES)):
+                    got += len(chunk)
+                    if got > length:
+                        why = f"the server sent more than the {length} bytes that were asked for"
+                        break
+                    yield chunk
+        except Exception as error:
+            if not got:  # else the caller asks for the rest
+                code, why = reason(error)
+                final = code != errno.EIO
+                hint = _HINTS.get(self.scheme, "") if code == errno.EACCES else ""
+                facts.update(errno=code, hint=hint)
+        if why:
+            raise self.error(why, final=final, **facts)
+
+    def quiesce(self) -> None:
+        self._directory.quiesce()
+
+    def _compare(self, meta: ObjectMeta) -> None:
+        if meta["size"] != self.size:
+            self._changed = f"its size went from {self.size} to {meta['size']} bytes"
+        elif _version_of(meta) != self.version:
+            self._changed = "it was replaced by another version"
+
+    def verify_unchanged(self) -> None:
+        # All bytes are of one version, whatever is there now.
+        if self._changed:
+            raise FileChanged(
+                f"{self.url}: the file changed while it was read: {self._changed}", path=self.url
+            )
+
+
+def _version_of(meta: ObjectMeta) -> str:
+    """What tells one version of an object from another; "" if the server does not tell."""
+    known = meta["version"] or meta["e_tag"]
+    if known:
+        return known
+    modified = meta["last_modified"]
+    return modified.isoformat() if modified.timestamp() > 0 else ""

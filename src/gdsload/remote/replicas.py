@@ -1,0 +1,312 @@
+"""One file that several sources have: peers, object stores, directories of this machine.
+
+    chunks(range) ─► the fastest source that has a free place ─► its chunks ─► caller
+                          ▲ rates, places                         │
+                          └── another one, if it fails or stalls ◄┘
+
+Several sources work at the same time, and each byte is asked of one. A source that fails, stalls or
+has another version is left for good, and the reason is in the report. Not responsible for finding
+the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gdsload.errors import GdsloadError, ReadError, RemoteError
+from gdsload.remote.file import RemoteFile, SourceFacts
+from gdsload.system.threads import start_thread
+
+# A source that has sent nothing for so long is left. A request of an object store that is repeated
+# after a time limit of the client may take longer: then another source is faster in any case.
+SILENT_SECONDS = 10.0
+# Ranges that a source has at the same time until its rate is known. The first source has all its
+# places at once: the user named it first.
+_TRIALS = 2
+# A source whose requests take this many times longer than those of the fastest one is not asked, so
+# that nobody waits for its last request.
+_TOO_SLOW = 4.0
+_QUIET_SECONDS = 0.5  # a silence is no sign of a slow source before
+_WAKE_SECONDS = 0.1  # a source that has fallen silent is noticed after this time
+_LENGTH_BYTES = 8  # of a header, in front of it
+_MOST_HEADER_BYTES = 256 << 20
+
+
+class Source:
+    """One place that has the files.
+
+    Attributes:
+        name: For messages and the report: a URL without credentials, or a directory.
+        places: Requests at the same time, at most.
+        used: Requests under way.
+        rate: Bytes per second of one request; 0.0 if unknown.
+        left: Why it is not used any more, or "".
+    """
+
+    def __init__(self, name: str, places: int = 16) -> None:
+        self.name, self.places = name, places
+        self.used, self.rate, self.left = 0, 0.0, ""
+        self.heard = time.monotonic()  # when the last bytes came
+
+    def seconds_for(self, nbytes: int) -> float:
+        """The expected time of a request; 0.0 if unknown."""
+        expected = nbytes / self.rate if self.rate else 0.0
+        silent = time.monotonic() - self.heard - _QUIET_SECONDS if self.used else 0.0
+        return max(expected, silent)
+
+
+class Sources:
+    """The sources of one checkpoint: the rate and the requests of each, and who was left and why.
+
+    The files of a checkpoint share them.
+    """
+
+    def __init__(self, sources: Sequence[Source], silent_seconds: float = SILENT_SECONDS) -> None:
+        self.all = list(sources)
+        self.silent_seconds = silent_seconds
+        self._changed = threading.Condition()
+
+    def leave(self, source: Source, why: str) -> None:
+        """Uses it no more. The first reason counts."""
+        with self._changed:
+            source.left = source.left or why
+            self._changed.notify_all()
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Why sources were left, by name."""
+        return {source.name: source.left for source in self.all if source.left}
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes per second of one request, by name."""
+        return {source.name: source.rate for source in self.all if source.rate}
+
+    def take(self, candidates: Sequence[Source], nbytes: int) -> Source | None:
+        """Takes a place of the best of these sources, and waits for one if it must. None if all of
+        them were left."""
+        with self._changed:
+            while True:
+                usable = [source for source in candidates if not source.left]
+                if not usable:
+                    return None
+                seconds = {source: source.seconds_for(nbytes) for source in usable}
+                known = [took for took in seconds.values() if took]
+                most = _TOO_SLOW * min(known, default=0.0)
+                free = [
+                    source
+                    for source in usable
+                    if source.used < self._room(source) and seconds[source] <= most
+                ]
+                if free:
+                    best = min(free, key=seconds.__getitem__)
+                    if not best.used:
+                        best.heard = time.monotonic()
+                    best.used += 1
+                    return best
+                self._changed.wait(_WAKE_SECONDS)
+
+    def _room(self, source: Source) -> int:
+        return source.places if source.rate or source is self.all[0] else _TRIALS
+
+    def give_back(self, source: Source, nbytes: int, seconds: float) -> None:
+        """Gives a place back, after a request of `seconds` that brought `nbytes`."""
+        with self._changed:
+            source.used -= 1
+            if nbytes and seconds > 0:
+                rate = nbytes / seconds
+                source.rate = (source.rate + rate) / 2 if source.rate else rate
+            self._changed.notify_all()
+
+
+class ReplicaFile(RemoteFile):
+    """One file of several sources. All of them have the same size, header, and digest if known."""
+
+    backend = "replicas"
+    scheme = "replicas"
+
+    def __init__(self, url: str, sources: Sources, files: Mapping[Source, RemoteFile]) -> None:
+        """Compares the files with the first of them, and leaves sources that differ.
+
+        Args:
+            url: For messages.
+            sources: The sources of the checkpoint.
+            files: The file of each source, in the order in which the user named the sources.
+
+        Raises:
+            RemoteError: No source could be read.
+        """
+        self.url = url
+        self._sources, self._files = sources, dict(files)
+        self._paths: Counter[str] = Counter()
+        self._failovers: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        first: RemoteFile | None = None
+        for source, file in files.items():
+            try:
+                header = _header_of(file)
+            except Exception as error:
+                self._leave(source, _text_of(error))
+                continue
+            if first is None:
+                first, self._header = file, header
+                self.size, self.version, self.digest = file.size, file.version, file.digest
+            elif why := self._difference(file, header):
+                self._leave(source, f"{file.url}: it differs from {first.url}: {why}")
+        if first is None:
+            raise self._nobody()
+
+    def _difference(self, file: RemoteFile, header: bytes) -> str:
+        if file.size != self.size:
+            return f"{file.size} bytes instead of {self.size}"
+        if header != self._header:
+            return "another header"
+        if self.digest and file.digest and file.digest != self.digest:
+            return "another digest"
+        self.digest = self.digest or file.digest
+        return ""
+
+    def _leave(self, source: Source, why: str) -> None:
+        del self._files[source]
+        self._sources.leave(source, why)
+
+    def _nobody(self) -> RemoteError:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._sources.refusals.items())
+        return self.error(f"no source is left: {reasons}", errno=errno.EIO, final=True)
+
+    def chunks(self, offset: int, length: int) -> Iterator[Any]:
+        done, before = 0, ""
+        while done < length:
+            source = self._sources.take(list(self._files), length - done)
+            if source is None:
+                raise self._nobody()
+            if before and before != source.name:
+                with self._lock:
+                    self._failovers[f"{before} -> {source.name}"] += length - done
+            before = ""
+            file, got, started = self._files[source], 0, time.monotonic()
+            stream = Stream(file, offset + done, length - done)
+            try:
+                while done < length:
+                    chunk = stream.next(self._sources.silent_seconds)
+                    if chunk is None:
+                        break
+                    nbytes = memoryview(chunk).nbytes
+                    if nbytes > length - done:
+                        raise file.error("it sent more bytes than were asked for")
+                    source.heard = time.monotonic()
+                    got, done = got + nbytes, done + nbytes
+                    yield chunk
+                if not got:
+                    raise file.error("it sent nothing")
+            except Exception as error:
+                before = source.name
+                self._sources.leave(source, _text_of(error))
+            finally:
+                stream.close()
+                self._sources.give_back(source, got, time.monotonic() - started)
+                with self._lock:
+                    self._paths[file.io_path] += got
+
+    def facts(self) -> SourceFacts:
+        with self._lock:
+            paths, failovers = dict(self._paths), dict(self._failovers)
+        return SourceFacts(paths, failovers, self._sources.refusals, self._sources.rates)
+
+    def verify_unchanged(self) -> None:
+        for source, file in self._files.items():
+            if not source.left:
+                file.verify_unchanged()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _text_of(error: Exception) -> str:
+    known = isinstance(error, (GdsloadError, OSError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _header_of(file: RemoteFile) -> bytes:
+    """The header of a safetensors file, with its length; of any other file the first bytes."""
+    head = file.read(0, min(_LENGTH_BYTES, file.size))
+    nbytes = int.from_bytes(head, "little")
+    if len(head) < _LENGTH_BYTES or nbytes > min(file.size - len(head), _MOST_HEADER_BYTES):
+        return head
+    return head + file.read(len(head), nbytes) if nbytes else head
+
+
+class Stream:
+    """The chunks of a range, read in a thread, so that a source that stalls can be left."""
+
+    def __init__(self, file: RemoteFile, offset: int, length: int) -> None:
+        self._file, self._range = file, (offset, length)
+        self._changed = threading.Condition()
+        self._chunk: Any = None
+        self._wanted = self._ended = self._closed = False
+        self._error: BaseException | None = None
+        # If no thread can be started, the caller reads, and waits as long as the source does.
+        self._own: Iterator[Any] | None = None
+        if start_thread(self._run, "gdsload-source") is None:
+            self._own = file.chunks(offset, length)
+
+    def next(self, seconds: float) -> Any:
+        """The next chunk, None at the end. It is valid until the next call.
+
+        Raises:
+            ReadError: Nothing came for so many seconds.
+            BaseException: The error of the source.
+        """
+        if self._own is not None:
+            return next(self._own, None)
+        with self._changed:
+            self._chunk, self._wanted = None, True
+            self._changed.notify_all()
+            if not self._changed.wait_for(self._is_answered, seconds):
+                url = self._file.url
+                raise ReadError(
+                    f"{url}: it has sent nothing for {seconds:g} s",
+                    path=url,
+                    errno=errno.ETIMEDOUT,
+                )
+            if self._chunk is None and self._error is not None:
+                raise self._error
+            return self._chunk
+
+    def _is_answered(self) -> bool:
+        return self._chunk is not None or self._ended
+
+    def close(self) -> None:
+        """Ends the thread, at its next chunk."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            for chunk in self._file.chunks(*self._range):
+                with self._changed:
+                    self._changed.wait_for(self._is_asked)
+                    if self._closed:
+                        return
+                    self._chunk, self._wanted = chunk, False
+                    self._changed.notify_all()
+                    # The source may reuse the memory of the chunk when it is asked for the next.
+                    self._changed.wait_for(self._is_asked)
+                    if self._closed:
+                        return
+        except Exception as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _is_asked(self) -> bool:
+        return self._wanted or self._closed

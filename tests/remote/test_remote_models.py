@@ -1,0 +1,156 @@
+"""transformers models from URLs: the same models as from a local directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import gdsload
+from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged
+from gdsload.integrations.transformers import speculative_prefetch
+from object_server import ObjectServer
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
+    """A server with the tiny checkpoint as bucket/model."""
+    shutil.copytree(tiny_checkpoint, object_server.root / "model")
+    return object_server
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert list(folder.glob("gdsload-*")) == []
+
+
+def require_same(model: Any, directory: Path, **words: Any) -> None:
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(directory, **words).state_dict()
+    got = model.state_dict()
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http"])
+def test_model_is_that_of_the_directory(
+    server: ObjectServer, tiny_checkpoint: Path, scheme: str
+) -> None:
+    url = server.url(scheme, "model")
+    model = gdsload.from_pretrained(url)
+    require_same(model, tiny_checkpoint)
+    assert model.name_or_path == model.config.name_or_path == url
+    report = gdsload.last_report()
+    assert (report.source, report.integration) == (url, "hook")
+    assert set(report.paths) == {f"object_store/{scheme}"}
+    # Each header is read once.
+    assert len([read for read in server.reads("*.safetensors") if read.first == 0]) == 2
+
+
+def test_loading_info_and_dtype_are_those_of_transformers(
+    server: ObjectServer, tiny_checkpoint: Path
+) -> None:
+    model, info = gdsload.from_pretrained(
+        server.url("s3", "model"), dtype=torch.float32, output_loading_info=True
+    )
+    require_same(model, tiny_checkpoint, dtype=torch.float32)
+    assert not info["missing_keys"]
+    assert model.name_or_path == server.url("s3", "model")
+
+
+def test_model_in_a_subfolder_is_found(server: ObjectServer, tiny_checkpoint: Path) -> None:
+    (server.root / "all").mkdir()
+    (server.root / "model").rename(server.root / "all" / "model")
+    model = gdsload.from_pretrained(server.url("s3", "all"), subfolder="model")
+    require_same(model, tiny_checkpoint)
+
+
+@pytest.mark.parametrize("cls", ["AutoModelForCausalLM", "Qwen3ForCausalLM"])
+def test_accelerated_calls_take_urls(server: ObjectServer, tiny_checkpoint: Path, cls: str) -> None:
+    url = server.url("s3", "model")
+    before = vars(transformers.PreTrainedModel)["from_pretrained"]
+    with gdsload.accelerated() as report:
+        model = getattr(transformers, cls).from_pretrained(url)
+    require_same(model, tiny_checkpoint)
+    assert set(report.paths) == {"object_store/s3"}
+    assert gdsload.last_report().source == url
+    assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
+
+
+def test_safe_open_reads_urls(
+    server: ObjectServer, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry point of transformers 4.57, and of versions that do not fit."""
+    from gdsload.integrations.transformers import hooks
+
+    def misfit(*_: object, **__: object) -> None:
+        raise AttributeError("something has another name")
+
+    monkeypatch.setattr("gdsload.integrations.transformers.model_reader.load_plan_of", misfit)
+    model = gdsload.from_pretrained(server.url("s3", "model"))
+    require_same(model, tiny_checkpoint)
+    assert gdsload.last_report().integration == hooks.SAFE_OPEN
+
+
+def test_dtype_auto_without_dtype_in_the_config_reads_the_header(server: ObjectServer) -> None:
+    config = server.root / "model" / "config.json"
+    facts = json.loads(config.read_text())
+    del facts[next(name for name in ("dtype", "torch_dtype") if name in facts)]
+    config.write_text(json.dumps(facts))
+    model = gdsload.from_pretrained(server.url("s3", "model"), dtype="auto")
+    require_same(model, server.root / "model", dtype="auto")
+
+
+def test_first_layers_are_prefetched(
+    server: ObjectServer, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    require_same(gdsload.from_pretrained(server.url("s3", "model")), tiny_checkpoint)
+    assert any(span.track == "head start" for span in gdsload.last_report().spans)
+
+
+def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gdsload.integrations.transformers import stand_ins
+
+    monkeypatch.setattr(stand_ins, "SMALL_BYTES", 1 << 20)
+    (server.root / "model" / "notes.txt").write_bytes(bytes(2 << 20))
+    (server.root / "model" / "pytorch_model.bin").write_bytes(bytes(100))
+    with stand_ins.stand_in(server.url("s3", "model"), {}) as top:
+        names = {path.name for path in Path(top).iterdir()}
+        assert "config.json" in names
+        assert not names & {"notes.txt", "pytorch_model.bin"}
+        shard = Path(top, "model-00001-of-00002.safetensors")
+        with pytest.raises(Exception, match=r"MetadataIncompleteBuffer|incomplete"):
+            transformers.modeling_utils.load_state_dict(str(shard))
+    assert server.reads("model/pytorch_model.bin") == []
+
+
+def test_replaced_weights_give_no_model(server: ObjectServer) -> None:
+    for path in (server.root / "model").glob("*.safetensors"):
+        assert path.stat().st_size > 128 << 10
+    server.script("replaced", path="model/*.safetensors", first=3, count=None)
+    with pytest.raises(FileChanged):
+        gdsload.from_pretrained(server.url("s3", "model"))
+
+
+def test_missing_model_and_single_file_are_errors(server: ObjectServer) -> None:
+    with pytest.raises(CheckpointNotFound, match="s3://bucket/nothing"):
+        gdsload.from_pretrained(server.url("s3", "nothing"))
+    with pytest.raises(CheckpointError, match="needs the directory"):
+        gdsload.from_pretrained(server.url("s3", "model/model-00001-of-00002.safetensors"))
