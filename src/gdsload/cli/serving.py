@@ -61,7 +61,11 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
         if as_json:
             terminal.show_json(status._asdict())
         else:
-            facts = count(status.tensors, "tensor"), size(status.nbytes), f"version {status.version}"
+            facts = (
+                count(status.tensors, "tensor"),
+                size(status.nbytes),
+                f"version {status.version}",
+            )
             click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
         click.get_text_stream("stdout").flush()
         with suppress(KeyboardInterrupt):

@@ -87,7 +87,8 @@ def _serve(agent: Any, sockets: list[socket.socket], addresses: list[int]) -> No
             number = key.data
             fields, metadata = receive(sockets[number])
             if metadata:
-                peers.add(agent.add_remote_agent(metadata))
+                agent.add_remote_agent(metadata)
+                peers.add(fields["peer"])
             if fields["peer"] not in peers:
                 send(sockets[number], {"unknown": True})
                 continue

@@ -174,8 +174,8 @@ class NixlReader:
             raise ReaderFailed(f"NIXL has not answered for {seconds:.0f} s") from None
         except (OSError, EOFError, MessageError) as error:
             raise ReaderFailed(f"the process that runs NIXL has ended{self._reason()}") from error
-        if "error" in answer:
-            raise ReaderFailed(f"NIXL: {answer['error']}")
+        if "done" not in answer:
+            raise ReaderFailed(f"NIXL: {answer.get('error', 'it does not know the peer')}")
 
     def _reason(self) -> str:
         """The exit code of the child and the end of what it has written."""
