@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -14,36 +15,52 @@ from typing import Any
 
 import pytest
 
+import gpudoubles
 from contract import BackendContract, bytes_of
 from gdsload._native.fetch import Fetch
 from gdsload._native.memory import Region
-from gdsload.backends import DRAM, Backend, Memory, OpenFile, remote as remote_module
+from gdsload.backends import DRAM, VRAM, Backend, Memory, OpenFile, remote as remote_module
 from gdsload.backends.remote import RemoteBackend
 from gdsload.errors import BackendUnavailable, ReadError
 from gdsload.planning.read_plan import Transfer
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import remote_storage
+from gpucontract import DeviceMemory, GpuContract
 from remotefiles import REFUSED, Fault, MemoryFile
 
 DATA = random.Random(7).randbytes(3_000_000)
 
 
-class TestRemoteContract(BackendContract):
-    def make(self) -> Backend:
-        return RemoteBackend(request_bytes=1 << 20)
+class FilesElsewhere(BackendContract):
+    """The contract, with files elsewhere."""
 
     @pytest.fixture
-    def files(self) -> Iterator[list[OpenFile]]:
-        yield [opened(MemoryFile(bytes_of(number))) for number in range(3)]
+    def files(self) -> list[OpenFile]:
+        return [opened(MemoryFile(bytes_of(number))) for number in range(3)]
 
     test_one_bad_read_among_good_ones = None  # type: ignore[assignment]  # of a descriptor
     test_a_file_that_ends_early = None  # type: ignore[assignment]  # a version has one size
     test_a_file_that_has_grown = None  # type: ignore[assignment]
 
 
-class TestRemoteContractOneThread(TestRemoteContract):
+class TestDram(FilesElsewhere):
+    def make(self) -> Backend:
+        return RemoteBackend(request_bytes=1 << 20)
+
+
+class TestOneThread(FilesElsewhere):
     def make(self) -> Backend:
         return RemoteBackend(request_bytes=1 << 20, depth=1)
+
+
+class TestVram(FilesElsewhere, GpuContract):
+    kind = RemoteBackend
+    options = {"ring_bytes": 1 << 20, "request_bytes": 64 << 10}  # noqa: RUF012
+
+
+class TestVramFewSlots(FilesElsewhere, GpuContract):
+    kind = RemoteBackend
+    options = {"ring_bytes": 128 << 10, "request_bytes": 64 << 10}  # noqa: RUF012
 
 
 def opened(file: RemoteFile) -> OpenFile:
@@ -313,6 +330,32 @@ def test_release_at_random_moments_writes_nothing_later(backend: RemoteBackend) 
         before = load.bytes()
         load.file.wait_idle()
         assert load.bytes() == before
+
+
+def test_device_memory_is_not_written_after_a_release(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = threading.Event()
+    with gpudoubles.installed(monkeypatch, tmp_path / "root"):
+        backend = RemoteBackend(ring_bytes=1 << 20, request_bytes=64 << 10, depth=4)
+        device = DeviceMemory(len(DATA))
+        file = MemoryFile(DATA, [Fault(), Fault()], always=Fault(bytes=1000, hang=gate))
+        known = backend.register(opened(file))
+        memory = backend.register(Memory(VRAM, device.address, len(DATA), device, device="cuda:0"))
+        reads = [
+            Transfer(0, at, 65536, 65536, 0, at, "buffered", at >> 16)
+            for at in range(0, 1 << 20, 65536)
+        ]
+        request = backend.prepare(reads, [known], [memory])
+        backend.post(request)
+        file.wait_hung(4)
+        backend.release(request)
+        before = ctypes.string_at(device.address, len(DATA))
+        gate.set()
+        file.wait_idle()
+        assert ctypes.string_at(device.address, len(DATA)) == before
+        backend.close()
+        del request, backend, device, memory
 
 
 # Threads and processes.

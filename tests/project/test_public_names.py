@@ -21,7 +21,7 @@ NAMES = {
         "WeightServer", "__version__",
         "accelerated", "afrom_pretrained", "astream", "events", "experts", "from_pretrained",
         "install", "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce",
-        "resume", "safe_open", "serve", "stream", "telemetry", "uninstall", "warmup",
+        "replicas", "resume", "safe_open", "serve", "stream", "telemetry", "uninstall", "warmup",
     ],
     events: [
         "BackendChosen", "Event", "FailedOver", "LoadEnded", "LoadStarted", "PathRefused",

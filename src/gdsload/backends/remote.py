@@ -121,8 +121,9 @@ class RemoteBackend(PumpBackend):
         self._adapt(what.storage)
         number, _ = self._new_slots()
         self._files[number] = what.remote
+        if known := what.remote.bytes_by_source():
+            self._counted[number] = Counter(known)
         if (facts := what.remote.facts()) is not None:
-            self._counted[number] = Counter(facts.paths)
             self._before[number] = Counter(facts.failovers)
         return Registration(what._replace(fd=number), (-1, -1))
 
@@ -229,18 +230,13 @@ class RemoteBackend(PumpBackend):
         found: Counter[str] = Counter()
         for registration in request.files:
             file = registration.what
-            if isinstance(file, OpenFile) and file.fd in self._counted and file.remote is not None:
-                facts = file.remote.facts()
-                now = Counter(facts.paths if facts is not None else {})
+            if isinstance(file, OpenFile) and file.remote and file.fd in self._counted:
+                now = Counter(file.remote.bytes_by_source())
                 found += now - self._counted[file.fd]
                 self._counted[file.fd] = now
         for number, transfer in enumerate(request.transfers):
             file = request.files[transfer.shard].what
-            if (
-                isinstance(file, OpenFile)
-                and file.remote is not None
-                and file.fd not in self._counted
-            ):
+            if isinstance(file, OpenFile) and file.remote and file.fd not in self._counted:
                 found[file.remote.io_path] += request.native.result(number)[1]
         return dict(found)
 

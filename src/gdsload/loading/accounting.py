@@ -17,6 +17,7 @@ from gdsload.errors import (
     CuFileError,
     FileChanged,
     ReadError,
+    RemoteError,
     ShortRead,
     StallError,
 )
@@ -46,6 +47,8 @@ def read_error(checkpoint: Checkpoint, plan: ReadPlan, failure: Failure) -> Read
     why = failure.text or os.strerror(failure.errno)
     text = f"{path}: reading {wanted} bytes at {offset} failed after {got}: {why}"
     text += f" (tensor {tensor!r})"
+    if shard.remote is not None:
+        return RemoteError(text, errno=failure.errno or None, final=failure.final, **facts)
     if failure.code:
         return CuFileError(text, code=failure.code, **facts)
     return ReadError(text, errno=failure.errno or None, **facts)

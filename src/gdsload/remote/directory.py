@@ -8,6 +8,7 @@ Not responsible for which files belong to a checkpoint (`checkpoint.locate`).
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
 HEAD_BYTES = 128 << 10
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# A URL for several sources of the same files, with "|" between them: see `replicas`.
+_REPLICAS = "replicas://"
 _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
 # The class that reads URLs of each scheme. It is created from a URL.
 _CLASSES = dict.fromkeys(
     ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"), _OBJECT_STORE
 )
 _CLASSES["nixl"] = "gdsload.remote.peer:PeerDirectory"
+_CLASSES["replicas"] = "gdsload.remote.replica_directory:ReplicaDirectory"
 
 
 class RemoteDirectory(ABC):
@@ -90,6 +94,8 @@ def is_url(text: object) -> bool:
 
 def without_secrets(url: str) -> str:
     """A URL for messages: without user, password, query and fragment."""
+    if sources := sources_of(url):
+        return _REPLICAS + "|".join(map(shown_source, sources))
     parts = urlsplit(url)
     host = parts.netloc
     if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
@@ -109,16 +115,64 @@ def text_without_secrets(text: str) -> str:
 
 def joined(url: str, folder: str) -> str:
     """The URL of a folder inside a directory. A query stays at the end."""
+    if sources := sources_of(url):
+        return replicas(*(joined(each, folder) for each in sources))
+    if not is_url(url):
+        return os.path.join(url, folder) if folder else url
     parts = urlsplit(url)
     path = "/".join(part for part in (parts.path.rstrip("/"), folder) if part)
     return parts._replace(path=path).geturl()
 
 
 def split_file(url: str) -> tuple[str, str]:
-    """The URL of a file's directory, and the name of the file."""
+    """The URL of a file's directory, and the name of the file.
+
+    Raises CheckpointError for several sources of files with different names.
+    """
+    if sources := sources_of(url):
+        folders, names = zip(*map(split_file, sources), strict=True)
+        if len(set(names)) > 1:
+            raise CheckpointError(f"{without_secrets(url)}: these files have different names")
+        return replicas(*folders), names[0]
+    if not is_url(url):
+        return os.path.split(url)
     parts = urlsplit(url)
     directory, _, name = parts.path.rpartition("/")
     return parts._replace(path=directory).geturl(), unquote(name)
+
+
+def replicas(*sources: str | os.PathLike[str]) -> str:
+    """Names several sources of one checkpoint: peers, object stores, directories of this machine.
+
+    A load reads from all of them at the same time, from each as much as it can send, and each byte
+    once. A source that fails, stalls or has other files is left, and another one takes over. The
+    report has the bytes of each, and the reasons.
+
+    Args:
+        *sources: URLs and paths, each of a directory or each of a file; the preferred one first.
+            Their files must be the same: the header and the size of each are compared. Name only
+            sources that you trust to hold the same bytes, or set `verify`.
+
+    Returns:
+        A URL that every function of gdsload takes as the source of a checkpoint.
+
+    Raises:
+        CheckpointError: There is no source, or one contains "|".
+
+    Example:
+        >>> source = gdsload.replicas("s3://bucket/model", "/models/model")
+        >>> tensors = gdsload.load_file(source)
+    """
+    texts = [os.fspath(source) for source in sources]
+    parts = [part for text in texts for part in sources_of(text) or [text]]
+    if not parts or any("|" in part or not part for part in parts):
+        raise CheckpointError(f'{parts}: sources are not empty, and have no "|" in them')
+    return _REPLICAS + "|".join(parts)
+
+
+def sources_of(url: str) -> list[str]:
+    """The sources that a URL of `replicas` names; none for any other text."""
+    return url.removeprefix(_REPLICAS).split("|") if url.startswith(_REPLICAS) else []
 
 
 def open_directory(url: str) -> RemoteDirectory:
@@ -132,11 +186,11 @@ def open_directory(url: str) -> RemoteDirectory:
     scheme = parts.scheme.lower()
     known = _CLASSES.get(scheme)
     if known is None:
-        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https"))
+        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
-    if not parts.netloc:
+    if not parts.netloc and not sources_of(url):
         raise CheckpointError(f"{url}: this URL names no bucket and no host")
-    if parts.query and not scheme.startswith(("http", "nixl")):
+    if parts.query and not scheme.startswith(("http", "nixl", "replicas")):
         raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
     module, _, name = known.partition(":")
     made: RemoteDirectory = getattr(import_module(module), name)(url)

@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 
 
 class SourceFacts(NamedTuple):
-    """The facts about the sources of a file that the report shows.
+    """The facts about several sources of a file that the report shows.
 
     Attributes:
-        paths: Bytes by I/O path.
         failovers: Bytes that one source failed to send and another one sent, by "from -> to".
         refusals: Why sources are not used any more, by name.
         rates: Bytes per second of one request, by name.
     """
 
-    paths: Mapping[str, int]
     failovers: Mapping[str, int]
     refusals: Mapping[str, str]
     rates: Mapping[str, float]
@@ -48,6 +46,8 @@ class RemoteFile(ABC):
     """
 
     backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
+    # Whether each answer is compared with the version: bytes from before a change are right then.
+    pinned: ClassVar[bool] = True
 
     url: str
     size: int
@@ -84,8 +84,13 @@ class RemoteFile(ABC):
     def verify_unchanged(self) -> None:
         """Raises FileChanged if the file is no longer this version."""
 
+    def bytes_by_source(self) -> Mapping[str, int]:
+        """Bytes that were read so far by I/O path, also 0, if there are several sources; else
+        empty."""
+        return {}
+
     def facts(self) -> SourceFacts | None:
-        """The facts about several sources of this file so far; None if there is one."""
+        """The facts about several sources so far; None if there is one."""
         return None
 
     def quiesce(self) -> None:  # noqa: B027 - a file may hold nothing

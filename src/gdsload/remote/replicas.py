@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError, ReadError, RemoteError
 from gdsload.remote.file import RemoteFile, SourceFacts
@@ -124,42 +124,49 @@ class Sources:
             self._changed.notify_all()
 
 
+class Opened(NamedTuple):
+    """A file of one source, and its header with the length in front of it. Of a file that is no
+    safetensors file, these are the first bytes."""
+
+    file: RemoteFile
+    header: bytes
+
+    @staticmethod
+    def of(file: RemoteFile) -> Opened:
+        """Reads the header. Raises RemoteError."""
+        head = file.read(0, min(_LENGTH_BYTES, file.size)) if file.size else b""
+        nbytes = int.from_bytes(head, "little")
+        if 0 < nbytes <= min(file.size - len(head), _MOST_HEADER_BYTES):
+            head += file.read(len(head), nbytes)
+        return Opened(file, head)
+
+
 class ReplicaFile(RemoteFile):
     """One file of several sources. All of them have the same size, header, and digest if known."""
 
     backend = "replicas"
     scheme = "replicas"
 
-    def __init__(self, url: str, sources: Sources, files: Mapping[Source, RemoteFile]) -> None:
+    def __init__(self, url: str, sources: Sources, files: Mapping[Source, Opened]) -> None:
         """Compares the files with the first of them, and leaves sources that differ.
 
         Args:
             url: For messages.
             sources: The sources of the checkpoint.
             files: The file of each source, in the order in which the user named the sources.
-
-        Raises:
-            RemoteError: No source could be read.
         """
         self.url = url
-        self._sources, self._files = sources, dict(files)
-        self._paths: Counter[str] = Counter()
+        self._sources = sources
+        self._files = {source: each.file for source, each in files.items()}
+        self._paths = Counter({file.io_path: 0 for file in self._files.values()})
         self._failovers: Counter[str] = Counter()
         self._lock = threading.Lock()
-        first: RemoteFile | None = None
-        for source, file in files.items():
-            try:
-                header = _header_of(file)
-            except Exception as error:
-                self._leave(source, _text_of(error))
-                continue
-            if first is None:
-                first, self._header = file, header
-                self.size, self.version, self.digest = file.size, file.version, file.digest
-            elif why := self._difference(file, header):
-                self._leave(source, f"{file.url}: it differs from {first.url}: {why}")
-        if first is None:
-            raise self._nobody()
+        first, self._header = next(iter(files.values()))
+        self.size, self.version, self.digest = first.size, first.version, first.digest
+        for source, (file, header) in files.items():
+            if why := self._difference(file, header):
+                del self._files[source]
+                sources.leave(source, f"{file.url}: it differs from {first.url}: {why}")
 
     def _difference(self, file: RemoteFile, header: bytes) -> str:
         if file.size != self.size:
@@ -170,10 +177,6 @@ class ReplicaFile(RemoteFile):
             return "another digest"
         self.digest = self.digest or file.digest
         return ""
-
-    def _leave(self, source: Source, why: str) -> None:
-        del self._files[source]
-        self._sources.leave(source, why)
 
     def _nobody(self) -> RemoteError:
         reasons = "; ".join(f"{name}: {why}" for name, why in self._sources.refusals.items())
@@ -213,15 +216,23 @@ class ReplicaFile(RemoteFile):
                 with self._lock:
                     self._paths[file.io_path] += got
 
+    def bytes_by_source(self) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._paths)
+
     def facts(self) -> SourceFacts:
         with self._lock:
-            paths, failovers = dict(self._paths), dict(self._failovers)
-        return SourceFacts(paths, failovers, self._sources.refusals, self._sources.rates)
+            failovers = dict(self._failovers)
+        return SourceFacts(failovers, self._sources.refusals, self._sources.rates)
 
     def verify_unchanged(self) -> None:
         for source, file in self._files.items():
-            if not source.left:
+            if not (source.left and file.pinned):
                 file.verify_unchanged()
+
+    def quiesce(self) -> None:
+        for file in self._files.values():
+            file.quiesce()
 
     def close(self) -> None:
         for file in self._files.values():
@@ -231,15 +242,6 @@ class ReplicaFile(RemoteFile):
 def _text_of(error: Exception) -> str:
     known = isinstance(error, (GdsloadError, OSError))
     return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _header_of(file: RemoteFile) -> bytes:
-    """The header of a safetensors file, with its length; of any other file the first bytes."""
-    head = file.read(0, min(_LENGTH_BYTES, file.size))
-    nbytes = int.from_bytes(head, "little")
-    if len(head) < _LENGTH_BYTES or nbytes > min(file.size - len(head), _MOST_HEADER_BYTES):
-        return head
-    return head + file.read(len(head), nbytes) if nbytes else head
 
 
 class Stream:

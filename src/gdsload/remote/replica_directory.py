@@ -1,0 +1,220 @@
+"""Directories that have the same files: `gdsload.replicas`, and finding a checkpoint in them.
+
+    replicas("nixl://host/model", "s3://bucket/model", "/models/model")
+      ─► "replicas://nixl://host/model|s3://bucket/model|/models/model" ─► ReplicaDirectory
+
+All sources are asked at once. Those that do not answer soon after the first one are left. Not
+responsible for reading (`remote.replicas`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from gdsload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+    GdsloadError,
+)
+from gdsload.remote.directory import (
+    RemoteDirectory,
+    is_url,
+    open_directory,
+    shown_source,
+    sources_of,
+    without_secrets,
+)
+from gdsload.remote.file import RemoteFile
+from gdsload.remote.replicas import Opened, ReplicaFile, Source, Sources
+from gdsload.system.threads import start_thread
+
+Answer = TypeVar("Answer")
+
+# How long sources are waited for after the first of them has answered. A server that is starved of
+# connections may take seconds; one that is down takes much longer.
+PATIENCE_SECONDS = 5.0
+_PLACES = 16
+_CHUNK_BYTES = 1 << 20
+
+
+class ReplicaDirectory(RemoteDirectory):
+    """The files that several directories have in common."""
+
+    def __init__(self, url: str) -> None:
+        """Reads nothing. `url` is a result of `replicas`."""
+        self.path = without_secrets(url)
+        self._directories: dict[Source, RemoteDirectory] = {}
+        sources: list[Source] = []
+        for each in sources_of(url):
+            source = Source(shown_source(each), _PLACES)
+            sources.append(source)
+            try:
+                self._directories[source] = (
+                    open_directory(each) if is_url(each) else LocalDirectory(each)
+                )
+            except GdsloadError as error:  # its client is not installed
+                source.left = str(error)
+        self._sources = Sources(sources)
+        self._names: Collection[str] | None = None
+
+    def names(self) -> Collection[str]:
+        if self._names is None:
+            found = self._answers(lambda directory: directory.names())
+            whole = (names for names in found.values() if any(map(_is_shard, names)))
+            self._names = next(whole, next(iter(found.values())))
+        return self._names
+
+    def has(self, name: str) -> bool:
+        try:
+            return name in self.names()
+        except CheckpointError:  # web servers cannot list their files
+            return any(self._answers(lambda directory: directory.has(name)).values())
+
+    def open(self, name: str) -> RemoteFile:
+        files = self._answers(lambda directory: Opened.of(directory.open(name)), leave=True)
+        return ReplicaFile(self.path_of(name), self._sources, files)
+
+    def _answers(
+        self, ask: Callable[[RemoteDirectory], Answer], *, leave: bool = False
+    ) -> dict[Source, Answer]:
+        """The answers of the sources that are in use, in the user's order.
+
+        Args:
+            ask: Asks one of them.
+            leave: Whether a source that has no answer is left.
+
+        Raises:
+            CheckpointError: No source has an answer.
+        """
+        asked = {s: each for s, each in self._directories.items() if not s.left}
+        answers: dict[Source, Answer] = {}
+        errors: dict[Source, Exception] = {}
+        changed = threading.Condition()
+
+        def run(source: Source) -> None:
+            try:
+                answer = ask(asked[source])
+            except Exception as error:
+                with changed:
+                    errors[source] = error
+                    changed.notify_all()
+            else:
+                with changed:
+                    answers[source] = answer
+                    changed.notify_all()
+
+        for source in asked:
+            if start_thread(partial(run, source), "gdsload-source") is None:
+                run(source)
+        with changed:
+            changed.wait_for(lambda: answers or len(errors) == len(asked))
+            changed.wait_for(lambda: len(answers) + len(errors) == len(asked), PATIENCE_SECONDS)
+            found = {source: answers[source] for source in asked if source in answers}
+            failed = dict(errors)
+        for source in asked:
+            if source not in found and source not in failed:
+                why = f"it had not answered {PATIENCE_SECONDS:g} s after another source"
+                self._sources.leave(source, why)
+            elif leave and source in failed:
+                self._sources.leave(source, str(failed[source]))
+        if not found:
+            raise self._no_answer(list(failed.values()))
+        return found
+
+    def _no_answer(self, errors: Sequence[Exception]) -> CheckpointError:
+        reasons = [source.left for source in self._sources.all if source.left]
+        texts = dict.fromkeys([*reasons, *map(str, errors)])
+        missing = errors and all(isinstance(error, CheckpointNotFound) for error in errors)
+        kind = CheckpointNotFound if missing and not reasons else CheckpointUnreadable
+        code = errno.ENOENT if kind is CheckpointNotFound else errno.EIO
+        return kind(f"{self.path}: no source: {'; '.join(texts)}", path=self.path, errno=code)
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+class LocalDirectory(RemoteDirectory):
+    """A directory of this machine, as one of several sources."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def names(self) -> Collection[str]:
+        try:
+            return os.listdir(self.path)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(os.path.join(self.path, name))
+
+    def open(self, name: str) -> RemoteFile:
+        path = os.path.join(self.path, name)
+        try:
+            return LocalFile(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> CheckpointUnreadable:
+    kind = CheckpointNotFound if error.errno == errno.ENOENT else CheckpointUnreadable
+    return kind(f"{path}: it cannot be read: {error.strerror}", path=path, errno=error.errno)
+
+
+class LocalFile(RemoteFile):
+    """A file of this machine, as one of several sources."""
+
+    backend = "replicas"
+    pinned = False
+    scheme = "file"
+
+    def __init__(self, path: str) -> None:
+        """Opens it. Raises OSError."""
+        self.url, self._fd = path, -1
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "this is not a regular file")
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self._fd)
+        self.size, self.version = status.st_size, _version_of(status)
+
+    @property
+    def io_path(self) -> str:
+        return "replicas/file"
+
+    def chunks(self, offset: int, length: int) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+        end = offset + length
+        while offset < end:
+            try:
+                got = os.preadv(self._fd, [buffer[: end - offset]], offset)
+            except OSError as error:
+                raise self.error(str(error.strerror), errno=error.errno) from error
+            if not got:
+                raise self.error(f"it ended at byte {offset}", errno=errno.EIO, final=True)
+            yield buffer[:got]
+            offset += got
+
+    def verify_unchanged(self) -> None:
+        if _version_of(os.fstat(self._fd)) != self.version:
+            raise FileChanged(f"{self.url}: the file changed while it was read", path=self.url)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _version_of(status: os.stat_result) -> str:
+    return f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"

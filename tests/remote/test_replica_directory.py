@@ -1,0 +1,296 @@
+"""Checkpoints that several sources have: object stores, and directories of this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import gdsload
+from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged, RemoteError
+from gdsload.remote import directory as directory_module, object_store, replica_directory
+from gdsload.remote.directory import (
+    RemoteDirectory,
+    joined,
+    sources_of,
+    split_file,
+    without_secrets,
+)
+from gdsload.remote.file import RemoteFile
+from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
+from object_server import ObjectServer
+from remotefiles import REFUSED, Fault, MemoryFile
+
+TENSORS = {f"layer.{i}": torch.arange(i * 1000, i * 1000 + 60_000) for i in range(6)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two shards and an index."""
+    folder = tmp_path_factory.mktemp("model")
+    names = sorted(TENSORS)
+    weight_map = {}
+    for number, part in enumerate((names[:3], names[3:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        safetensors.torch.save_file({name: TENSORS[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(str(index).replace("'", '"'))
+    return folder
+
+
+class Directory(RemoteDirectory):
+    """Files in memory. `ask` is called before each answer."""
+
+    def __init__(self, path: str, folder: Path) -> None:
+        self.path = path
+        self.files: dict[str, MemoryFile] = {}
+        self._data = {each.name: each.read_bytes() for each in folder.iterdir()}
+        self.ask: Callable[[], None] = lambda: None
+        self.prepare: Callable[[MemoryFile], None] = lambda _: None
+
+    def names(self) -> Collection[str]:
+        self.ask()
+        return list(self._data)
+
+    def has(self, name: str) -> bool:
+        self.ask()
+        return name in self._data
+
+    def open(self, name: str) -> RemoteFile:
+        self.ask()
+        if name not in self._data:
+            raise CheckpointNotFound(f"{self.path_of(name)}: it does not exist")
+        file = MemoryFile(self._data[name], url=self.path_of(name), chunk_bytes=4096)
+        self.files[name] = file
+        self.prepare(file)
+        return file
+
+
+Directories = Callable[[str], Directory]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, model: Path) -> Directories:
+    """The directory in memory of a URL mem://..., which the library then opens."""
+    made: dict[str, Directory] = {}
+    real = replica_directory.open_directory
+
+    def of(url: str) -> Directory:
+        if url not in made:
+            made[url] = Directory(url, model)
+        return made[url]
+
+    def open_any(url: str) -> RemoteDirectory:
+        return of(url) if url.startswith("mem://") else real(url)
+
+    monkeypatch.setattr(replica_directory, "open_directory", open_any)
+    return of
+
+
+def assert_exact(tensors: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def load(*sources: Any, **how: Any) -> gdsload.LoadReport:
+    """Loads from these sources: the report."""
+    assert_exact(gdsload.load_file(gdsload.replicas(*sources), **how))
+    return gdsload.last_report()
+
+
+# Names.
+
+
+def test_url_names_all_sources_in_order(tmp_path: Path) -> None:
+    url = gdsload.replicas("s3://u:p@b/m?x=1", tmp_path)
+    assert sources_of(url) == ["s3://u:p@b/m?x=1", str(tmp_path)]
+    assert without_secrets(url) == f"replicas://s3://b/m|{tmp_path}"
+    assert sources_of(joined(url, "sub")) == ["s3://u:p@b/m/sub?x=1", f"{tmp_path}/sub"]
+    assert gdsload.replicas(url, "gs://c") == f"{url}|gs://c"
+    assert sources_of("s3://b/m") == []
+
+
+def test_files_of_one_name_are_split() -> None:
+    folder, name = split_file(gdsload.replicas("s3://b/m/a.safetensors", "/x/a.safetensors"))
+    assert (folder, name) == ("replicas://s3://b/m|/x", "a.safetensors")
+    with pytest.raises(CheckpointError, match="different names"):
+        split_file(gdsload.replicas("s3://b/m/a.safetensors", "/x/b.safetensors"))
+
+
+@pytest.mark.parametrize("sources", [(), ("",), ("a|b",)])
+def test_impossible_sources_are_refused(sources: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError, match="sources are not empty"):
+        gdsload.replicas(*sources)
+
+
+# Loads.
+
+
+def test_object_store_and_directory_load_together(
+    object_server: ObjectServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    shutil.copytree(model, object_server.root / "model")
+    report = load(object_server.url("s3", "model"), model)
+    assert report.backend == "replicas"
+    assert set(report.paths) <= {"object_store/s3", "replicas/file"}
+    assert sum(report.paths.values()) == report.read_bytes
+    assert report.refusals == {} and report.failovers == {}
+
+
+def test_object_store_that_dies_is_replaced(
+    object_server: ObjectServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.2)
+    shutil.copytree(model, object_server.root / "model")
+    url = object_server.url("s3", "model")
+    with gdsload.Checkpoint.open(gdsload.replicas(url, model)) as checkpoint:
+        assert len(checkpoint.shards) == 2
+    object_server.script("503", path="*.safetensors", first=4, count=None)
+    report = load(url, model, options={"request_bytes": 1 << 16})
+    assert sum(report.paths.values()) == report.read_bytes
+
+
+@pytest.mark.parametrize("missing", ["directory", "model", "shard"])
+def test_source_without_the_files_is_left(model: Path, tmp_path: Path, missing: str) -> None:
+    other = tmp_path / "other"
+    if missing != "directory":
+        other.mkdir()
+    if missing == "shard":
+        for each in sorted(model.iterdir())[1:]:
+            shutil.copy(each, other)
+    for sources in ((other, model), (model, other)):
+        report = load(*sources)
+        assert list(report.refusals) == [str(other)]
+
+
+def test_source_whose_header_cannot_be_read_is_left(memory: Directories, model: Path) -> None:
+    def refuse(file: MemoryFile) -> None:
+        file.always = REFUSED
+
+    memory("mem://refuses").prepare = refuse
+    report = load("mem://refuses", model)
+    assert "failed" in report.refusals["mem://refuses"]
+    with pytest.raises(CheckpointError, match="no source"):
+        gdsload.load_file(gdsload.replicas("mem://refuses"))
+
+
+def test_one_file_of_several_sources_loads(model: Path, tmp_path: Path) -> None:
+    safetensors.torch.save_file(TENSORS, tmp_path / "all.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(tmp_path / "all.safetensors", other)
+    load(tmp_path / "all.safetensors", other / "all.safetensors")
+
+
+def test_all_sources_missing_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="no source"):
+        gdsload.load_file(gdsload.replicas(tmp_path / "a", tmp_path / "b"))
+
+
+def test_source_that_does_not_answer_is_left(
+    memory: Directories, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 0.2)
+    gate = threading.Event()
+    memory("mem://hangs").ask = lambda: bool(gate.wait())
+    report = load("mem://hangs", model)
+    assert "not answered" in report.refusals["mem://hangs"]
+    gate.set()
+
+
+def test_client_that_is_not_installed_is_a_reason(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    report = load("s3://bucket/model", model)
+    assert "gdsload[remote]" in report.refusals["s3://bucket/model"]
+
+
+def test_sources_killed_at_random_points_load_exactly(memory: Directories, model: Path) -> None:
+    rng = random.Random(41)
+    for number in range(40):
+        names = [f"mem://{number}-{each}" for each in range(3)]
+        alive = rng.choice(names)
+        for name in names:
+            if name != alive:
+                until, fault = (
+                    rng.randrange(1, 12),
+                    rng.choice([REFUSED, Fault(bytes=100, error=5)]),
+                )
+
+                def prepare(file: MemoryFile, until: int = until, fault: Fault = fault) -> None:
+                    file._faults = [Fault(seconds=0.0005)] * until
+                    file.always = fault
+
+                memory(name).prepare = prepare
+        report = load(*names, options={"request_bytes": 1 << 16, "depth": 6})
+        assert sum(report.paths.values()) == report.read_bytes
+        assert alive not in report.refusals
+
+
+def test_wrong_version_of_a_source_is_left(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    shard = sorted(other.glob("*.safetensors"))[1]
+    safetensors.torch.save_file({"layer.9": torch.ones(3)}, shard)
+    report = load(model, other)
+    assert "differs" in report.refusals[str(other)]
+
+
+def test_changed_local_file_ends_the_load(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    with gdsload.Checkpoint.open(gdsload.replicas(other)) as checkpoint:
+        shard = sorted(other.glob("*.safetensors"))[0]
+        os.utime(shard, ns=(time.time_ns(), 1))
+        with pytest.raises(FileChanged):
+            checkpoint.verify_unchanged()
+
+
+def test_every_face_takes_several_sources(model: Path, memory: Directories) -> None:
+    source = gdsload.replicas("mem://a", model)
+    assert_exact(dict(gdsload.stream(source)))
+    targets = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+    gdsload.load_into(targets, source)
+    assert_exact(targets)
+    assert gdsload.plan(source).wanted_bytes == sum(t.nbytes for t in TENSORS.values())
+    with gdsload.prefetch(source) as prefetch:
+        prefetch.wait()
+        assert_exact(gdsload.load_file(source))
+
+
+# Files of this machine.
+
+
+def test_local_file_that_is_truncated_is_a_final_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    file = LocalFile(str(path))
+    assert file.read(3, 100) == bytes(range(3, 103))
+    os.truncate(path, 50)
+    with pytest.raises(RemoteError, match="ended at byte 50") as caught:
+        file.read(0, 200)
+    assert caught.value.final
+    with pytest.raises(FileChanged):
+        file.verify_unchanged()
+    file.close()
+    file.close()
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        ReplicaDirectory(gdsload.replicas(tmp_path.parent)).open(tmp_path.name)
+    assert directory_module.is_url(gdsload.replicas(tmp_path))
