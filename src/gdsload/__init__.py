@@ -40,6 +40,11 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         install as install,
         uninstall as uninstall,
     )
+    from gdsload.peers.server import (
+        ServerStatus as ServerStatus,
+        WeightServer as WeightServer,
+        serve as serve,
+    )
     from gdsload.readahead.prefetch import Prefetch as Prefetch, prefetch as prefetch
     from gdsload.remote.directory import replicas as replicas
     from gdsload.report import LoadReport as LoadReport, last_report as last_report
@@ -56,6 +61,7 @@ _MODULES = {
     "errors": "BackendUnavailable CheckpointError CuFileError FileChanged GdsloadError"
     " IntegrityError PartialLoad PlacementError RankError ReadError ShortRead StallError",
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
+    "peers.server": "ServerStatus WeightServer serve",
     "readahead.prefetch": "Prefetch prefetch",
     "remote.directory": "replicas",
     "report": "LoadReport last_report",

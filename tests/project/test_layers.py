@@ -26,6 +26,7 @@ LAYERS = (
     "loading",
     "readahead distribution",
     "api safetensors_file",
+    "peers",
     "integrations",
     "warmup aio",
     "doctor cli __main__",

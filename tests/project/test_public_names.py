@@ -17,10 +17,11 @@ NAMES = {
     gdsload: [
         "BackendUnavailable", "Checkpoint", "CheckpointError", "CuFileError", "FileChanged",
         "GdsloadError", "IntegrityError", "LoadReport", "PartialLoad", "PlacementError", "Prefetch",
-        "RankError", "ReadError", "ShortRead", "StallError", "TensorInfo", "__version__",
+        "RankError", "ReadError", "ServerStatus", "ShortRead", "StallError", "TensorInfo",
+        "WeightServer", "__version__",
         "accelerated", "afrom_pretrained", "astream", "events", "experts", "from_pretrained",
         "install", "last_report", "layers", "load_file", "load_into", "plan", "prefetch", "quiesce",
-        "replicas", "resume", "safe_open", "stream", "telemetry", "uninstall", "warmup",
+        "replicas", "resume", "safe_open", "serve", "stream", "telemetry", "uninstall", "warmup",
     ],
     events: [
         "BackendChosen", "Event", "FailedOver", "LoadEnded", "LoadStarted", "PathRefused",

@@ -1,7 +1,7 @@
 """The command line: reads arguments, calls the library, prints the results.
 
 Errors of the library become one line on stderr and exit code 1, wrong arguments exit code 2. Only
-`load` imports torch.
+`load` and `serve` import torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gdsload.cli.headers import inspect, plan
 from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
+from gdsload.cli.serving import serve
 from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json, size
 from gdsload.cli.warming import warmup
 from gdsload.errors import one_line
@@ -114,5 +115,5 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     run_script(arguments)
 
 
-for _command in (inspect, plan, load, manifest, verify, warmup, bench, cache):
+for _command in (inspect, plan, load, manifest, verify, warmup, serve, cache, bench):
     main.add_command(_command)

@@ -32,6 +32,7 @@ _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
 _CLASSES = dict.fromkeys(
     ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https"), _OBJECT_STORE
 )
+_CLASSES["nixl"] = "gdsload.remote.peer:PeerDirectory"
 _CLASSES["replicas"] = "gdsload.remote.replica_directory:ReplicaDirectory"
 
 
@@ -185,11 +186,11 @@ def open_directory(url: str) -> RemoteDirectory:
     scheme = parts.scheme.lower()
     known = _CLASSES.get(scheme)
     if known is None:
-        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https"))
+        schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
     if not parts.netloc and not sources_of(url):
         raise CheckpointError(f"{url}: this URL names no bucket and no host")
-    if parts.query and not scheme.startswith(("http", "replicas")):
+    if parts.query and not scheme.startswith(("http", "nixl", "replicas")):
         raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
     module, _, name = known.partition(":")
     made: RemoteDirectory = getattr(import_module(module), name)(url)

@@ -1,0 +1,73 @@
+"""The command `serve`: shows a checkpoint in this machine's memory to readers elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import click
+
+from gdsload.cli import terminal
+from gdsload.cli.terminal import count, size
+from gdsload.errors import one_line
+from gdsload.remote.peer import DEFAULT_PORT
+
+
+def _parameters(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    if any(not (name and equals) for name, equals, _ in pairs):
+        raise click.BadParameter("give NAME=VALUE", ctx, param)
+    return {name: value for name, _, value in pairs}
+
+
+@click.command(short_help="Let other machines load a checkpoint from memory here.")
+@click.argument("source", type=click.Path())
+@click.option("--name", default="model", show_default=True, help="The name in the URL.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", default=DEFAULT_PORT, show_default=True, help="The port; 0: any.")
+@click.option(
+    "--nixl-backend",
+    type=click.Choice(["UCX", "LIBFABRIC"]),
+    default="UCX",
+    show_default=True,
+    help="The backend of NIXL.",
+)
+@click.option(
+    "--nixl-parameter",
+    "nixl_parameters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_parameters,
+    help="A parameter of that backend; may be repeated.",
+)
+@click.option("--no-checksums", is_flag=True, help="Serve at once, without a manifest.")
+@terminal.json_of
+@terminal.common
+def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> None:
+    """Loads SOURCE into memory, and serves it by NIXL until SIGINT or SIGTERM.
+
+    Others load it as nixl://HOST:PORT/NAME. Whoever reaches the port can read the weights: listen
+    in trusted networks only.
+    """
+    from gdsload.peers.server import serve as serve_weights
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with serve_weights(source, checksums=not no_checksums, **options) as server:
+        status = server.status()
+        if as_json:
+            terminal.show_json(status._asdict())
+        else:
+            facts = (
+                count(status.tensors, "tensor"),
+                size(status.nbytes),
+                f"version {status.version}",
+            )
+            click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
+        click.get_text_stream("stdout").flush()
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)

@@ -1,0 +1,174 @@
+"""A publication: tensors in memory, shown as the safetensors files of a model's directory.
+
+    model.safetensors  = header, made from names, dtypes and shapes
+                         data    ──► (address in memory, bytes), one after the other
+    config.json, ...   = bytes
+    gdsload-manifest.json = checksums of the headers and of the blocks of the tensors
+
+Pure over addresses: which memory that is, and how NIXL reaches it, is known to `peers.server`. The
+version of a publication is a digest of all its bytes: two sources with the same files have the same
+version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from gdsload.checkpoint.header import LENGTH_BYTES
+from gdsload.checkpoint.manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    MANIFEST_NAME,
+    XXH3,
+    FileChecksums,
+    hash_function,
+)
+from gdsload.dtypes import DTYPES
+from gdsload.errors import GdsloadError, shown
+from gdsload.remote.directory import HEAD_BYTES
+from gdsload.remote.peer import Segment
+
+SINGLE_FILE = "model.safetensors"
+
+
+class Location(NamedTuple):
+    """Memory: `nbytes` at `address`.
+
+    `kind` is "DRAM" or "VRAM", `device` the number of the GPU, 0 for DRAM, and `region` the number
+    of the registered region that contains it.
+    """
+
+    kind: str
+    device: int
+    address: int
+    nbytes: int
+    region: int
+
+
+class PublishedTensor(NamedTuple):
+    """A tensor of a file, in memory."""
+
+    name: str
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    flat: Any  # its bytes, for checksums: a torch tensor of uint8 with one dimension
+    location: Location
+
+
+class PublishedFile(NamedTuple):
+    """A virtual safetensors file: the header, then the tensors without gaps, in their order."""
+
+    header: bytes
+    tensors: list[PublishedTensor]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(tensor.location.nbytes for tensor in self.tensors)
+
+    def head(self) -> bytes:
+        """The first bytes: the header, and of a short one more, which readers ask for with it."""
+        parts, missing = [self.header], HEAD_BYTES - len(self.header)
+        for tensor in self.tensors:
+            if missing <= 0:
+                break
+            parts.append(tensor.flat[:missing].cpu().numpy().tobytes())
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def segments(self) -> list[Segment]:
+        """Where the data lies, in as few segments as possible; none crosses two regions."""
+        found: list[Segment] = []
+        offset, region = len(self.header), -1
+        for tensor in self.tensors:
+            kind, device, address, nbytes, number = tensor.location
+            if not nbytes:
+                continue
+            if number == region and found[-1].address + found[-1].nbytes == address:
+                found[-1] = found[-1]._replace(nbytes=found[-1].nbytes + nbytes)
+            else:
+                found.append(Segment(offset, nbytes, kind, device, address))
+            offset, region = offset + nbytes, number
+        return found
+
+
+class Publication(NamedTuple):
+    """What a source serves under one version."""
+
+    version: str
+    tensor_files: dict[str, PublishedFile]
+    small_files: dict[str, bytes]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each file in bytes."""
+        sizes = {name: file.size for name, file in self.tensor_files.items()}
+        return sizes | {name: len(content) for name, content in self.small_files.items()}
+
+
+def file_of(tensors: Sequence[PublishedTensor]) -> PublishedFile:
+    """A file of these tensors, with a header as safetensors writes it.
+
+    Those of larger elements come first, so that all are aligned; otherwise their order stays.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].align)
+    top: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, _, location in ordered:
+        if name in top:
+            raise GdsloadError(f"cannot serve a tensor of the name {shown(name)}")
+        offsets = [end, end + location.nbytes]
+        top[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        end = offsets[1]
+    text = json.dumps(top, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return PublishedFile(len(text).to_bytes(LENGTH_BYTES, "little") + text, ordered)
+
+
+def published(
+    tensor_files: Mapping[str, PublishedFile],
+    small_files: Mapping[str, bytes],
+    *,
+    checksums: bool,
+) -> Publication:
+    """Puts a publication together.
+
+    Args:
+        tensor_files: The virtual files by name.
+        small_files: Other files by name.
+        checksums: Whether to compute checksums, in threads: they become a manifest among the small
+            files. Without them the version is random.
+
+    Raises:
+        GdsloadError: The library for checksums is not installed.
+    """
+    files, small = dict(tensor_files), dict(small_files)
+    if not checksums:
+        return Publication(uuid.uuid4().hex, files, small)
+    digest = hash_function(XXH3)
+
+    def checksums_of(tensor: PublishedTensor) -> list[Future[str]]:
+        blocks = tensor.flat.split(BLOCK_BYTES) if tensor.location.nbytes else ()
+        return [pool.submit(lambda block: digest(block.cpu().numpy()), each) for each in blocks]
+
+    entries: dict[str, FileChecksums] = {}
+    with ThreadPoolExecutor(thread_name_prefix="gdsload-checksums") as pool:
+        for name, file in files.items():
+            found = {tensor.name: checksums_of(tensor) for tensor in file.tensors}
+            joined = {key: "".join(each.result() for each in found[key]) for key in found}
+            entries[name] = FileChecksums(file.size, digest(file.header), joined)
+    manifest = {
+        "format": FORMAT,
+        "algorithm": XXH3,
+        "block_bytes": BLOCK_BYTES,
+        "files": {name: entry._asdict() for name, entry in entries.items()},
+    }
+    small[MANIFEST_NAME] = json.dumps(manifest, indent=0).encode()
+    whole = hashlib.sha256()
+    for name, content in sorted(small.items()):
+        whole.update(json.dumps([name, len(content)]).encode() + content)
+    return Publication(whole.hexdigest()[:32], files, small)

@@ -1,0 +1,213 @@
+"""The metadata service of a source: what it serves, how NIXL reaches it, and tickets for reads.
+
+    open     ──► version, agent, sizes of the files; payload: metadata of the agent
+    file     ──► segments of one file; payload: its first bytes, or all of a small file
+    acquire  ──► a ticket for reads of this version        renew, release ──► whether it was valid
+
+One connection holds at most one ticket, and a closed one gives it back. All connections are served
+by one thread with an event loop. Weights do not pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any, NamedTuple
+
+from gdsload.errors import GdsloadError
+from gdsload.peers.publication import Publication
+from gdsload.peers.tickets import Ticket, Tickets
+from gdsload.remote.messages import LENGTHS, MessageError, lengths, packed, parsed
+
+REQUEST_LIMIT_BYTES = 16 << 10
+CONNECTIONS = 4096  # at the same time; further ones are closed at once
+TURN_SECONDS = 2.0  # a reader that gets no ticket in this time is told to ask again
+ANSWER_SECONDS = 30.0  # for a reader to take an answer
+_START_SECONDS = 10.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+
+
+class Served(NamedTuple):
+    """One publication, and how NIXL reaches its memory."""
+
+    publication: Publication
+    agent: str
+    metadata: bytes
+    plugin: str
+
+
+class Service:
+    """Answers readers, in a thread of its own.
+
+    Args:
+        name: The name of the model.
+        host: The address to listen on.
+        port: The port; 0 for any that is free.
+        tickets: The bound on reads in flight.
+
+    Raises:
+        GdsloadError: It cannot listen there.
+    """
+
+    def __init__(self, name: str, host: str, port: int, tickets: Tickets) -> None:
+        self.name, self.tickets = name, tickets
+        self.readers: dict[asyncio.Task[None], str] = {}  # the connections
+        self._served: Served | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="gdsload-serve", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._server = self._wait(asyncio.start_server(self._connection, host, port))
+        except OSError as error:
+            self._end_loop()
+            raise GdsloadError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def _wait(self, coroutine: Any, seconds: float = _START_SECONDS) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+
+    def publish(self, served: Served) -> None:
+        """Serves this from now on."""
+        self._served = served
+
+    def withdraw(self) -> None:
+        """Serves nothing from now on, and waits until no ticket is valid: a lease at most."""
+        self._served = None
+        self._wait(self.tickets.drained(), self.tickets.lease_seconds + _START_SECONDS)
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread."""
+        self._wait(self._close())
+        self._end_loop()
+
+    async def _close(self) -> None:
+        self._server.close()
+        connections = list(self.readers)
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_START_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    # --- in the event loop ---------------------------------------------------------------------
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None or len(self.readers) >= CONNECTIONS:
+            writer.close()
+            return
+        self.readers[task] = ""
+        connection = _Connection(self, task)
+        try:
+            _keep_alive(writer.get_extra_info("socket"))
+            while True:
+                head = await reader.readexactly(LENGTHS.size)
+                text_bytes, _ = lengths(head, REQUEST_LIMIT_BYTES, 0)
+                fields, payload = await connection.answer(
+                    parsed(await reader.readexactly(text_bytes))
+                )
+                writer.write(packed(fields, payload))
+                await asyncio.wait_for(writer.drain(), ANSWER_SECONDS)
+        except (OSError, EOFError, MessageError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # the reader has gone, sends no messages, or this is the end
+        finally:
+            del self.readers[task]
+            connection.give_back()
+            writer.close()
+
+    def current(self, version: object) -> Served | None:
+        """What is served, if it is that version."""
+        served = self._served
+        return served if served is not None and served.publication.version == version else None
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Lets the connection end when the machine of the reader has gone."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in _KEEPALIVE.items():
+        connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+class _Connection:
+    """The requests of one connection, and its ticket."""
+
+    def __init__(self, service: Service, task: asyncio.Task[None]) -> None:
+        self._service, self._task = service, task
+        self._ticket: Ticket | None = None
+        self._version: object = None  # of the ticket
+
+    def give_back(self) -> bool:
+        ticket, self._ticket = self._ticket, None
+        return ticket is not None and self._service.tickets.give_back(ticket)
+
+    async def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """The answer to one request: its fields and its payload."""
+        operation = request.get("op")
+        if operation == "open":
+            return self._open(request)
+        if operation == "file":
+            return self._file(request)
+        if operation == "acquire":
+            return await self._acquire(request), b""
+        if operation == "renew":
+            held = self._ticket is not None and self._service.tickets.renew(self._ticket)
+            return self._confirmed(held), b""
+        if operation == "release":
+            return self._confirmed(self.give_back()), b""
+        raise MessageError(f"no such operation: {operation!r}")
+
+    def _open(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        if request.get("name") != self._service.name:
+            return {"error": "name", "name": self._service.name}, b""
+        served = self._service._served
+        if served is None:
+            return {"error": "withdrawn"}, b""
+        facts = {
+            "version": served.publication.version,
+            "agent": served.agent,
+            "plugin": served.plugin,
+            "files": served.publication.sizes,
+        }
+        return facts, served.metadata
+
+    def _file(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        served, name = self._service.current(request.get("version")), request.get("name")
+        if served is None:
+            return {"error": "changed"}, b""
+        publication = served.publication
+        if name in publication.small_files:
+            return {"segments": []}, publication.small_files[name]
+        file = publication.tensor_files.get(str(name))
+        if file is None:
+            return {"error": "name"}, b""
+        return {"segments": file.segments()}, file.head()
+
+    async def _acquire(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.give_back()
+        self._version = request.get("version")
+        if self._service.current(self._version) is None:
+            return {"error": "changed"}
+        reader = self._service.readers[self._task] = str(request.get("reader"))[:64]
+        ticket = await self._service.tickets.take(reader, TURN_SECONDS)
+        if ticket is None:
+            return {"wait": True}
+        self._ticket = ticket
+        served = self._service.current(self._version)
+        if served is None:
+            self.give_back()
+            return {"error": "changed"}
+        return {"agent": served.agent}
+
+    def _confirmed(self, held: bool) -> dict[str, Any]:
+        """Whether bytes that were read with the ticket are of its version."""
+        if self._service.current(self._version) is None:
+            return {"error": "changed"}
+        return {} if held else {"error": "expired"}

@@ -1,0 +1,242 @@
+"""Loads from the memory of other processes, with the real NIXL over shared memory and TCP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file as stock, save_file
+
+import gdsload
+from gdsload.errors import CheckpointNotFound, CheckpointUnreadable, FileChanged, RemoteError
+from gdsload.remote import peer
+from gdsload.remote.peer import PeerDirectory
+
+pytest.importorskip("nixl_cu13")
+PATIENCE_SECONDS = 120
+READ = """
+import sys, hashlib
+from gdsload.remote.peer import PeerDirectory
+file = PeerDirectory(sys.argv[1]).open("model.safetensors")
+print(hashlib.sha256(file.read(0, file.size)).hexdigest(), flush=True)
+file.close()
+"""
+ENDLESS = """
+import sys
+from gdsload.remote.peer import PeerDirectory
+file = PeerDirectory(sys.argv[1]).open("model.safetensors")
+while True:
+    file.read(0, file.size)
+    print("once", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 24 MB: three slots of a reader."""
+    folder = tmp_path_factory.mktemp("served")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"layer.{number}.weight": torch.randn(1000, 1001 + number, generator=generator)
+        for number in range(6)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "none"}')
+    return folder
+
+
+@contextmanager
+def source(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves a checkpoint, and its URL."""
+    code = "from gdsload.cli import main; main()"
+    words = ["serve", str(folder), "--json", "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("}\n"):
+            line = process.stdout.readline()
+            assert line, "the source ended"
+            text = text + line if text or line == "{\n" else ""
+        yield process, json.loads(text)["url"]
+    finally:
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
+
+
+def children() -> list[psutil.Process]:
+    """Processes with NIXL that this process has started."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "nixl_child" in " ".join(child.cmdline())
+    ]
+
+
+def all_bytes(url: str) -> bytes:
+    file = PeerDirectory(url).open("model.safetensors")
+    try:
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
+def test_peer_serves_the_bytes_of_the_file(folder: Path) -> None:
+    with source(folder) as (process, url):
+        assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
+        assert children() == []
+        directory = PeerDirectory(url)
+        assert set(directory.names()) == {
+            "config.json", "gdsload-manifest.json", "model.safetensors",
+        }  # fmt: skip
+        assert directory.read("config.json", 100) == b'{"model_type": "none"}'
+        with pytest.raises(CheckpointNotFound):
+            directory.open("other.safetensors")
+        with pytest.raises(CheckpointNotFound, match="another name"):
+            PeerDirectory(f"{url}-2").names()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_load_file_of_a_peer_equals_that_of_the_file(folder: Path) -> None:
+    expected = stock(folder / "model.safetensors")
+    with source(folder) as (_, url):
+        found = gdsload.load_file(url, verify="checksum")
+        report = gdsload.last_report()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert report is not None
+        assert report.paths["nixl/ucx"] > 0.9 * sum(each.nbytes for each in expected.values())
+        # What changes is another version, and no name of this one.
+    assert children() == []
+
+
+def test_four_readers_get_equal_bytes(folder: Path) -> None:
+    with source(folder) as (_, url):
+        readers = [
+            subprocess.Popen([sys.executable, "-c", READ, url], stdout=subprocess.PIPE, text=True)
+            for _ in range(4)
+        ]
+        answers = {reader.communicate(timeout=PATIENCE_SECONDS)[0] for reader in readers}
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert answers == {f"{digest}\n"}
+
+
+def test_killed_source_is_an_error_and_the_reader_ends_well(folder: Path) -> None:
+    with source(folder) as (process, url):
+        reader = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, url],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "once\n"
+        (child,) = psutil.Process(reader.pid).children()
+        process.kill()
+        _, errors = reader.communicate(timeout=PATIENCE_SECONDS)
+    assert reader.returncode == 1  # an exception, and no signal
+    assert "RemoteError" in errors
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running()
+
+
+def test_stopped_source_is_an_error_in_bounded_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "ANSWER_SECONDS", 0.5)
+    with source(folder) as (process, url):
+        file = PeerDirectory(url).open("model.safetensors")
+        file.read(0, file.size)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RemoteError, match="has not answered"):
+            file.read(0, file.size)
+        process.send_signal(signal.SIGCONT)
+        assert len(file.read(0, file.size)) == file.size
+        file.close()
+
+
+def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) -> None:
+    with source(folder) as (process, url):
+        reader = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, url], stdout=subprocess.PIPE, text=True
+        )
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "once\n"
+        (child,) = psutil.Process(reader.pid).children()
+        reader.kill()
+        reader.communicate(timeout=PATIENCE_SECONDS)
+        _, alive = psutil.wait_procs([child], timeout=30)
+        assert alive == []
+        assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_withdrawn_weights_are_another_version_for_their_readers() -> None:
+    tensors = {"a": torch.arange(5_000_000), "b": torch.ones(3)}
+    with gdsload.serve(tensors, name="m") as server:
+        file = PeerDirectory(server.url).open("model.safetensors")
+        before = file.read(0, file.size)
+        server.withdraw()
+        with pytest.raises(RemoteError, match="another version") as caught:
+            file.read(0, file.size)
+        assert caught.value.final
+        with pytest.raises(FileChanged):
+            file.verify_unchanged()
+        with pytest.raises(FileChanged, match="nothing at present"):
+            PeerDirectory(server.url).names()
+        server.publish()
+        again = PeerDirectory(server.url).open("model.safetensors")
+        assert again.version == file.version
+        assert again.read(0, again.size) == before
+        server.withdraw()
+        tensors["a"] += 1
+        server.publish()
+        changed = PeerDirectory(server.url).open("model.safetensors")
+        assert changed.version != file.version
+        with pytest.raises(RemoteError, match="another version"):
+            again.read(0, again.size)
+        for each in (file, again, changed):
+            each.close()
+        url = server.url
+    with pytest.raises(CheckpointUnreadable):
+        PeerDirectory(url).names()
+
+
+def test_source_that_starts_again_with_the_same_bytes_is_the_same_version(folder: Path) -> None:
+    with source(folder) as (_, url):
+        file = PeerDirectory(url).open("model.safetensors")
+        before = file.read(0, file.size)
+    port = int(url.split(":")[2].split("/")[0])
+    with source(folder, port) as (_, second):
+        assert second == url
+        assert file.read(0, file.size) == before
+    file.close()
+
+
+def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(folder: Path) -> None:
+    with source(folder) as (_, url):
+        file = PeerDirectory(url).open("model.safetensors")
+        before = file.read(0, file.size)
+        (child,) = children()
+        child.send_signal(signal.SIGSEGV)
+        child.wait(10)
+        assert file.read(0, file.size) == before
+        file.close()
+        deadline = time.monotonic() + 10
+        while children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert children() == []

@@ -1,0 +1,90 @@
+"""Tensors in memory are shown as valid safetensors files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load
+
+from gdsload.errors import GdsloadError
+from gdsload.peers.memory import locations_of, regions_of
+from gdsload.peers.publication import PublishedFile, PublishedTensor, file_of, published
+from gdsload.peers.server import _tensor
+
+
+def file_with(tensors: dict[str, torch.Tensor]) -> PublishedFile:
+    entries = {name: _tensor(name, tensor) for name, tensor in tensors.items()}
+    places = locations_of({name: entry.flat for name, entry in entries.items()})
+    return file_of([PublishedTensor(name, *entries[name], places[name]) for name in entries])
+
+
+def bytes_of(file: PublishedFile) -> bytes:
+    return file.header + b"".join(tensor.flat.numpy().tobytes() for tensor in file.tensors)
+
+
+DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 9)), max_size=8))
+def test_file_of_tensors_is_read_back_by_safetensors(kinds: list[tuple[torch.dtype, int]]) -> None:
+    tensors = {
+        f"t{number}": torch.arange(rows * 3).reshape(rows, 3).to(dtype)
+        for number, (dtype, rows) in enumerate(kinds)
+    }
+    file = file_with(tensors)
+    raw = bytes_of(file)
+    assert len(raw) == file.size
+    found = load(raw)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert all(found[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_tensors_of_one_buffer_are_one_region_and_one_segment() -> None:
+    buffer = torch.arange(96, dtype=torch.uint8)
+    tensors = {"a": buffer[16:32], "b": buffer[32:64], "other": torch.ones(8, dtype=torch.uint8)}
+    file = file_with(tensors)
+    assert [segment.nbytes for segment in file.segments()] == [48, 8]
+    regions = regions_of(tensors)
+    start = buffer.data_ptr() + 16
+    assert sorted(region.end - region.start for region in regions) == [8, 48]
+    assert start in {region.start for region in regions}
+
+
+def test_same_tensors_have_the_same_version() -> None:
+    tensors = {"a": torch.arange(9.0), "b": torch.ones(3)}
+    small = {"config.json": b"{}"}
+
+    def version(tensors: dict[str, torch.Tensor], small: dict[str, bytes]) -> str:
+        return published({"m": file_with(tensors)}, small, checksums=True).version
+
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert version(tensors, small) == version(copies, small)
+    assert version(tensors, small) != version(tensors, {"config.json": b"{ }"})
+    copies["a"][5] += 1
+    assert version(tensors, small) != version(copies, small)
+
+
+def test_manifest_has_a_checksum_of_each_block() -> None:
+    tensor = torch.zeros((8 << 20) + 1, dtype=torch.uint8)
+    found = published({"m": file_with({"big": tensor})}, {}, checksums=True)
+    manifest = json.loads(found.small_files["gdsload-manifest.json"])
+    assert len(manifest["files"]["m"]["tensors"]["big"]) == 2 * 32
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128),
+])  # fmt: skip
+def test_tensor_without_bytes_of_a_known_type_is_refused(tensor: Any) -> None:
+    with pytest.raises(GdsloadError, match="cannot serve tensor 'x'"):
+        _tensor("x", tensor)
+
+
+def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(load(bytes_of(file_with({"t": tensor})))["t"], tensor)
