@@ -121,9 +121,8 @@ class RemoteBackend(PumpBackend):
         self._adapt(what.storage)
         number, _ = self._new_slots()
         self._files[number] = what.remote
-        if known := what.remote.bytes_by_source():
-            self._counted[number] = Counter(known)
         if (facts := what.remote.facts()) is not None:
+            self._counted[number] = Counter(facts.paths)
             self._before[number] = Counter(facts.failovers)
         return Registration(what._replace(fd=number), (-1, -1))
 
@@ -230,8 +229,10 @@ class RemoteBackend(PumpBackend):
         found: Counter[str] = Counter()
         for registration in request.files:
             file = registration.what
-            if isinstance(file, OpenFile) and file.remote and file.fd in self._counted:
-                now = Counter(file.remote.bytes_by_source())
+            if not isinstance(file, OpenFile) or not file.remote or file.fd not in self._counted:
+                continue
+            if (facts := file.remote.facts()) is not None:
+                now = Counter(facts.paths)
                 found += now - self._counted[file.fd]
                 self._counted[file.fd] = now
         for number, transfer in enumerate(request.transfers):

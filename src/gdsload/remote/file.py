@@ -36,11 +36,13 @@ class SourceFacts(NamedTuple):
     """The facts about several sources of a file that the report shows.
 
     Attributes:
+        paths: Bytes by I/O path.
         failovers: Bytes that one source failed to send and another one sent, by "from -> to".
         refusals: Why sources are not used any more, by name.
         rates: Bytes per second of one request, by name.
     """
 
+    paths: Mapping[str, int]
     failovers: Mapping[str, int]
     refusals: Mapping[str, str]
     rates: Mapping[str, float]
@@ -99,13 +101,8 @@ class RemoteFile(ABC):
     def verify_unchanged(self) -> None:
         """Raises FileChanged if the file is no longer this version."""
 
-    def bytes_by_source(self) -> Mapping[str, int]:
-        """Bytes that were read so far by I/O path, also 0, if there are several sources; else
-        empty."""
-        return {}
-
     def facts(self) -> SourceFacts | None:
-        """The facts about several sources so far; None if there is one."""
+        """The facts about several sources of this file so far; None if there is one."""
         return None
 
     def local_copy(self) -> LocalCopy | None:

@@ -158,7 +158,7 @@ class ReplicaFile(RemoteFile):
         self.url = url
         self._sources = sources
         self._files = {source: each.file for source, each in files.items()}
-        self._paths = Counter({file.io_path: 0 for file in self._files.values()})
+        self._paths: Counter[str] = Counter()
         self._failovers: Counter[str] = Counter()
         self._lock = threading.Lock()
         first, self._header = next(iter(files.values()))
@@ -216,14 +216,10 @@ class ReplicaFile(RemoteFile):
                 with self._lock:
                     self._paths[file.io_path] += got
 
-    def bytes_by_source(self) -> Mapping[str, int]:
-        with self._lock:
-            return dict(self._paths)
-
     def facts(self) -> SourceFacts:
         with self._lock:
-            failovers = dict(self._failovers)
-        return SourceFacts(failovers, self._sources.refusals, self._sources.rates)
+            paths, failovers = dict(self._paths), dict(self._failovers)
+        return SourceFacts(paths, failovers, self._sources.refusals, self._sources.rates)
 
     def verify_unchanged(self) -> None:
         for source, file in self._files.items():
