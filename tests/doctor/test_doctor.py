@@ -163,6 +163,15 @@ def test_package_version_is_reported_without_import() -> None:
     assert (absent.verdict, absent.hint) == ("no", "pip install no-such-package-here")
 
 
+def test_client_of_object_stores_is_reported_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(software, "package", lambda name: Finding(name, "yes", "1.2"))
+    assert "1.2: reads s3://" in software.remote_client().detail
+    monkeypatch.setattr(software, "package", lambda name: Finding(name, "no", "not installed"))
+    assert "gdsload[remote]" in software.remote_client().hint
+
+
 def test_engine_failure_has_reasons_and_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "try_engine", lambda name: Support(False, ("a", "b"), "hint it"))
     assert software.engine("uring") == Finding("engine uring", "no", "a; b", "hint it")

@@ -60,6 +60,7 @@ HOOK, SAFE_OPEN, STOCK, LOAD_FILE = "hook", "safe_open", "stock", "load_file"
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _LOAD = "_load_pretrained_model"
 _LOAD_PARAMETERS = ("model", "state_dict", "checkpoint_files")
+_SOURCE = "pretrained_model_name_or_path"
 _OLD_SHARD = "_load_state_dict_into_meta_model"
 _DISTRIBUTED = "_load_and_finalize_distributed_pretrained_model"
 Call = Callable[..., Any]
@@ -293,12 +294,14 @@ def _from_url(owner: str) -> Patch:
         plain = raw.__func__
 
         @functools.wraps(plain)
-        def from_pretrained(cls: Any, source: Any, *args: Any, **words: Any) -> Any:
-            if active() is None or not is_url(source):
-                return plain(cls, source, *args, **words)
-            with stand_in(source, words) as top:
-                loaded = plain(cls, top, *args, **words)
-                rename(loaded, top, source)
+        def from_pretrained(cls: Any, *args: Any, **words: Any) -> Any:
+            url = args[0] if args else words.get(_SOURCE)
+            if active() is None or not is_url(url):
+                return plain(cls, *args, **words)
+            with stand_in(url, words) as top:
+                words.pop(_SOURCE, None)
+                loaded = plain(cls, top, *args[1:], **words)
+                rename(loaded, top, url)
                 return loaded
 
         replacement: Any = classmethod(from_pretrained)
@@ -321,7 +324,7 @@ def _patch_open(module: ModuleType) -> Iterator[Replacement]:
         if options is None or (misfit is None and not stands_in):
             return original(filename, framework=framework, device=device, **rest)
         # The files that it opens are the only entry point left in this transformers.
-        with reported(str(filename)) as report:
+        with reported(str(shown_source(original_of(filename)))) as report:
             if misfit is not None:
                 note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
             return ModelReader([str(filename)], options, report).opened(device, owned=True)

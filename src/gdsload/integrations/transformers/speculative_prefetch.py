@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
@@ -53,12 +53,12 @@ def speculative_prefetch(
 
     The load inside uses the headers that were parsed here.
     """
-    with ExitStack() as stack:
-        checkpoint = _open(source, options, kwargs, stack)
-        if checkpoint is None:
-            yield
-            return
-        stack.enter_context(held(opened_before, checkpoint))
+    checkpoint = _open(source, options, kwargs)
+    if checkpoint is None:
+        yield
+        return
+    own = checkpoint is not opened_before.get()
+    with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
         if options.verify != "size" and current_pool() is not None:
             yield  # no byte enters the pool before it was compared
             return
@@ -94,10 +94,10 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
 
 
 def _open(
-    source: str | os.PathLike[str], options: Options, kwargs: Mapping[str, Any], stack: ExitStack
+    source: str | os.PathLike[str], options: Options, kwargs: Mapping[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint, if a prefetch of its first layers is probably right, else None. `stack`
-    closes it."""
+    """The checkpoint, if a prefetch of its first layers is probably right, else None. That of a
+    URL is open already."""
     if (
         kwargs.get("device_map") not in (None, "cpu")
         or kwargs.get("use_safetensors") is False
@@ -107,7 +107,7 @@ def _open(
     ):
         return None
     known = opened_before.get()
-    if known is not None:  # elsewhere
+    if known is not None:
         return known if known.total_bytes >= SMALL_BYTES else None
     location = {word: kwargs[word] for word in _LOCATION if kwargs.get(word) is not None}
     try:
@@ -116,7 +116,7 @@ def _open(
             options.cache == "auto" and any(map(_is_warm, files))
         ):
             return None
-        return stack.enter_context(Checkpoint.of(files, strict=False))
+        return Checkpoint.of(files, strict=False)
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
 

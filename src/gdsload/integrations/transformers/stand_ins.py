@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.file_io import parallel_map
-from gdsload.errors import CheckpointError, CheckpointNotFound
+from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.remote.directory import RemoteDirectory, joined, open_directory, without_secrets
 
@@ -125,15 +125,19 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
 
 def _fetch(source: RemoteDirectory, folder: Path) -> None:
     """Copies the small files of a directory."""
+    absent: tuple[type[Exception], ...] = (CheckpointNotFound, _TooLarge)
     try:
         names = [name for name in source.names() if not name.endswith(_WEIGHTS)]
     except CheckpointNotFound:
         raise
-    except CheckpointError:  # it cannot be listed
+    except (
+        CheckpointError
+    ):  # it cannot be listed; then a missing file may look like a forbidden one
         names = list(_USUAL_NAMES)
+        absent += (CheckpointAccessError,)
 
     def copy(name: str) -> None:
-        with suppress(CheckpointNotFound, _TooLarge):
+        with suppress(*absent):
             (folder / name).write_bytes(_small(source, name))
 
     for _ in parallel_map(copy, names, path_of=source.path_of):
