@@ -192,3 +192,14 @@ def test_metrics_count_the_bytes_of_the_cache(server: ObjectServer, tmp_path: Pa
     finally:
         stop()
     assert counted == gdsload.last_report().wanted_bytes
+
+
+def test_replicas_fill_the_cache(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    source = gdsload.replicas(server.url("s3", "model"), tiny_checkpoint)
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        assert_same(gdsload.load_file(source, cache_dir=cache), tiny_checkpoint)
+    with Checkpoint.open(source, cache_dir=cache) as checkpoint:
+        assert not checkpoint.remote

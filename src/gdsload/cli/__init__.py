@@ -122,5 +122,5 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     run_script(arguments)
 
 
-for _command in (inspect, plan, load, manifest, verify, warmup, serve, bench, cache):
+for _command in (inspect, plan, load, manifest, verify, warmup, serve, cache, bench):
     main.add_command(_command)

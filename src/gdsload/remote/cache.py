@@ -302,7 +302,8 @@ class LocalCache:
             from xxhash import xxh3_128
         except ImportError:
             raise _NotCached("it needs xxhash: pip install 'gdsload[verify]'") from None
-        facts = json.dumps({"url": file.url, "version": file.version, "size": file.size})
+        version = file.digest or file.version
+        facts = json.dumps({"url": file.url, "version": version, "size": file.size})
         directory = os.path.join(self.directory, hashlib.sha256(facts.encode()).hexdigest()[:32])
         os.makedirs(self.directory, exist_ok=True)
         writable = os.access(self.directory, os.W_OK)
