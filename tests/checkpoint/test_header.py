@@ -116,7 +116,12 @@ INVALID: list[tuple[str, str | bytes, int, str]] = [
     ("lower-case dtype", one("u8", "[4]", "[0,4]"), 4, "its dtype 'u8' is not one"),
     ("dtype null", '{"w":{"dtype":null,"shape":[4],"data_offsets":[0,4]}}', 4, "dtype null"),
     ("dtype number", '{"w":{"dtype":1,"shape":[4],"data_offsets":[0,4]}}', 4, "dtype 1 is"),
-    ("dtype map", '{"w":{"dtype":{"U8":null},"shape":[4],"data_offsets":[0,4]}}', 4, "an object"),
+    (
+        "dtype map",
+        '{"w":{"dtype":{"U8":null},"shape":[4],"data_offsets":[0,4]}}',
+        4,
+        "dtype an object is",
+    ),
     # shape
     ("shape null", one("U8", "null", "[0,0]"), 0, "its shape is not an array"),
     ("shape object", one("U8", "{}", "[0,1]"), 1, "its shape is not an array"),
@@ -200,6 +205,102 @@ def test_invalid_header_raises(text: str | bytes, data: int, fragment: str) -> N
     assert caught.value.path == "f.safetensors"
     named = re.match(r"f\.safetensors: tensor '(.*?)': ", message)
     assert caught.value.tensor == (named[1] if named else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "data", "message"),
+    [
+        ("null", 0, "its header is not a JSON object"),
+        ('{"__metadata__":{},"__metadata__":{}}', 0, "its header has __metadata__ twice"),
+        ('{"__metadata__":[]}', 0, "its __metadata__ is not a JSON object"),
+        (
+            '{"__metadata__":{"a":1}}',
+            0,
+            "its __metadata__ maps 'a' to something that is not a string",
+        ),
+        ('{"w":%s,"w":%s}', 4, "tensor 'w': the header names it twice"),
+        ('{"w":null}', 0, "tensor 'w': its entry in the header is not a JSON object"),
+        (
+            '{"w":["U8",[4]]}',
+            4,
+            "tensor 'w': it is an array of 2, not of dtype, shape and data_offsets",
+        ),
+        (one("u8", "[4]", "[0,4]"), 4,
+         "tensor 'w': its dtype 'u8' is not one that safetensors knows"),
+        ('{"w":{"dtype":[],"shape":[4],"data_offsets":[0,4]}}', 4,
+         "tensor 'w': its dtype an array is not one that safetensors knows"),
+        ('{"w":{"dtype":{},"shape":[4],"data_offsets":[0,4]}}', 4,
+         "tensor 'w': its dtype an object is not one that safetensors knows"),
+        ('{"w":{"dtype":false,"shape":[4],"data_offsets":[0,4]}}', 4,
+         "tensor 'w': its dtype false is not one that safetensors knows"),
+        (one("U8", "{}", "[0,1]"), 1, "tensor 'w': its shape is not an array"),
+        (one("U8", "[-1]", "[0,4]"), 4,
+         "tensor 'w': its shape holds -1, not an unsigned 64-bit integer"),
+        (one("U8", f"[{BIG},{BIG}]", "[0,0]"), 0,
+         "tensor 'w': the product of its shape overflows 64 bits"),
+        (one("U8", f"[{2**63},0]", "[0,0]"), 0,
+         "tensor 'w': its shape has a zero and, without it, a product beyond 63 bits"),
+        (one("U16", f"[{2**60}]", f"[0,{2**61}]"), 0,
+         "tensor 'w': the number of its bits overflows 64 bits"),
+        (one("F4", "[3]", "[0,2]"), 2, "tensor 'w': its 12 bits (F4) do not end at a whole byte"),
+        (one("U8", "[0]", "[0]"), 0, "tensor 'w': its data_offsets is not an array of two"),
+        (one("U8", "[4]", f"[0,{2**64}]"), 4,
+         f"tensor 'w': its data_offsets hold 0 and {2**64}, not two unsigned 64-bit integers"),
+        (one("U8", "[4]", "[4,0]"), 4,
+         "tensor 'w': its data_offsets end at 0, before they begin at 4"),
+        (one("F32", "[4]", "[0,4]"), 4,
+         "tensor 'w': its data_offsets [0, 4] hold 4 bytes, but its shape and dtype (F32) need 16"),
+        (one("U8", "[4]", "[4,8]"), 8,
+         "tensor 'w': its data begins at byte 4 of the data, 4 bytes after the end of the header:"
+         " a gap"),
+        ('{"a":%s,"b":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}}', 7,
+         "tensor 'b': its data begins at byte 3 of the data, 1 bytes before the end of tensor 'a':"
+         " an overlap"),
+    ],
+    ids=range(23),
+)  # fmt: skip
+def test_fault_of_a_header_is_one_sentence(text: str, data: int, message: str) -> None:
+    text = fill(text, ONE, ONE)
+    with pytest.raises(CheckpointError) as caught:
+        parse(text, data)
+    assert str(caught.value) == f"f.safetensors: {message}"
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (3, "1 bytes are missing, the file is truncated"),
+        (6, "the file has 2 trailing bytes that belong to no tensor"),
+    ],
+)
+def test_file_of_another_size_than_its_header_promises_raises(data: int, fault: str) -> None:
+    size = 8 + len(one("U8", "[4]", "[0,4]"))
+    with pytest.raises(CheckpointError) as caught:
+        parse(one("U8", "[4]", "[0,4]"), data)
+    assert str(caught.value) == (
+        f"f.safetensors: {fault}: its header promises {size + 4} bytes, it has {size + data}"
+    )
+    assert caught.value.tensor is None
+
+
+def test_parsed_header_has_tensors_in_the_order_of_the_data_and_metadata() -> None:
+    text = fill('{"b":{"data_offsets":[4,6],"dtype":"I16","shape":[1],"x":0},"a":%s,', ONE)
+    text += '"__metadata__":{"format":"pt"}}'
+    raw = text.encode()
+    header = parse_header(raw, 14 + len(raw), path="f", shard=3)
+    start = 8 + len(raw)
+    assert list(header.tensors.values()) == [
+        ("a", "U8", (4,), 3, start, 4),
+        ("b", "I16", (1,), 3, start + 4, 2),
+    ]
+    assert header.metadata == {"format": "pt"}
+    assert parse("{}", 0) == ({}, {})
+
+
+def test_largest_numbers_of_a_header_are_accepted_up_to_the_size_of_the_file() -> None:
+    text = one("U8", f"[{2**61 - 1}]", f"[0,{2**61 - 1}]").encode()
+    (info,) = parse_header(text, 8 + len(text) + 2**61 - 1, path="f").tensors.values()
+    assert info.nbytes == 2**61 - 1
 
 
 # Refused by gdsload but not by safetensors: listed in the docstring of the module.
@@ -367,34 +468,57 @@ def test_length_that_looks_like_another_format_is_accepted() -> None:
     assert parse_header(text, 8 + len(text), path="f").tensors == {}
 
 
+NO_MAP = "it has no weight_map object, so it is not an index of a checkpoint"
+DEEP = "its JSON is nested deeper than 127 levels"
 INDEX_INVALID: list[tuple[bytes, str]] = [
-    (b"", "broken at character 0"),
-    (b"[]", "not a JSON object"),
-    (b"{}", "no weight_map object"),
-    (b'{"weight_map":null}', "no weight_map object"),
-    (b'{"weight_map":["a"]}', "no weight_map object"),
-    (b'{"weight_map":{}}', "weight_map is empty"),
-    (b'{"weight_map":{"w":1}}', "maps 'w' to something that is not a string"),
-    (b'{"weight_map":{"w":null}}', "maps 'w' to something that is not a string"),
-    (b'{"weight_map":{"w":"a","w":"a"}}', "weight_map has the key 'w' twice"),
-    (b'{"weight_map":{"w":"a"},"weight_map":{"w":"a"}}', "the key 'weight_map' twice"),
-    (b'{"metadata":{"a":1,"a":2},"weight_map":{"w":"a"}}', "the key 'a' twice"),
-    (b'{"metadata":{"a":NaN},"weight_map":{"w":"a"}}', "NaN"),
-    (b'{"weight_map":{"w":"\\ud800"}}', "lone surrogate"),
-    (b'{"weight_map":{"\xff":"a"}}', "not UTF-8"),
-    (b'{"weight_map":{"w":"a"}}x', "broken at character"),
-    (b'{"metadata":' + b"[" * 100_000, "deeper than 127"),
-    (b'{"metadata":' + b"[" * 200 + b"]" * 200 + b',"weight_map":{"w":"a"}}', "deeper than 127"),
+    (b"", "its JSON is broken at character 0: Expecting value"),
+    (b"[]", "it is not a JSON object"),
+    (b"{}", NO_MAP),
+    (b'{"weight_map":null}', NO_MAP),
+    (b'{"weight_map":["a"]}', NO_MAP),
+    (b'{"weight_map":{}}', "its weight_map is empty"),
+    (b'{"weight_map":{"w":1}}', "its weight_map maps 'w' to something that is not a string"),
+    (b'{"weight_map":{"w":null}}', "its weight_map maps 'w' to something that is not a string"),
+    (b'{"weight_map":{"w":"a","w":"a"}}', "its weight_map has the key 'w' twice"),
+    (b'{"weight_map":{"w":"a"},"weight_map":{"w":"a"}}', "it has the key 'weight_map' twice"),
+    (
+        b'{"metadata":{"a":1,"a":2},"weight_map":{"w":"a"}}',
+        "in its JSON an object has the key 'a' twice",
+    ),
+    (
+        b'{"metadata":{"a":NaN},"weight_map":{"w":"a"}}',
+        "its JSON holds NaN, which JSON does not have",
+    ),
+    (
+        b'{"weight_map":{"w":"\\ud800"}}',
+        'its JSON holds a lone surrogate in \'eight_map", [["w", "\\ud800"]]]]\'',
+    ),
+    (b'{"weight_map":{"\xff":"a"}}', "its JSON is not UTF-8 (byte 16)"),
+    (b'{"weight_map":{"w":"a"}}x', "its JSON is broken at character 24: Extra data"),
+    (b'{"metadata":' + b"[" * 100_000, DEEP),
+    (b'{"metadata":' + b"[" * 127 + b"]" * 127 + b',"weight_map":{"w":"a"}}', DEEP),
 ]
 
 
-@pytest.mark.parametrize("raw,fragment", INDEX_INVALID, ids=range(len(INDEX_INVALID)))
-def test_invalid_index_raises(raw: bytes, fragment: str) -> None:
+@pytest.mark.parametrize("raw,fault", INDEX_INVALID, ids=range(len(INDEX_INVALID)))
+def test_invalid_index_raises(raw: bytes, fault: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_weight_map(raw, path="i.json")
-    assert fragment in str(caught.value)
-    assert str(caught.value).startswith("i.json: ")
+    assert str(caught.value) == f"i.json: {fault}"
     assert caught.value.path == "i.json"
+
+
+def test_index_with_metadata_of_any_depth_up_to_the_limit_is_read() -> None:
+    raw = b'{"metadata":' + b"[" * 126 + b"]" * 126 + b',"weight_map":{"w":"a"}}'
+    assert read_weight_map(raw, path="i") == {"w": "a"}
+
+
+def test_index_that_needs_more_memory_than_there_is_names_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(available, "available_bytes", lambda: available.SPARE_BYTES)
+    with pytest.raises(PlacementError, match=r"needed to parse i\.json and "):
+        read_weight_map(b'{"weight_map":{"w":"' + b"a" * (4 << 20) + b'"}}', path="i.json")
 
 
 def test_index_without_metadata_is_read() -> None:

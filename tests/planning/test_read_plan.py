@@ -288,6 +288,14 @@ def test_small_plan_is_as_computed_by_hand() -> None:
     assert windows == ((0, 1), (1, 3))
 
 
+def test_summary_of_the_smallest_plans_has_no_division_by_zero() -> None:
+    assert (
+        ReadPlan().summary().endswith("0 requests of 0 to 0 bytes, 0 bytes to read (0.000% over)")
+    )
+    one = plan_reads([ByteRange("a", 0, 0, 1)], [3], Limits())
+    assert one.summary().endswith("of 4,096 to 4,096 bytes, 3 bytes to read (200.000% over)")
+
+
 def test_shared_block_of_two_shards_is_that_of_each() -> None:
     ranges = [ByteRange("a", 0, 5000, 100), ByteRange("b", 1, 5000, 100)]
     plan = plan_reads(ranges, [70_000, 70_000], Limits(), blocks=[65_536, 512])
