@@ -111,7 +111,8 @@ def in_process(function: Any, *arguments: Any) -> Any:
     try:
         return here.recv()
     finally:
-        process.join()
+        process.join(timeout=30)
+        process.kill()  # an engine that has failed to start may never end
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
