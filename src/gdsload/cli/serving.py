@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from gdsload.cli import terminal
-from gdsload.cli.terminal import count, size
 from gdsload.errors import one_line
 from gdsload.remote.peer import DEFAULT_PORT
+from gdsload.report import count, size
 
 
 def _parameters(
