@@ -157,10 +157,13 @@ FORMATS: dict[str, dict[str, Any]] = {
 def _load(connection: Any, directory: str, load_format: str, options: Any, ranks: int) -> None:
     """In a process of its own: what `MeasuredWorker` notes in each rank."""
     try:
+        if ranks == 1:  # an engine in one process starts sooner
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         llm = engine(
             Path(directory),
             load_format,
             worker_cls="vllm_worker.MeasuredWorker",
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
             model_loader_extra_config=options,
             tensor_parallel_size=ranks,
         )
