@@ -6,8 +6,10 @@ import errno
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from gdsload._native.memory import Region
+from gdsload.backends import DRAM, Backend, Memory, OpenFile, Transfer
 from gdsload.errors import FileChanged
 from gdsload.remote.file import RemoteFile
 
@@ -127,3 +129,39 @@ class MemoryFile(RemoteFile):
 
 
 REFUSED = Fault(bytes=0, error=errno.EACCES, final=True)
+
+
+def opened(file: RemoteFile) -> OpenFile:
+    return OpenFile(file.url, -1, file.size, remote=file)
+
+
+class Load:
+    """Reads of one file into one region, by one request."""
+
+    def __init__(self, backend: Backend, file: MemoryFile, step: int = 1 << 20) -> None:
+        self.backend, self.file = backend, file
+        self.region = Region.anonymous(file.size)
+        self.registered = backend.register(opened(file))
+        memory = Memory(DRAM, self.region.address, file.size, self.region)
+        self.transfers = [
+            Transfer(
+                0, at, min(step, file.size - at), min(step, file.size - at), 0, at, "buffered", n
+            )
+            for n, at in enumerate(range(0, file.size, step))
+        ]
+        self.memory = backend.register(memory)
+        self.request = backend.prepare(self.transfers, [self.registered], [self.memory])
+
+    def run(self) -> list[Any]:
+        """Posts it and waits: the failures."""
+        self.backend.post(self.request)
+        failures = []
+        while True:
+            progress = self.backend.check(self.request)
+            failures += progress.failures
+            if progress.finished:
+                return failures
+            self.backend.wait(self.request, 0.05)
+
+    def bytes(self) -> bytes:
+        return self.region.read(0, self.file.size)

@@ -18,15 +18,13 @@ import pytest
 import gpudoubles
 from contract import BackendContract, bytes_of
 from gdsload._native.fetch import Fetch
-from gdsload._native.memory import Region
-from gdsload.backends import DRAM, VRAM, Backend, Memory, OpenFile, remote as remote_module
+from gdsload.backends import VRAM, Backend, Memory, OpenFile, remote as remote_module
 from gdsload.backends.remote import RemoteBackend
 from gdsload.errors import BackendUnavailable, ReadError
 from gdsload.planning.read_plan import Transfer
-from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import remote_storage
 from gpucontract import DeviceMemory, GpuContract
-from remotefiles import REFUSED, Fault, MemoryFile
+from remotefiles import REFUSED, Fault, Load, MemoryFile, opened
 
 DATA = random.Random(7).randbytes(3_000_000)
 
@@ -61,42 +59,6 @@ class TestVram(FilesElsewhere, GpuContract):
 class TestVramFewSlots(FilesElsewhere, GpuContract):
     kind = RemoteBackend
     options = {"ring_bytes": 128 << 10, "request_bytes": 64 << 10}  # noqa: RUF012
-
-
-def opened(file: RemoteFile) -> OpenFile:
-    return OpenFile(file.url, -1, file.size, remote=file)
-
-
-class Load:
-    """Reads of one file into one region, by one request."""
-
-    def __init__(self, backend: Backend, file: MemoryFile, step: int = 1 << 20) -> None:
-        self.backend, self.file = backend, file
-        self.region = Region.anonymous(file.size)
-        self.registered = backend.register(opened(file))
-        memory = Memory(DRAM, self.region.address, file.size, self.region)
-        self.transfers = [
-            Transfer(
-                0, at, min(step, file.size - at), min(step, file.size - at), 0, at, "buffered", n
-            )
-            for n, at in enumerate(range(0, file.size, step))
-        ]
-        self.memory = backend.register(memory)
-        self.request = backend.prepare(self.transfers, [self.registered], [self.memory])
-
-    def run(self) -> list[Any]:
-        """Posts it and waits: the failures."""
-        self.backend.post(self.request)
-        failures = []
-        while True:
-            progress = self.backend.check(self.request)
-            failures += progress.failures
-            if progress.finished:
-                return failures
-            self.backend.wait(self.request, 0.05)
-
-    def bytes(self) -> bytes:
-        return self.region.read(0, self.file.size)
 
 
 @pytest.fixture
@@ -408,8 +370,9 @@ def test_interpreter_ends_with_threads_of_a_backend(moment: str) -> None:
     code = f"""
 import sys, threading
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_remote import DATA, Fault, Load, MemoryFile, RemoteBackend
+from remotefiles import Fault, Load, MemoryFile
+from gdsload.backends.remote import RemoteBackend
+DATA = bytes(3_000_000)
 gate = threading.Event()
 hangs = {moment == "calls outstanding"}
 backend = RemoteBackend(depth=8)
