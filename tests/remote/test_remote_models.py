@@ -155,6 +155,15 @@ def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:
     assert tokenizer.name_or_path == url
 
 
+def test_tensors_of_a_url_cannot_be_left_on_disk(server: ObjectServer) -> None:
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    with pytest.raises(CheckpointError, match="device_map leaves tensors on disk"):
+        gdsload.from_pretrained(
+            server.url("s3", "model"),
+            device_map={**places, "model.rotary_emb": "cpu", "model.layers": "disk"},
+        )
+
+
 def test_replaced_weights_give_no_model(server: ObjectServer) -> None:
     for path in (server.root / "model").glob("*.safetensors"):
         assert path.stat().st_size > 128 << 10

@@ -295,7 +295,7 @@ def _from_url(owner: str) -> Patch:
 
         @functools.wraps(plain)
         def from_pretrained(cls: Any, *args: Any, **words: Any) -> Any:
-            url = args[0] if args else words.get(_SOURCE)
+            url: Any = args[0] if args else words.get(_SOURCE)
             if active() is None or not is_url(url):
                 return plain(cls, *args, **words)
             with stand_in(url, words) as top:

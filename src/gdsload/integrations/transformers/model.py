@@ -223,9 +223,10 @@ def accelerated(
 ) -> Iterator[LoadReport]:
     """Inside the `with`, `from_pretrained` calls of this thread read by gdsload.
 
-    So do the functions of accelerate, diffusers and peft that read safetensors files. Other threads
-    are not affected, and nothing stays replaced afterwards. Yields a report with the sums of all
-    loads inside it; `last_report` is that of the last one.
+    So do the functions of accelerate, diffusers and peft that read safetensors files. Classes of
+    models, and their Auto classes, take URLs as well, as for `from_pretrained`. Other threads are
+    not affected, and nothing stays replaced afterwards. Yields a report with the sums of all loads
+    inside it; `last_report` is that of the last one.
 
     Args:
         backend: "auto" or the name of a backend.
