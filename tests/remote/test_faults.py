@@ -29,6 +29,9 @@ REQUESTS = {"load_file": (1, 2, 3, 4, 5, 6), "stream": (5, 7, 8), "load_into": (
 # Nothing is wrong with the objects: asking again helps.
 PASSING = ("429", "500", "503", "slow", "silent", "reset", "truncated", "reset_in_body",
            "silent_in_body", "short")  # fmt: skip
+# Not those that send half of what is asked for: asking for the rest makes progress.
+LASTING = ("403", "404", "416", "429", "503", "silent", "reset", "wrong_range", "range_ignored")
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -146,3 +149,36 @@ def test_other_fault_of_any_request_gives_exact_bytes_or_an_error(
         except gdsload.GdsloadError:
             continue
         assert exact(found, wanted), f"{fault} at request {number}"
+
+
+@pytest.mark.parametrize("fault", LASTING)
+@pytest.mark.parametrize("first", [1, 4])
+def test_lasting_fault_is_one_error(
+    server: ObjectServer, wanted: Tensors, fault: str, first: int
+) -> None:
+    server.script(fault, first=first, count=None)
+    with pytest.raises(gdsload.GdsloadError) as caught:
+        bounded(lambda: load_file(server.url("s3", "model"), wanted))
+    assert "s3://bucket/model" in str(caught.value)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize("face", FACES)
+def test_object_that_is_replaced_between_requests_is_reported(
+    server: ObjectServer, wanted: Tensors, face: str, pins: bool
+) -> None:
+    server.pins = pins
+    server.script("replaced", path="*.safetensors", first=3)  # after the two headers
+    with pytest.raises(gdsload.FileChanged):
+        bounded(lambda: FACES[face](server.url("s3", "model"), wanted))
+
+
+@pytest.mark.parametrize("status", ["403", "404"])
+def test_final_answer_is_not_asked_for_again(
+    server: ObjectServer, wanted: Tensors, status: str
+) -> None:
+    server.script(status, path="*.safetensors", count=None)
+    with pytest.raises(gdsload.GdsloadError):
+        bounded(lambda: load_file(server.url("s3", "model"), wanted))
+    struck = [request.key for request in server.requests if request.fault]
+    assert len(struck) == len(set(struck))
