@@ -187,6 +187,17 @@ def test_source_whose_header_cannot_be_read_is_left(memory: Directories, model: 
         gdsload.load_file(gdsload.replicas("mem://refuses"))
 
 
+def test_other_files_may_differ_and_be_missing(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (other / "config.json").write_text('{"a": 1}')
+    directory = ReplicaDirectory(gdsload.replicas(model, other))
+    assert directory.read("config.json", 100) == b'{"a": 1}'
+    assert directory.open("config.json").read(0, 8) == b'{"a": 1}'
+    facts = directory.open(sorted(other.glob("*.safetensors"))[0].name).facts()
+    assert facts is not None and facts.refusals == {}
+
+
 def test_one_file_of_several_sources_loads(model: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file(TENSORS, tmp_path / "all.safetensors")
     other = tmp_path / "other"

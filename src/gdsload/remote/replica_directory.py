@@ -79,8 +79,19 @@ class ReplicaDirectory(RemoteDirectory):
             return any(self._answers(lambda directory: directory.has(name)).values())
 
     def open(self, name: str) -> RemoteFile:
-        files = self._answers(lambda directory: Opened.of(directory.open(name)), leave=True)
-        return ReplicaFile(self.path_of(name), self._sources, files)
+        """Opens a shard at all sources. Other files may differ: the first source counts."""
+        shard = _is_shard(name)
+        files = self._answers(lambda directory: Opened.of(directory.open(name)), leave=shard)
+        if shard:
+            return ReplicaFile(self.path_of(name), self._sources, files)
+        (first, _), *others = files.values()
+        for other in others:
+            other.file.close()
+        return first
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Asks all sources for the whole file, and returns that of the first."""
+        return next(iter(self._answers(lambda directory: directory.read(name, limit)).values()))
 
     def _answers(
         self, ask: Callable[[RemoteDirectory], Answer], *, leave: bool = False
