@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,11 +55,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """Where this process serves it."""
+    with gdsload.serve(folder) as server:
+        yield server.url
+
+
 @contextmanager
-def source(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def source(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves a checkpoint, and its URL."""
     code = "from gdsload.cli import main; main()"
-    words = ["serve", str(folder), "--json", "--port", str(port)]
+    words = ["serve", str(folder), "--json", "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
@@ -95,77 +101,65 @@ def all_bytes(url: str) -> bytes:
         file.close()
 
 
-def test_peer_serves_the_bytes_of_the_file(folder: Path) -> None:
-    with source(folder) as (process, url):
-        assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
-        assert children() == []
-        directory = PeerDirectory(url)
-        assert set(directory.names()) == {
-            "config.json", "gdsload-manifest.json", "model.safetensors",
-        }  # fmt: skip
-        assert directory.read("config.json", 100) == b'{"model_type": "none"}'
-        with pytest.raises(CheckpointNotFound):
-            directory.open("other.safetensors")
-        with pytest.raises(CheckpointNotFound, match="another name"):
-            PeerDirectory(f"{url}-2").names()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_SECONDS) == 0
+def test_peer_serves_the_files_of_a_directory(folder: Path, url: str) -> None:
+    assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
+    assert children() == []
+    directory = PeerDirectory(url)
+    assert set(directory.names()) == {"config.json", "gdsload-manifest.json", "model.safetensors"}
+    assert directory.read("config.json", 100) == b'{"model_type": "none"}'
+    with pytest.raises(CheckpointNotFound):
+        directory.open("other.safetensors")
+    with pytest.raises(CheckpointNotFound, match="another name"):
+        PeerDirectory(f"{url}-2").names()
 
 
-def test_load_file_of_a_peer_equals_that_of_the_file(folder: Path) -> None:
+def test_load_file_of_a_peer_equals_that_of_the_file(folder: Path, url: str) -> None:
     expected = stock(folder / "model.safetensors")
-    with source(folder) as (_, url):
-        found = gdsload.load_file(url, verify="checksum")
-        report = gdsload.last_report()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        assert report is not None
-        assert report.paths["nixl/ucx"] > 0.9 * sum(each.nbytes for each in expected.values())
-        # What changes is another version, and no name of this one.
+    found = gdsload.load_file(url, verify="checksum")
+    report = gdsload.last_report()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert report is not None
+    assert report.paths["nixl/ucx"] > 0.9 * sum(each.nbytes for each in expected.values())
     assert children() == []
 
 
-def test_four_readers_get_equal_bytes(folder: Path) -> None:
-    with source(folder) as (_, url):
-        readers = [
-            subprocess.Popen([sys.executable, "-c", READ, url], stdout=subprocess.PIPE, text=True)
-            for _ in range(4)
-        ]
-        answers = {reader.communicate(timeout=PATIENCE_SECONDS)[0] for reader in readers}
+def test_model_of_a_peer_equals_that_of_the_directory(tiny_checkpoint: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint).state_dict()
+    with gdsload.serve(tiny_checkpoint) as server:
+        model = gdsload.from_pretrained(server.url)
+        assert len(PeerDirectory(server.url).names()) > 3  # shards, index, configuration
+    with gdsload.serve(model) as server:
+        again = gdsload.from_pretrained(server.url)
+        assert type(again) is type(model)
+    for found in (model.state_dict(), again.state_dict()):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_four_readers_get_equal_bytes(folder: Path, url: str) -> None:
+    readers = [
+        subprocess.Popen([sys.executable, "-c", READ, url], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    answers = {reader.communicate(timeout=PATIENCE_SECONDS)[0] for reader in readers}
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert answers == {f"{digest}\n"}
 
 
-def test_killed_source_is_an_error_and_the_reader_ends_well(folder: Path) -> None:
-    with source(folder) as (process, url):
-        reader = subprocess.Popen(
-            [sys.executable, "-c", ENDLESS, url],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "once\n"
-        (child,) = psutil.Process(reader.pid).children()
-        process.kill()
-        _, errors = reader.communicate(timeout=PATIENCE_SECONDS)
-    assert reader.returncode == 1  # an exception, and no signal
-    assert "RemoteError" in errors
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running()
-
-
-def test_stopped_source_is_an_error_in_bounded_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer, "ANSWER_SECONDS", 0.5)
-    with source(folder) as (process, url):
-        file = PeerDirectory(url).open("model.safetensors")
-        file.read(0, file.size)
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RemoteError, match="has not answered"):
-            file.read(0, file.size)
-        process.send_signal(signal.SIGCONT)
-        assert len(file.read(0, file.size)) == file.size
-        file.close()
+def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> None:
+    file = PeerDirectory(url).open("model.safetensors")
+    before = file.read(0, file.size)
+    (child,) = children()
+    child.kill()
+    child.wait(PATIENCE_SECONDS)
+    assert file.read(0, file.size) == before
+    file.quiesce()
+    assert children() == []
+    assert file.read(0, file.size) == before
+    file.close()
+    assert children() == []
 
 
 def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) -> None:
@@ -178,11 +172,43 @@ def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) 
         (child,) = psutil.Process(reader.pid).children()
         reader.kill()
         reader.communicate(timeout=PATIENCE_SECONDS)
-        _, alive = psutil.wait_procs([child], timeout=30)
+        _, alive = psutil.wait_procs([child], timeout=PATIENCE_SECONDS)
         assert alive == []
         assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_stopped_and_killed_sources_are_errors_and_the_reader_ends_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with source(folder) as (process, url):
+        file = PeerDirectory(url).open("model.safetensors")
+        before = file.read(0, file.size)
+        file.quiesce()
+        monkeypatch.setattr(peer, "ANSWER_SECONDS", 0.5)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RemoteError, match="has not answered"):
+            file.read(0, file.size)
+        monkeypatch.undo()
+        file.quiesce()
+        process.send_signal(signal.SIGCONT)
+        assert file.read(0, file.size) == before
+        file.close()
+
+        reader = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, url],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "once\n"
+        (child,) = psutil.Process(reader.pid).children()
+        process.kill()
+        _, errors = reader.communicate(timeout=PATIENCE_SECONDS)
+    assert reader.returncode == 1  # an exception, and no signal
+    assert "RemoteError" in errors
+    _, alive = psutil.wait_procs([child], timeout=PATIENCE_SECONDS)
+    assert alive == []
 
 
 def test_withdrawn_weights_are_another_version_for_their_readers() -> None:
@@ -216,27 +242,12 @@ def test_withdrawn_weights_are_another_version_for_their_readers() -> None:
         PeerDirectory(url).names()
 
 
-def test_source_that_starts_again_with_the_same_bytes_is_the_same_version(folder: Path) -> None:
-    with source(folder) as (_, url):
-        file = PeerDirectory(url).open("model.safetensors")
+def test_source_that_starts_again_with_the_same_bytes_is_the_same_version() -> None:
+    tensors = {"a": torch.arange(5_000_000)}
+    with gdsload.serve(tensors, name="m") as server:
+        file = PeerDirectory(server.url).open("model.safetensors")
         before = file.read(0, file.size)
-    port = int(url.split(":")[2].split("/")[0])
-    with source(folder, port) as (_, second):
-        assert second == url
+        port = int(server.url.split(":")[2].split("/")[0])
+    with gdsload.serve({"a": tensors["a"].clone()}, name="m", port=port) as server:
         assert file.read(0, file.size) == before
     file.close()
-
-
-def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(folder: Path) -> None:
-    with source(folder) as (_, url):
-        file = PeerDirectory(url).open("model.safetensors")
-        before = file.read(0, file.size)
-        (child,) = children()
-        child.send_signal(signal.SIGSEGV)
-        child.wait(10)
-        assert file.read(0, file.size) == before
-        file.close()
-        deadline = time.monotonic() + 10
-        while children() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert children() == []

@@ -194,12 +194,12 @@ def test_metrics_count_the_bytes_of_the_cache(server: ObjectServer, tmp_path: Pa
     assert counted == gdsload.last_report().wanted_bytes
 
 
-def test_replicas_fill_the_cache(
+def test_files_of_several_sources_are_not_cached(
     server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
+    """A source with other bytes would be in the cache even after it was repaired."""
     source = gdsload.replicas(server.url("s3", "model"), tiny_checkpoint)
-    cache = tmp_path / "cache"
-    for _ in range(2):
-        assert_same(gdsload.load_file(source, cache_dir=cache), tiny_checkpoint)
-    with Checkpoint.open(source, cache_dir=cache) as checkpoint:
-        assert not checkpoint.remote
+    found = gdsload.load_file(source, cache_dir=tmp_path / "cache")
+    assert "several sources" in gdsload.last_report().refusals["local cache"]
+    assert LocalCache(tmp_path / "cache").entries() == []
+    assert_same(found, tiny_checkpoint)

@@ -3,10 +3,12 @@ the exact bytes or one error, and the next load is exact."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from object_server import FAULTS, ObjectServer
 pytest.importorskip("obstore")
 
 STALL_SECONDS = 2.0
-PATIENCE_SECONDS = 30.0  # a load that takes longer hangs
-FIRST_REQUESTS = 6
+PATIENCE_SECONDS = 15.0  # a load that takes longer hangs
+# A listing, the index, two headers, then the rest of two shards. The first four are those of all.
+REQUESTS = {"load_file": (1, 2, 3, 4, 5, 6), "stream": (5, 7, 8), "load_into": (5, 6)}
 # Nothing is wrong with the objects: asking again helps.
 PASSING = ("429", "500", "503", "slow", "silent", "reset", "truncated", "reset_in_body",
            "silent_in_body", "short")  # fmt: skip
+# Not those that send half of what is asked for: asking for the rest makes progress.
+LASTING = ("403", "404", "416", "429", "503", "silent", "reset", "wrong_range", "range_ignored")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -77,9 +82,16 @@ def exact(found: Tensors, wanted: Tensors) -> bool:
     )
 
 
-def resources() -> tuple[int, int]:
-    """Threads and descriptors of this process."""
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def resources() -> tuple[list[str], list[str]]:
+    """Names of the threads, and descriptors, of this process."""
+    threads, files = [], []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ended meanwhile
+            threads.append((task / "comm").read_text().strip())
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            files.append(os.readlink(file))
+    return threads, files
 
 
 @pytest.fixture(autouse=True)
@@ -93,16 +105,22 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_left(server: ObjectServer, wanted: Tensors) -> Iterator[None]:
     """After the test the next load is exact, and threads and descriptors are what they were."""
     url = server.url("s3", "model")
-    load_file(url, wanted)  # what a library starts once
+    for name, face in FACES.items():
+        server.forget()
+        face(url, wanted)  # what a library starts once
+        assert len(server.requests) == REQUESTS[name][-1]
     before = resources()
     server.forget()
     yield
     server.restore()
-    for face in FACES.values():
-        assert exact(bounded(lambda face=face: face(url, wanted)), wanted)
+    assert exact(bounded(lambda: load_file(url, wanted)), wanted)
     limit = time.monotonic() + PATIENCE_SECONDS
-    while any(map(int.__gt__, resources(), before)):
-        assert time.monotonic() < limit, f"{before} threads and descriptors became {resources()}"
+    while True:
+        gc.collect()
+        now = resources()
+        if all(len(one) <= len(other) for one, other in zip(now, before, strict=True)):
+            break
+        assert time.monotonic() < limit, f"{before} became {now}"
         time.sleep(0.05)
 
 
@@ -111,7 +129,7 @@ def nothing_left(server: ObjectServer, wanted: Tensors) -> Iterator[None]:
 def test_passing_fault_of_any_request_is_survived(
     server: ObjectServer, wanted: Tensors, face: str, fault: str
 ) -> None:
-    for number in range(1, FIRST_REQUESTS + 1):
+    for number in REQUESTS[face]:
         server.restore()
         server.script(fault, first=number)
         found = bounded(lambda: FACES[face](server.url("s3", "model"), wanted))
@@ -123,7 +141,7 @@ def test_passing_fault_of_any_request_is_survived(
 def test_other_fault_of_any_request_gives_exact_bytes_or_an_error(
     server: ObjectServer, wanted: Tensors, face: str, fault: str
 ) -> None:
-    for number in range(1, FIRST_REQUESTS + 1):
+    for number in REQUESTS[face]:
         server.restore()
         server.script(fault, first=number)
         try:
@@ -133,16 +151,15 @@ def test_other_fault_of_any_request_gives_exact_bytes_or_an_error(
         assert exact(found, wanted), f"{fault} at request {number}"
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"slow", "replaced"}))
+@pytest.mark.parametrize("fault", LASTING)
 @pytest.mark.parametrize("first", [1, 4])
 def test_lasting_fault_is_one_error(
     server: ObjectServer, wanted: Tensors, fault: str, first: int
 ) -> None:
     server.script(fault, first=first, count=None)
-    for face in FACES.values():
-        with pytest.raises(gdsload.GdsloadError) as caught:
-            bounded(lambda face=face: face(server.url("s3", "model"), wanted))
-        assert "model" in str(caught.value)
+    with pytest.raises(gdsload.GdsloadError) as caught:
+        bounded(lambda: load_file(server.url("s3", "model"), wanted))
+    assert "s3://bucket/model" in str(caught.value)
 
 
 @pytest.mark.parametrize("pins", [True, False])

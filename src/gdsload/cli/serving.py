@@ -67,7 +67,6 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
                 f"version {status.version}",
             )
             click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
-        click.get_text_stream("stdout").flush()
         with suppress(KeyboardInterrupt):
             while True:
                 time.sleep(3600)

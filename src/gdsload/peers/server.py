@@ -326,7 +326,7 @@ def _without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 def _configuration(model: torch.nn.Module) -> dict[str, bytes]:
     """The configuration files of a model of transformers, as `save_pretrained` writes them."""
     found: dict[str, bytes] = {}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         facts = json.loads(config.to_json_string(use_diff=True))
         facts["architectures"] = [type(model).__name__]
@@ -335,7 +335,7 @@ def _configuration(model: torch.nn.Module) -> dict[str, bytes]:
             key = "dtype" if "dtype" in facts else "torch_dtype"  # as the version names it
             facts[key] = str(dtype).removeprefix("torch.")
         found["config.json"] = json.dumps(facts, indent=2, sort_keys=True).encode()
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     return found

@@ -298,6 +298,8 @@ class LocalCache:
     def _entry_of(self, file: RemoteFile) -> Entry:
         if not file.version or file.version.startswith("W/"):
             raise _NotCached("the server names no version of the file that stands for its bytes")
+        if file.backend == "replicas":  # a source that is wrong would stay wrong in the cache
+            raise _NotCached("files of several sources are not cached")
         try:
             from xxhash import xxh3_128
         except ImportError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +21,10 @@ def nixl_api() -> Any:
     reason = "the package nixl is not installed"
     for package in PACKAGES:
         try:
-            return import_module(f"{package}._api")
+            api = import_module(f"{package}._api")
+            if "NIXL_LOG_LEVEL" not in os.environ:  # it would write progress to stdout
+                logging.getLogger("nixl").setLevel(logging.WARNING)
+            return api
         except ModuleNotFoundError as error:
             if error.name != package:
                 reason = f"{package} cannot be imported: {error}"
@@ -47,6 +52,6 @@ def new_agent(name: str, plugin: str, parameters: dict[str, str], *, progress: b
         )
         agent.create_backend(plugin, dict(parameters))
     except Exception as error:  # NIXL has classes of its own, which derive from Exception
-        reason = f"NIXL cannot create its backend {plugin}: {error or type(error).__name__}"
+        reason = f"NIXL cannot create its backend {plugin}: {str(error) or type(error).__name__}"
         raise BackendUnavailable(reason, {"nixl": reason}) from error
     return agent

@@ -146,7 +146,7 @@ class NixlReader:
         try:
             if self.broken:
                 raise ReaderFailed("the process that runs NIXL was given up")
-            fields = {"peer": peer, "kind": kind, "remote": pieces}
+            fields: dict[str, object] = {"peer": peer, "kind": kind, "remote": pieces}
             try:
                 self._ask(slot, fields, metadata)
             except BaseException:
@@ -239,6 +239,13 @@ class SharedReader:
             reader, self._reader = self._reader, None if not self._users else self._reader
             if not self._users and reader is not None:
                 reader.give_up()
+
+    def quiesce(self) -> None:
+        """Ends the child process. The next read starts another one."""
+        with self._lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.give_up()
 
     def current(self) -> NixlReader:
         """A reader that is not broken. Raises ReaderFailed if no process can be started."""

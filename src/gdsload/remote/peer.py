@@ -186,7 +186,7 @@ class PeerDirectory(RemoteDirectory):
         except (OSError, EOFError, MessageError) as error:
             code = getattr(error, "errno", None) or errno.EIO
             raise CheckpointUnreadable(
-                f"{self.path}: the peer does not answer: {error or type(error).__name__}",
+                f"{self.path}: the peer does not answer: {str(error) or type(error).__name__}",
                 errno=code,
                 **facts,
             ) from error
@@ -230,10 +230,10 @@ class PeerDirectory(RemoteDirectory):
         answer, metadata = connection.ask("open", name=self._name, reader=self._reader_name)
         try:
             sizes = {str(name): int(size) for name, size in answer["files"].items()}
-            texts = [str(answer[key]) for key in ("version", "agent", "plugin")]
+            version, agent, plugin = (str(answer[key]) for key in ("version", "agent", "plugin"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise MessageError(f"the peer sent something else: {error}") from None
-        return _Source(*texts, metadata, sizes)  # type: ignore[misc, arg-type]
+        return _Source(version, agent, plugin, metadata, sizes)
 
     def acquire(self, connection: _Connection) -> _Source:
         """Takes a ticket for reads of the version that was opened first.
@@ -295,6 +295,14 @@ class PeerDirectory(RemoteDirectory):
         with self._lock:
             self._open_files += 1
 
+    def quiesce(self) -> None:
+        """Closes the connections and ends the process with NIXL. Later reads start them again."""
+        self.drop_idle()
+        with self._lock:
+            shared = self._shared
+        if shared is not None:
+            shared.quiesce()
+
     def leave(self) -> None:
         with self._lock:
             self._open_files -= 1
@@ -353,7 +361,7 @@ class PeerFile(RemoteFile):
             except ReaderFailed as error:
                 why = str(error)
             except (OSError, EOFError, MessageError) as error:
-                why = f"the connection failed: {error or type(error).__name__}"
+                why = f"the connection failed: {str(error) or type(error).__name__}"
                 self._directory.drop_idle()
             if got:
                 return  # the caller asks for the rest
@@ -376,6 +384,9 @@ class PeerFile(RemoteFile):
         # All bytes that were handed out are of one version, whatever the peer has now.
         if self._changed:
             raise FileChanged(f"{self.url}: {self._changed}", path=self.url)
+
+    def quiesce(self) -> None:
+        self._directory.quiesce()
 
     def close(self) -> None:
         if not self._closed:
