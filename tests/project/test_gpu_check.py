@@ -65,7 +65,12 @@ def run(
             tmp_path,
             *words,
         ],
-        env={**os.environ, "GPU_DOUBLE_LIBRARIES": str(libraries), **variables},
+        env={
+            **os.environ,
+            "GPU_DOUBLE_LIBRARIES": str(libraries),
+            "GPU_DOUBLE_ROOT": str(tmp_path),
+            **variables,
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS + 60,
