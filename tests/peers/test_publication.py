@@ -13,7 +13,7 @@ from safetensors.torch import load
 from gdsload.errors import GdsloadError
 from gdsload.peers.memory import locations_of, regions_of
 from gdsload.peers.publication import PublishedFile, PublishedTensor, file_of, published
-from gdsload.peers.server import _tensor
+from gdsload.peers.server import _collected, _tensor
 
 
 def file_with(tensors: dict[str, torch.Tensor]) -> PublishedFile:
@@ -88,3 +88,8 @@ def test_tensor_without_bytes_of_a_known_type_is_refused(tensor: Any) -> None:
 def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert torch.equal(load(bytes_of(file_with({"t": tensor})))["t"], tensor)
+
+
+def test_url_is_not_served_by_its_path() -> None:
+    with pytest.raises(GdsloadError, match="https://host/model: only checkpoints of this machine"):
+        _collected("https://user:secret@host/model")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.checkpoint.file_io import read_exactly
 from gdsload.checkpoint.manifest import MANIFEST_NAME
 from gdsload.dtypes import DTYPES, known_dtype
 from gdsload.errors import GdsloadError, shown
@@ -31,6 +30,7 @@ from gdsload.peers.publication import (
 )
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
+from gdsload.remote.directory import is_url, without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -285,6 +285,11 @@ def _collected(model: Any) -> _Weights:
 def _of_source(source: str) -> _Weights:
     from gdsload.api import load_file
 
+    if is_url(source):
+        raise GdsloadError(
+            f"{without_secrets(source)}: only checkpoints of this machine are served by their path:"
+            " load it, and serve the model or its tensors"
+        )
     with Checkpoint.open(source) as checkpoint:
         # Not mapped: what is served must not change with the file.
         tensors = load_file(source, cache="buffered", page_cache="drop", progress=False)
@@ -292,7 +297,7 @@ def _of_source(source: str) -> _Weights:
         for number, shard in enumerate(checkpoint.shards):
             infos = [info for info in checkpoint.tensors.values() if info.shard == number]
             infos.sort(key=lambda info: (info.offset, info.nbytes))
-            header = read_exactly(shard.fd, 0, shard.data_start, shard.path)
+            header = shard.read(0, shard.data_start)
             files[shard.name] = header, [info.name for info in infos]
         checkpoint.verify_unchanged()
         directory = Path(checkpoint.shards[0].path).parent
