@@ -88,7 +88,7 @@ soak: setup  ## thousands of loads in one process and in eight: nothing grows; A
 fuzz: setup  ## parsers, planner and command line under atheris; ARGS='--seconds 600'
 	@sh scripts/fuzz.sh $(ARGS)
 
-mutants: setup  ## faults put into checkpoint, planning and manifests, which a test must find; an hour
+mutants: setup  ## faults put into checkpoint, planning and manifests, which a test must find; hours
 	@sh scripts/mutants.sh $(ARGS)
 
 clean:  ## remove what was built; .venv stays

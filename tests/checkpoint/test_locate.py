@@ -69,6 +69,7 @@ def names(*args: object, **options: object) -> list[str]:
         (["adapter.safetensors", "config.json", "x.bin"], {}, ["adapter.safetensors"]),
         (["b.safetensors", "a.safetensors"], {}, ["a.safetensors", "b.safetensors"]),
         (["a.safetensors", "._a.safetensors"], {}, ["a.safetensors"]),
+        (["a\nb.safetensors"], {}, ["a\nb.safetensors"]),
         (["a.fp16.safetensors", "a.safetensors"], {"variant": "fp16"}, ["a.fp16.safetensors"]),
         (
             ["m-00002-of-00002.safetensors", "m-00001-of-00002.safetensors"],
@@ -245,10 +246,10 @@ def test_directory_without_safetensors_raises(tmp_path: Path) -> None:
         ("./org/name", {}, "No such file or directory"),
         ("missing.safetensors", {}, "No such file or directory"),
         ("../name", {}, "No such file or directory"),
-        (".", {"subfolder": "../x"}, "stay inside"),
+        (".", {"subfolder": "../x"}, "the subfolder '../x' does not stay inside the checkpoint"),
         (".", {"subfolder": "/etc"}, "stay inside"),
         (".", {"variant": "../x"}, "not the name of a variant"),
-        ("org/name", {"revision": "../../x"}, "stay inside"),
+        ("org/name", {"revision": "../x"}, "the revision '../x' does not stay inside"),
         ("x" * 5000, {}, "x"),
     ],
 )

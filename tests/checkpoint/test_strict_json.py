@@ -86,6 +86,8 @@ def test_depth_is_counted_without_recursion_if_the_limit_was_raised() -> None:
             strict_json(text.encode())
         wide = "[" + ",".join([nested(126)] * 3) + "]"
         assert len(strict_json(wide.encode())) == 3
+        many = "[" + ",".join(['["[", "a", {"]": 1}, 2]'] * 200) + "]"
+        assert len(strict_json(many.encode())) == 200
         for text in (nested(128), '{"a":' * 128 + "1" + "}" * 128, "[" * 128, '{"\\"":' * 128):
             with pytest.raises(FormatError) as caught:
                 strict_json(text.encode())

@@ -305,6 +305,21 @@ def test_shared_block_of_two_shards_is_that_of_each() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("second", "blocks", "target"),
+    [(65_541, [65_536], (0, 0, 131_072)), (1_000_000, None, (0, 4096, 999_424))],
+    ids=["neighbours", "beyond the first block"],
+)
+def test_target_spans_the_transfers_of_its_shard(
+    second: int, blocks: list[int] | None, target: tuple[int, int, int]
+) -> None:
+    first = 0 if blocks else 5000
+    ranges = [ByteRange("a", 0, first, 10), ByteRange("b", 0, second, 10)]
+    plan = plan_reads(ranges, [2_000_000], Limits(), blocks=blocks, gap_bytes=0)
+    assert plan.targets == (target,)
+    assert len(plan.transfers) == len(plan.merged_ranges) == 2
+
+
 def test_mapped_transfers_need_no_buffer() -> None:
     ranges = [ByteRange("a", 0, 0, 8192), ByteRange("b", 1, 0, 5000)]
     plan = plan_reads(

@@ -194,6 +194,8 @@ def test_packed_elements_are_not_sliced_in_their_last_dimension() -> None:
     packed = TensorInfo("w", "F4", (4, 8), 0, 0, 16)
     (rows,) = wanted_tensors([packed], {"w": (slice(1, 3), slice(None))})
     assert (rows.shape, rows.nbytes) == ((2, 8), 8)
+    cube = TensorInfo("w", "F4", (2, 4, 8), 0, 0, 32)
+    assert wanted_tensors([cube], {"w": 1})[0].shape == (4, 8)
     with pytest.raises(CheckpointError) as caught:
         wanted_tensors([packed], {"w": (..., slice(0, 2))})
     assert str(caught.value) == (
