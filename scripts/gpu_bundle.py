@@ -31,7 +31,7 @@ MOST_BYTES = 30_000_000
 def requirements(name: str) -> dict[str, str]:
     """The pinned versions of a requirements file of the benchmarks, by package."""
     lines = (ROOT / f"benchmarks/requirements-{name}.txt").read_text().splitlines()
-    return dict(re.findall(r"^([\w-]+)(==\S+)", "\n".join(lines), re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)(?:\[\w+\])?(==\S+)", "\n".join(lines), re.MULTILINE))
 
 
 def build_wheel(out: Path) -> Path:
