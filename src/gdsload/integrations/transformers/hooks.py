@@ -283,7 +283,7 @@ def _patch_distributed(module: ModuleType) -> Iterator[Replacement]:
 
 
 def _from_url(owner: str) -> Patch:
-    """Accepts URLs in the `from_pretrained` of a class."""
+    """Accepts URLs in the `from_pretrained` of a class, and in copies of it in its subclasses."""
     function = "from_pretrained"
 
     def replacements(module: ModuleType) -> Iterator[Replacement]:
@@ -291,6 +291,14 @@ def _from_url(owner: str) -> Patch:
         raw = vars(cls).get(function)
         if not isinstance(raw, classmethod):
             raise Misfit("it is no class method")
+        code = raw.__func__.__code__
+        yield Replacement(cls, function, taking_urls(raw))
+        for each in cls.__subclasses__():
+            own = vars(each).get(function)
+            if isinstance(own, classmethod) and own.__func__.__code__ is code:
+                yield Replacement(each, function, taking_urls(own))
+
+    def taking_urls(raw: Any) -> Any:
         plain = raw.__func__
 
         @functools.wraps(plain)
@@ -304,8 +312,7 @@ def _from_url(owner: str) -> Patch:
                 rename(loaded, top, url)
                 return loaded
 
-        replacement: Any = classmethod(from_pretrained)
-        yield Replacement(cls, function, replacement)
+        return classmethod(from_pretrained)
 
     return Patch(f"{owner}.{function}", replacements)
 
