@@ -24,7 +24,7 @@ from gdsload.backends.base import (
     require_own_process,
 )
 from gdsload.errors import BackendUnavailable
-from gdsload.planning.read_plan import Transfer
+from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # a device, which end in microseconds. After that the pump keeps the reads, and the memory that they
 # write to. Ctrl-C waits for both, half a second at most.
 DRAIN_SECONDS = 0.15
+# The longest read that the kernel does not shorten.
+MOST_REQUEST_BYTES = 1 << 30
 
 
 class PumpedRequest:
@@ -136,6 +138,18 @@ class PumpBackend(Backend):
         self.refusals: dict[str, str] = {}
         self._pipelines: dict[str, StagingPipeline] = {}
         self._slots = 0  # an engine knows descriptors by these numbers; none is used twice
+
+    def _require_request_options(self, most_depth: int, reads: str) -> None:
+        """Raises ValueError for values of `request_bytes` and `depth` that cannot work. `reads` is
+        the word for what is in flight."""
+        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
+        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
+            raise ValueError(
+                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
+                f" bytes, up to {MOST_REQUEST_BYTES}"
+            )
+        if not 0 < depth <= most_depth:
+            raise ValueError(f"depth={depth!r}: from 1 to {most_depth} {reads} can be in flight")
 
     def _new_slots(self) -> tuple[int, int]:
         """Slots for the direct and the other descriptor of a file."""

@@ -36,7 +36,7 @@ from gdsload.backends.base import (
 from gdsload.backends.posix.backend import REQUEST_BYTES as SLOT_BYTES, RING_BYTES
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable, ReadError, RemoteError
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.remote.file import RemoteFile
 from gdsload.system.storage import REMOTE_DEPTH, REMOTE_REQUEST_BYTES, Storage
 from gdsload.system.threads import start_thread
@@ -44,7 +44,6 @@ from gdsload.system.threads import start_thread
 if TYPE_CHECKING:
     from gdsload.backends.staging import StagingPipeline
 
-MOST_REQUEST_BYTES = 1 << 30
 MOST_DEPTH = 1024  # each is a thread
 # A slow source shows progress by reads that end after this time, and are continued: long before any
 # sensible `stall_seconds`, and longer than a request takes to start.
@@ -61,14 +60,7 @@ class RemoteBackend(PumpBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
-        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
-            raise ValueError(
-                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
-                f" bytes, up to {MOST_REQUEST_BYTES}"
-            )
-        if not 0 < depth <= MOST_DEPTH:
-            raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} requests can be in flight")
+        self._require_request_options(MOST_DEPTH, "requests")
         self._asked = frozenset(options)
         self._crews: list[Crew] = []
         self._pump: Pump | None = None

@@ -34,7 +34,7 @@ from gdsload.backends.posix.engines import (
 )
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpBackend, PumpedRequest
 from gdsload.errors import BackendUnavailable
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system.storage import Storage
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ DEPTH = 16
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
 # The largest buffer that io_uring registers.
 LARGEST_BUFFER_BYTES = 1 << 30
-# The longest read that the kernel does not shorten, and more reads in flight than any disk needs.
-MOST_REQUEST_BYTES = 1 << 30
+# More reads in flight than any disk needs.
 MOST_DEPTH = 4096
 
 
@@ -61,14 +60,7 @@ class PosixBackend(PumpBackend):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        request_bytes, depth = self.settings["request_bytes"], self.settings["depth"]
-        if not 0 < request_bytes <= MOST_REQUEST_BYTES or request_bytes % DEFAULT_BLOCK_BYTES:
-            raise ValueError(
-                f"request_bytes={request_bytes!r}: requests are multiples of {DEFAULT_BLOCK_BYTES}"
-                f" bytes, up to {MOST_REQUEST_BYTES}"
-            )
-        if not 0 < depth <= MOST_DEPTH:
-            raise ValueError(f"depth={depth!r}: from 1 to {MOST_DEPTH} reads can be in flight")
+        self._require_request_options(MOST_DEPTH, "reads")
         if self.settings["pages"] not in MODES:
             raise ValueError(f"pages={self.settings['pages']!r} must be one of {', '.join(MODES)}")
         # Settings of loads to DRAM. Distant storage changes those that the user did not set.
