@@ -253,8 +253,8 @@ class RemoteError(ReadError):
     """A source elsewhere, such as an object store, did not send the bytes.
 
     Attributes:
-        final: Whether no retry can help: the file does not exist, may not be read, or is another
-            version than the one that was opened.
+        final: Whether no retry can help: the file does not exist, may not be read, or was replaced
+            after it was opened.
     """
 
     def __init__(self, message: str, *, final: bool = False, **facts: Any) -> None:

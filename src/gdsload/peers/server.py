@@ -216,8 +216,8 @@ def serve(
 
     The memory of the tensors is registered with NIXL and read by others one-sided: no copy is made,
     and this process does nothing per byte. Do not change the weights while they are served:
-    `withdraw` first, `publish` afterwards. Whoever reaches the port can read the weights: listen
-    in trusted networks only.
+    `withdraw` first, `publish` afterwards. Every process that can connect to the port can read the
+    weights: listen in trusted networks only.
 
     Args:
         model: A model, tensors by name, or the path of a checkpoint, which is loaded into host

@@ -10,7 +10,7 @@ A line is written after its bytes, so that a process may be killed at any time. 
 system leaves behind, is compared before it is used. Processes share an entry by locks that the
 kernel releases when they end:
 
-    flock on the bytes                shared by all users; whoever removes an entry has it alone
+    flock on the bytes                shared by all users; exclusive to remove the entry
     range lock on `pieces`, WRITERS   shared by those who may write; alone for `seal`
     range lock on `pieces`, others    a range of bytes that a process is fetching
 
