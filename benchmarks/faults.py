@@ -667,7 +667,10 @@ def main(words: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: threads leave no arenas that look like leaks
+    # What malloc keeps looks like a leak: M_ARENA_MAX for threads, M_MMAP_THRESHOLD for the bytes
+    # that are compared, which is not raised by itself any more once it is set.
+    for name, value in ((-8, 1), (-3, 128 << 10)):
+        ctypes.CDLL(None).mallopt(name, value)
     import torch
 
     torch.set_num_threads(1)  # OpenMP does not survive a fork

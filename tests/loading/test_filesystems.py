@@ -91,9 +91,9 @@ def test_tmpfs_is_mapped(mounted: Mounted, checked: Any) -> None:
 def test_fuse_is_read_directly_with_many_reads_in_flight(mounted: Mounted, checked: Any) -> None:
     report = checked(mounted("fuse", latency_us=2000))
     assert io_modes(report) == {"direct"}
-    assert (report.filesystem, report.depth) == ("fuse.slowfs", 256)
+    assert (report.filesystem, report.depth >= 256) == ("fuse.slowfs", True)
     assert report.requests >= 12, "requests of 1 MiB"
-    assert "fuse.slowfs, 256 reads in flight" in report.summary()
+    assert f"fuse.slowfs, {report.depth} reads in flight" in report.summary()
 
 
 def test_fuse_without_direct_io_is_read_through_the_page_cache(
@@ -102,7 +102,7 @@ def test_fuse_without_direct_io_is_read_through_the_page_cache(
     report = checked(mounted("fuse", no_direct=1))
     assert io_modes(report) == {"buffered"}
     assert report.refusals[f"direct I/O on {NAME}"] == "its filesystem does no direct I/O"
-    assert report.depth == 256
+    assert report.depth >= 256
 
 
 @pytest.mark.parametrize("engine", ["uring", "linuxaio", "threads"])
@@ -121,8 +121,13 @@ def test_file_on_fuse_with_one_cold_page_is_not_mapped(mounted: Mounted, checked
     path = mounted("fuse")
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        file.read()
-        assert io_modes(checked(path)) == {"mapped"}, "all of it is in the page cache"
+        for _ in range(20):  # the kernel may take pages back at once
+            file.seek(0)
+            file.read()
+            if io_modes(checked(path)) == {"mapped"}:
+                break
+        else:
+            pytest.fail("all of it is in the page cache, and it is not mapped")
         middle = 1000 * mmap.PAGESIZE
         # Whole folios leave the page cache: perhaps more than one page.
         for nbytes in (mmap.PAGESIZE, 1 << 20, 4 << 20):

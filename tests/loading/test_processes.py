@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,8 +211,12 @@ def test_loads_leak_no_descriptor_thread_or_mapping(
     for turn in range(76):
         both(turn)
     gc.collect()
-    after = facts_of_process()
-    assert after[:2] == before[:2]
+    deadline = time.monotonic() + 30
+    # A thread that has been joined may still be seen for a moment, before as after.
+    while (after := facts_of_process())[1] > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert after[0] == before[0]
+    assert after[1] <= before[1]
     assert after[2] <= before[2] + 4
 
 
