@@ -11,6 +11,8 @@ from gdsload.errors import BackendUnavailable
 
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 HINT = "pip install 'gdsload[nixl]'"
+# The thread that makes progress waits for events, and looks by itself after this time.
+_PROGRESS_MICROSECONDS = 1000
 
 
 def nixl_api() -> Any:
@@ -47,9 +49,13 @@ def new_agent(name: str, plugin: str, parameters: dict[str, str], *, progress: b
     """
     api = nixl_api()
     try:
-        agent = api.nixl_agent(
-            name, api.nixl_agent_config(enable_prog_thread=progress, backends=[])
-        )
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        if progress:
+            # NIXL's Python class has no argument for the delay. Its own is 0: the thread would use
+            # a whole core for as long as the agent lives.
+            config = api.nixlBind.nixlAgentConfig()
+            config.useProgThread, config.pthrDelay = True, _PROGRESS_MICROSECONDS
+            agent.agent = api.nixlBind.nixlAgent(name, config)
         agent.create_backend(plugin, dict(parameters))
     except Exception as error:  # NIXL has classes of its own, which derive from Exception
         reason = f"NIXL cannot create its backend {plugin}: {str(error) or type(error).__name__}"
