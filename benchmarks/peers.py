@@ -6,7 +6,7 @@ One process serves the checkpoint (`gdsload serve`); each load is one of a new p
 memory, timed around `load_file`. The disk is cold: the files are evicted from the page cache first.
 Bare NIXL reads the same memory in requests of 8 MiB, 8 in flight, into one registered buffer, over
 and over: no copy, no tickets, no tensors. CPU seconds are those of the process that loads, of the
-child process that it starts for NIXL, and of the source.
+child process that it starts for NIXL, and of the source while the first of them lives.
 """
 
 from __future__ import annotations
