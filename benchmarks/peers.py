@@ -5,12 +5,14 @@
 One process serves the checkpoint (`gdsload serve`); each load is one of a new process, into host
 memory, timed around `load_file`. The disk is cold: the files are evicted from the page cache first.
 Bare NIXL reads the same memory in requests of 8 MiB, 8 in flight, into one registered buffer, over
-and over: no copy, no tickets, no tensors.
+and over: no copy, no tickets, no tensors. CPU seconds are those of the process that loads, of the
+child process that it starts for NIXL, and of the source while the first of them lives.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from . import cache, records, values
 
 DEPTH, REQUEST_BYTES = 8, 8 << 20
@@ -27,8 +31,8 @@ WAYS = ("bare NIXL", "peer", "disk, cold")
 
 
 @contextmanager
-def source(directory: Path) -> Iterator[str]:
-    """The URL of a process that serves a checkpoint."""
+def source(directory: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """A process that serves a checkpoint, and its URL."""
     code = "from gdsload.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", str(directory), "--json", "--port", "0"]
     process = subprocess.Popen(
@@ -41,7 +45,7 @@ def source(directory: Path) -> Iterator[str]:
             lines = [line] if line == "{\n" else [*lines, line]
             if line == "}\n":
                 break
-        yield json.loads("".join(lines))["url"]
+        yield psutil.Process(process.pid), json.loads("".join(lines))["url"]
     finally:
         process.terminate()
         process.wait(60)
@@ -56,6 +60,7 @@ def bare(url: str) -> dict[str, Any]:
 
     directory = PeerDirectory(url)
     files = [directory.open(name) for name in directory.names() if name.endswith(".safetensors")]
+    directory.quiesce()  # ends the process that has started for the reads of these files
     peer = directory.source
     agent = new_agent("gdsload-bench", peer.plugin, {}, progress=False)
     buffer = ctypes.create_string_buffer(DEPTH * REQUEST_BYTES)
@@ -69,7 +74,7 @@ def bare(url: str) -> dict[str, Any]:
         for start in range(0, segment.nbytes, REQUEST_BYTES)
     ]
     nbytes = sum(each[1] for each in wanted)
-    started = time.monotonic()
+    started, before = time.monotonic(), os.times()
     free, active = list(range(DEPTH)), []
     while wanted or active:
         while wanted and free:
@@ -89,9 +94,22 @@ def bare(url: str) -> dict[str, Any]:
                 active.remove((slot, handle))
                 free.append(slot)
     seconds = time.monotonic() - started
+    cpu_seconds = used(before)
     for file in files:
         file.close()
-    return {"bytes": nbytes, "seconds": seconds}
+    return {"bytes": nbytes, "seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
+def used(before: os.times_result) -> dict[str, float]:
+    """The CPU seconds of this process since then, and of its children that have ended."""
+    now = os.times()
+    return {
+        "reader": now.user + now.system - before.user - before.system,
+        "child": (
+            now.children_user + now.children_system
+            - before.children_user - before.children_system
+        ),
+    }  # fmt: skip
 
 
 def load(source: str) -> dict[str, Any]:
@@ -100,12 +118,14 @@ def load(source: str) -> dict[str, Any]:
 
     import gdsload
 
-    started = time.monotonic()
+    started, before = time.monotonic(), os.times()
     tensors = gdsload.load_file(source)
     seconds = time.monotonic() - started
+    cpu_seconds = used(before)
     report = gdsload.last_report()
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return {"bytes": nbytes, "seconds": seconds, "paths": dict(report.paths) if report else {}}
+    paths = dict(report.paths) if report else {}
+    return {"bytes": nbytes, "seconds": seconds, "cpu_seconds": cpu_seconds, "paths": paths}
 
 
 def worker(way: str, source: str) -> dict[str, Any]:
@@ -120,17 +140,22 @@ def worker(way: str, source: str) -> dict[str, Any]:
 def measured(directory: Path, repeats: int) -> list[dict[str, Any]]:
     """Each way `repeats` times, in turns."""
     rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    with source(directory) as url:
+    with source(directory) as (server, url):
         for _ in range(repeats):
             for way in WAYS:
                 if way == "disk, cold":
                     cache.evict(sorted(directory.glob("*.safetensors")))
-                rounds[way].append(worker(way, str(directory) if way == "disk, cold" else url))
+                before = server.cpu_times()
+                one = worker(way, str(directory) if way == "disk, cold" else url)
+                now = server.cpu_times()
+                one["cpu_seconds"]["source"] = now.user + now.system - before.user - before.system
+                rounds[way].append(one)
     return [
         {
             "way": way,
             "bytes": found[0]["bytes"],
             "seconds": [each["seconds"] for each in found],
+            "cpu_seconds": [each["cpu_seconds"] for each in found],
             "paths": sorted(found[0].get("paths", ())),
         }
         for way, found in rounds.items()
@@ -148,8 +173,6 @@ def main(words: list[str] | None = None) -> int:
             "\n" + json.dumps((bare if words[1] == WAYS[0] else load)(words[2])) + "\n"
         )
         sys.stdout.flush()
-        import os
-
         os._exit(0)  # NIXL's own end may crash
     options = parser.parse_args(words)
     result = records.record(
@@ -157,8 +180,13 @@ def main(words: list[str] | None = None) -> int:
     )
     for entry in result["ways"]:
         seconds = statistics.median(entry["seconds"])
+        cpu_seconds = {
+            process: round(statistics.median(each[process] for each in entry["cpu_seconds"]), 2)
+            for process in entry["cpu_seconds"][0]
+        }
         print(
-            f"{entry['way']:12} {seconds:6.2f} s  {entry['bytes'] / seconds / 1e9:5.2f} GB/s",
+            f"{entry['way']:12} {seconds:6.2f} s  {entry['bytes'] / seconds / 1e9:5.2f} GB/s ",
+            f"CPU seconds: {cpu_seconds}",
             entry["paths"],
         )
     print(records.keep(result, options, "peers"))

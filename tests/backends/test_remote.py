@@ -88,6 +88,15 @@ def test_bytes_arrive_exactly(backend: RemoteBackend) -> None:
     assert sorted(load.file.requests) == [(t.offset, t.wanted) for t in load.transfers]
 
 
+def test_fresh_memory_is_touched_once_as_huge_or_small_pages(backend: RemoteBackend) -> None:
+    unit = 2 << 20
+    load = Load(backend, MemoryFile(bytes(8 * unit)), step=2 * unit)
+    for units in (8, 0):
+        assert load.run() == []
+        facts = backend.facts(load.request)[0]
+        assert facts.huge_pages + facts.small_pages == units
+
+
 def test_requests_run_at_once_up_to_the_depth(
     backend: RemoteBackend, gate: threading.Event
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,6 +149,46 @@ def test_four_readers_get_equal_bytes(folder: Path, url: str) -> None:
     assert answers == {f"{digest}\n"}
 
 
+def test_reads_that_are_complete_leave_their_connection_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Counted(peer._Connection):
+        def __init__(self, address: tuple[str, int]) -> None:
+            super().__init__(address)
+            made.append(self)
+
+    def read(length: int) -> None:
+        chunks = file.chunks(file.size - length, length)
+        next(chunks)
+        chunks.close()
+
+    with gdsload.serve(folder) as server:
+        file = PeerDirectory(server.url).open("model.safetensors")
+        monkeypatch.setattr(peer, "_Connection", Counted)
+        for _ in range(3):
+            read(1000)
+        assert len(made) == 1
+        read(12 << 20)  # left in the middle: its ticket is given back
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while server.status().in_flight and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.status().in_flight == 0
+        file.close()
+
+
+def test_process_with_nixl_starts_when_a_file_with_tensors_is_opened(url: str) -> None:
+    directory = PeerDirectory(url)
+    config = directory.open("config.json")
+    assert children() == []
+    file = directory.open("model.safetensors")
+    assert len(children()) == 1
+    config.close()
+    file.close()
+    assert children() == []
+
+
 def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> None:
     file = PeerDirectory(url).open("model.safetensors")
     before = file.read(0, file.size)
@@ -177,6 +218,20 @@ def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) 
         assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_source_without_readers_sleeps(folder: Path) -> None:
+    """Each of its threads: that of NIXL would use a core."""
+    with source(folder) as (process, _):
+        threads = {thread.id for thread in psutil.Process(process.pid).threads()}
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while threads and time.monotonic() < deadline:
+            for thread in list(threads):
+                status = Path(f"/proc/{process.pid}/task/{thread}/stat").read_text()
+                if status.rpartition(")")[2].split()[0] == "S":
+                    threads.remove(thread)
+            time.sleep(0.001)
+        assert not threads
 
 
 def test_stopped_and_killed_sources_are_errors_and_the_reader_ends_well(

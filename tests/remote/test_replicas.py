@@ -75,13 +75,22 @@ def test_all_sources_work_at_once() -> None:
     loading: list[Loaded] = []
     thread = threading.Thread(target=lambda: loading.append(Loaded(file, depth=12)))
     thread.start()
-    for each, count in zip(files, (4, 2, 2), strict=True):  # the first has all its places
-        each.wait_hung(count)
+    for each in files:
+        each.wait_hung(2)
     gate.set()
     thread.join()
     assert loading[0].failures == [] and loading[0].bytes == DATA
     # A request counts until its thread has noticed the end of it.
     assert all(each.most <= 8 for each in files)
+
+
+def test_requests_before_the_first_bytes_do_not_count_for_the_rate() -> None:
+    file = replica(MemoryFile(DATA))
+    rates = []
+    for _ in range(2):
+        assert b"".join(map(bytes, file.chunks(0, 1000))) == DATA[:1000]
+        rates.append(list(file.facts().rates))
+    assert rates == [[], ["s3://bucket-0"]]
 
 
 def test_each_byte_is_asked_of_one_source() -> None:
@@ -112,7 +121,7 @@ def test_source_that_fails_is_left_with_the_reason(fault: Fault) -> None:
     assert loaded.failures == [] and loaded.bytes == DATA
     assert list(loaded.status.refusals) == ["s3://bucket-0"]
     assert loaded.status.failovers["s3://bucket-0 -> s3://bucket-1"] > 0
-    assert len(bad.requests) <= 2 + 4  # those of the header, and one for each place
+    assert len(bad.requests) <= 2 + 2  # those of the header, and the trials
 
 
 def test_source_that_stalls_is_left() -> None:

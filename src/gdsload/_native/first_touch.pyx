@@ -125,6 +125,13 @@ cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept n
     return took
 
 
+cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
+    """Records the CPU time of a unit of small pages."""
+    pthread_mutex_lock(&self.lock)
+    self.small_ns = averaged(self.small_ns, max(took, <int64_t>1))
+    pthread_mutex_unlock(&self.lock)
+
+
 cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
     """Touches a unit as a huge page, if this is the cheaper way. False if it is not."""
     cdef int64_t took
@@ -149,6 +156,19 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
     pthread_mutex_unlock(&self.lock)
     gds_store_flag(&memory.region.touched[unit], 1)
     return 1
+
+
+cdef void touch_small(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
+    """Touches each page of a unit, without asking for a huge one."""
+    cdef char *base = memory.region.base + unit * UNIT_BYTES
+    cdef int64_t took = cpu_ns()
+    cdef uint64_t at = 0
+    while at < UNIT_BYTES:
+        gds_touch(base + at)
+        at += page_bytes()
+    small_took(self, cpu_ns() - took)
+    gds_add(&memory.small_units, 1)
+    gds_store_flag(&memory.region.touched[unit], 1)
 
 
 cdef char *bounce_buffer(Bounce *self) noexcept nogil:
@@ -183,10 +203,7 @@ cdef int64_t read_small(
     if buffer != NULL:
         took = cpu_ns()
         memcpy(address, buffer, <size_t>got)
-    took = (cpu_ns() - took) * UNIT_BYTES // got
-    pthread_mutex_lock(&self.lock)
-    self.small_ns = averaged(self.small_ns, took)
-    pthread_mutex_unlock(&self.lock)
+    small_took(self, (cpu_ns() - took) * UNIT_BYTES // got)
     return got
 
 
@@ -245,8 +262,8 @@ cdef int64_t read_first_touch(
 cdef void touch_before(
     FirstTouch *self, const Read *read, uint64_t at, uint64_t length
 ) noexcept nogil:
-    """Before ``length`` bytes are copied to byte ``at`` of a read: touches the units that begin there
-    as huge pages, where this is the cheaper way. The copy touches the others."""
+    """Before ``length`` bytes are copied to byte ``at`` of a read: touches the units that begin there,
+    the cheaper way."""
     cdef FreshMemory *memory = read.memory
     cdef uint64_t base, unit
     if memory == NULL:
@@ -258,7 +275,8 @@ cdef void touch_before(
             (unit + 1) * UNIT_BYTES <= base + read.length
             and not gds_load_flag(&memory.region.touched[unit])
         ):
-            touch_huge(self, memory, unit)
+            if not touch_huge(self, memory, unit):
+                touch_small(self, memory, unit)
         unit += 1
 
 

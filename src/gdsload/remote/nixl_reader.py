@@ -218,7 +218,7 @@ class NixlReader:
 class SharedReader:
     """The reader that all users of one backend of NIXL in this process share.
 
-    It starts with the first read, and ends when its last user has left.
+    It starts when it is first asked for, and ends when its last user has left.
     """
 
     def __init__(self, plugin: str, parameters: dict[str, str]) -> None:
@@ -241,7 +241,7 @@ class SharedReader:
                 reader.give_up()
 
     def quiesce(self) -> None:
-        """Ends the child process. The next read starts another one."""
+        """Ends the child process. It starts again when it is asked for."""
         with self._lock:
             reader, self._reader = self._reader, None
         if reader is not None:

@@ -16,7 +16,7 @@ import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -92,17 +92,24 @@ class _Refused(Exception):
 
 
 class _Connection:
-    """A connection to the metadata service. One thread uses it at a time."""
+    """A connection to the metadata service. One thread uses it at a time.
+
+    Attributes:
+        idle: It owes no answer and holds no ticket.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
+        self.idle = True
         self._socket = socket.create_connection(address, CONNECT_SECONDS)
         self._socket.settimeout(ANSWER_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def ask(self, op: str, **fields: Any) -> tuple[dict[str, Any], bytes]:
         """Sends a request; returns the answer. Raises OSError, EOFError, MessageError, _Refused."""
+        self.idle = False
         send(self._socket, {"op": op, **fields})
         answer, payload = receive(self._socket)
+        self.idle = op not in ("acquire", "renew")
         if "error" in answer:
             raise _Refused(str(answer["error"]))
         return answer, payload
@@ -160,7 +167,12 @@ class PeerDirectory(RemoteDirectory):
             )
         with self._checkpoint_errors(), self.lent() as connection:
             contents = self.contents(connection, name)
-        return PeerFile(self, name, contents.head)
+        file = PeerFile(self, name, contents.head)
+        if contents.segments:
+            # NIXL is imported while the caller plans its reads. The first read tells of failures.
+            with suppress(ReaderFailed):
+                self.reader().current()
+        return file
 
     def _opened(self) -> _Source:
         """What the peer answered first."""
@@ -195,7 +207,7 @@ class PeerDirectory(RemoteDirectory):
 
     @contextmanager
     def lent(self) -> Iterator[_Connection]:
-        """A connection. After an error it is closed, which gives back its ticket."""
+        """A connection. It is closed if it still holds a ticket then, which gives this back."""
         with self._lock:
             if self._pid != os.getpid():  # a connection belongs to the process that made it
                 self._pid, self._idle = os.getpid(), []
@@ -204,20 +216,13 @@ class PeerDirectory(RemoteDirectory):
             connection = _Connection(self._address)
         try:
             yield connection
-        except _Refused:
-            self._give_back(connection)
-            raise
-        except BaseException:
-            connection.close()
-            raise
-        self._give_back(connection)
-
-    def _give_back(self, connection: _Connection) -> None:
-        with self._lock:
-            if self._open_files and self._pid == os.getpid():
-                self._idle.append(connection)
-                return
-        connection.close()
+        finally:
+            with self._lock:
+                kept = connection.idle and self._open_files and self._pid == os.getpid()
+                if kept:
+                    self._idle.append(connection)
+            if not kept:
+                connection.close()
 
     def drop_idle(self) -> None:
         """Closes connections that are not in use: the peer may have gone."""

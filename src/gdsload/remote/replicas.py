@@ -25,8 +25,7 @@ from gdsload.system.threads import start_thread
 # A source that has sent nothing for so long is left. A request of an object store that is repeated
 # after a time limit of the client may take longer: then another source is faster in any case.
 SILENT_SECONDS = 10.0
-# Ranges that a source has at the same time until its rate is known. The first source has all its
-# places at once: the user named it first.
+# Ranges that a source has at the same time until its rate is known.
 _TRIALS = 2
 # A source whose requests take this many times longer than those of the fastest one is not asked, so
 # that nobody waits for its last request.
@@ -52,6 +51,7 @@ class Source:
         self.name, self.places = name, places
         self.used, self.rate, self.left = 0, 0.0, ""
         self.heard = time.monotonic()  # when the last bytes came
+        self.started = 0.0  # when the first bytes came; 0.0: never
 
     def seconds_for(self, nbytes: int) -> float:
         """The expected time of a request; 0.0 if unknown."""
@@ -101,7 +101,8 @@ class Sources:
                 free = [
                     source
                     for source in usable
-                    if source.used < self._room(source) and seconds[source] <= most
+                    if source.used < (source.places if source.rate else _TRIALS)
+                    and seconds[source] <= most
                 ]
                 if free:
                     best = min(free, key=seconds.__getitem__)
@@ -111,14 +112,16 @@ class Sources:
                     return best
                 self._changed.wait(_WAKE_SECONDS)
 
-    def _room(self, source: Source) -> int:
-        return source.places if source.rate or source is self.all[0] else _TRIALS
+    def give_back(self, source: Source, nbytes: int, asked: float) -> None:
+        """Gives a place back, after a request that began at `asked` and brought `nbytes`.
 
-    def give_back(self, source: Source, nbytes: int, seconds: float) -> None:
-        """Gives a place back, after a request of `seconds` that brought `nbytes`."""
+        Requests that began before the first bytes of the source do not count for its rate: they
+        have waited for connections, or for the process of NIXL.
+        """
+        seconds = time.monotonic() - asked
         with self._changed:
             source.used -= 1
-            if nbytes and seconds > 0:
+            if nbytes and seconds > 0 and 0 < source.started <= asked:
                 rate = nbytes / seconds
                 source.rate = (source.rate + rate) / 2 if source.rate else rate
             self._changed.notify_all()
@@ -192,7 +195,7 @@ class ReplicaFile(RemoteFile):
                 with self._lock:
                     self._failovers[f"{before} -> {source.name}"] += length - done
             before = ""
-            file, got, started = self._files[source], 0, time.monotonic()
+            file, got, asked = self._files[source], 0, time.monotonic()
             stream = Stream(file, offset + done, length - done)
             try:
                 while done < length:
@@ -203,6 +206,7 @@ class ReplicaFile(RemoteFile):
                     if nbytes > length - done:
                         raise file.error("it sent more bytes than were asked for")
                     source.heard = time.monotonic()
+                    source.started = source.started or source.heard
                     got, done = got + nbytes, done + nbytes
                     yield chunk
                 if not got:
@@ -212,7 +216,7 @@ class ReplicaFile(RemoteFile):
                 self._sources.leave(source, _text_of(error))
             finally:
                 stream.close()
-                self._sources.give_back(source, got, time.monotonic() - started)
+                self._sources.give_back(source, got, asked)
                 with self._lock:
                     self._paths[file.io_path] += got
 
