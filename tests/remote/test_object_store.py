@@ -23,6 +23,7 @@ from gdsload.errors import (
 )
 from gdsload.remote import object_store
 from gdsload.remote.directory import (
+    is_file_name,
     joined,
     open_directory,
     shown_source,
@@ -297,16 +298,29 @@ def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
     assert text_without_secrets("GET http://a:b@c/d?sig=e failed") == "GET http://c/d failed"
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "é" * 128])
+def test_name_of_something_else_is_no_file_name(name: str) -> None:
+    assert not is_file_name(name)
+    assert is_file_name("..a") and is_file_name("é" * 127)
+
+
 def test_query_stays_at_the_end_of_urls() -> None:
     assert joined("https://host/a/?q=1", "b/c") == "https://host/a/b/c?q=1"
     assert joined("s3://bucket", "b") == "s3://bucket/b"
+    assert joined("s3://bucket/a%23", "b#/c%20") == "s3://bucket/a%23/b%23/c%2520"
     assert split_file("https://host/a/x%20y.safetensors?q=1") == (
         "https://host/a?q=1",
         "x y.safetensors",
     )
 
 
-@pytest.mark.parametrize("url", ["ftp://host/a", "s3:///model", "s3://bucket/model?a=b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/a", "s3:///model", "s3://bucket/model?a=b", "https://[::1/model",
+        "nixl://[::1/model",
+    ],
+)  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="URL"):
         Checkpoint.open(url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,42 @@ def test_model_in_a_subfolder_is_found(server: ObjectServer, tiny_checkpoint: Pa
     (server.root / "model").rename(server.root / "all" / "model")
     model = gdsload.from_pretrained(server.url("s3", "all"), subfolder="model")
     require_same(model, tiny_checkpoint)
+
+
+@pytest.mark.parametrize("folder", ["../outside", "a/../../outside", "/outside"])
+def test_subfolder_outside_of_the_model_is_refused(server: ObjectServer, folder: str) -> None:
+    (server.root / "outside").mkdir()
+    (server.root / "model" / "config.json").rename(server.root / "outside" / "config.json")
+    with pytest.raises(CheckpointError, match="does not stay inside"):
+        gdsload.from_pretrained(server.url("s3", "model"), subfolder=folder)
+    assert not Path(tempfile.gettempdir(), "outside").exists()
+
+
+def test_subfolder_may_have_characters_that_urls_escape(
+    server: ObjectServer, tiny_checkpoint: Path
+) -> None:
+    name = "a #?%20"
+    (server.root / "model").rename(server.root / name)
+    model = gdsload.from_pretrained(server.url("s3"), subfolder=name)
+    require_same(model, tiny_checkpoint)
+
+
+def test_directories_beside_the_files_of_a_source_are_left_out(
+    server: ObjectServer, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    shutil.copytree(tiny_checkpoint, local)
+    (local / "original").mkdir()
+    model = gdsload.from_pretrained(gdsload.replicas(local, server.url("s3", "model")))
+    require_same(model, tiny_checkpoint)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_error_of_transformers_names_the_url(server: ObjectServer) -> None:
+    (server.root / "model" / "config.json").write_text("{")
+    with pytest.raises(OSError, match=r"config\.json") as caught:
+        gdsload.from_pretrained(server.url("s3", "model"))
+    assert caught.value.__notes__[0].endswith(" stood for s3://bucket/model")
 
 
 @pytest.mark.parametrize("cls", ["AutoModelForCausalLM", "Qwen3ForCausalLM"])

@@ -179,13 +179,13 @@ class _Connection:
         return facts, served.metadata
 
     def _file(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        served, name = self._service.current(request.get("version")), request.get("name")
+        served, name = self._service.current(request.get("version")), str(request.get("name"))
         if served is None:
             return {"error": "changed"}, b""
         publication = served.publication
         if name in publication.small_files:
             return {"segments": []}, publication.small_files[name]
-        file = publication.tensor_files.get(str(name))
+        file = publication.tensor_files.get(name)
         if file is None:
             return {"error": "name"}, b""
         return {"segments": file.segments()}, file.head()

@@ -27,6 +27,7 @@ from gdsload.errors import (
 from gdsload.remote.directory import (
     HEAD_BYTES,
     RemoteDirectory,
+    is_file_name,
     text_without_secrets,
     without_secrets,
 )
@@ -173,7 +174,7 @@ class ObjectDirectory(RemoteDirectory):
         except Exception as error:
             raise self.open_error(self.path, error) from None
         names = (each["path"] for each in listing["objects"])
-        return frozenset(name for name in names if "/" not in name)
+        return frozenset(filter(is_file_name, names))
 
     def has(self, name: str) -> bool:
         try:

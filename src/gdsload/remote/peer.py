@@ -27,7 +27,7 @@ from gdsload.errors import (
     FileChanged,
     RemoteError,
 )
-from gdsload.remote.directory import RemoteDirectory, without_secrets
+from gdsload.remote.directory import RemoteDirectory, is_file_name, without_secrets
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.messages import MessageError, receive, send
 from gdsload.remote.nixl_reader import (
@@ -146,7 +146,7 @@ class PeerDirectory(RemoteDirectory):
     # --- files ---------------------------------------------------------------------------------
 
     def names(self) -> Collection[str]:
-        return self._opened().sizes
+        return frozenset(filter(is_file_name, self._opened().sizes))
 
     def has(self, name: str) -> bool:
         return name in self.names()
