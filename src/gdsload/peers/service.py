@@ -61,9 +61,10 @@ class Service:
         self._thread.start()
         try:
             self._server = self._wait(asyncio.start_server(self._connection, host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: no port has this number
             self._end_loop()
-            raise GdsloadError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            why = getattr(error, "strerror", None) or str(error)
+            raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def _wait(self, coroutine: Any, seconds: float = _START_SECONDS) -> Any:

@@ -231,7 +231,7 @@ class PeerDirectory(RemoteDirectory):
         try:
             sizes = {str(name): int(size) for name, size in answer["files"].items()}
             version, agent, plugin = (str(answer[key]) for key in ("version", "agent", "plugin"))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise MessageError(f"the peer sent something else: {error}") from None
         return _Source(version, agent, plugin, metadata, sizes)
 
@@ -284,8 +284,11 @@ class PeerDirectory(RemoteDirectory):
         return self._opened()
 
     def reader(self) -> SharedReader:
-        """The reader of this process, while a file is open."""
+        """The reader of this process, while a file is open. Raises ReaderFailed if none is: threads
+        of a load that was cancelled may come late."""
         with self._lock:
+            if not self._open_files:
+                raise ReaderFailed("the file was closed")
             if self._shared is None:
                 self._shared = shared_reader(self._opened().plugin, self._parameters)
                 self._shared.enter()
@@ -422,7 +425,7 @@ def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
             end += nbytes
         if end != size:
             raise ValueError(f"they end at byte {end} of {size}")
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise MessageError(f"the segments that the peer sent are invalid: {error}") from None
     return segments
 
