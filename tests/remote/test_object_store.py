@@ -128,6 +128,24 @@ def test_directory_that_may_not_be_listed_is_opened(server: ObjectServer) -> Non
         assert len(opened.shards) == 2
 
 
+def test_web_server_that_refuses_head_is_read(server: ObjectServer, tiny_checkpoint: Path) -> None:
+    server.heads = False
+    with (
+        Checkpoint.open(server.url("http", "model")) as found,
+        Checkpoint.open(tiny_checkpoint) as local,
+    ):
+        assert facts(found) == facts(local)
+
+
+def test_user_and_password_are_sent(server: ObjectServer) -> None:
+    server.login = "Basic dXMvZXI6d29yZDp4"
+    url = server.url("http", "model")
+    with pytest.raises(CheckpointAccessError):
+        Checkpoint.open(url)
+    with Checkpoint.open(url.replace("//", "//us%2Fer:word:x@")) as checkpoint:
+        assert "word" not in checkpoint.source
+
+
 def test_missing_model_is_not_found(server: ObjectServer) -> None:
     for url in (server.url("s3", "nothing"), server.url("s3", "nothing.safetensors")):
         with pytest.raises(CheckpointNotFound) as caught:
