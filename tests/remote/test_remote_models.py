@@ -216,4 +216,4 @@ def test_missing_model_and_single_file_are_errors(server: ObjectServer) -> None:
     with pytest.raises(CheckpointNotFound, match="s3://bucket/nothing"):
         gdsload.from_pretrained(server.url("s3", "nothing"))
     with pytest.raises(CheckpointError, match="needs the directory"):
-        gdsload.from_pretrained(server.url("s3", "model/model-00001-of-00002.safetensors"))
+        gdsload.from_pretrained(server.url("http", "model/model-00001-of-00002.safetensors") + "?a")

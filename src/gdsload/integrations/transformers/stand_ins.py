@@ -83,7 +83,7 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         CheckpointError: The files cannot be found or are invalid.
         BackendUnavailable: The client for the URL is not installed.
     """
-    if url.endswith(".safetensors"):
+    if without_secrets(url).endswith(".safetensors"):
         raise CheckpointError(
             f"{without_secrets(url)}: this is a file, and from_pretrained needs the directory with"
             " its config.json (load_file takes one file)"
