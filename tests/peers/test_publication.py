@@ -86,15 +86,15 @@ def test_tensor_without_bytes_of_a_known_type_is_refused(tensor: Any) -> None:
         _tensor("x", tensor)
 
 
-def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:
-    tensor = torch.arange(6.0).reshape(2, 3).T
-    assert torch.equal(load(bytes_of(file_with({"t": tensor})))["t"], tensor)
-
-
 def test_tensor_with_a_conjugate_or_negative_bit_is_served_as_its_values() -> None:
     tensors = {"c": torch.tensor([1 + 2j, 3 - 4j]).conj(), "n": torch._neg_view(torch.ones(3))}
     found = load(bytes_of(file_with(tensors)))
     assert all(torch.equal(found[name], tensors[name].clone()) for name in tensors)
+
+
+def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(load(bytes_of(file_with({"t": tensor})))["t"], tensor)
 
 
 def test_url_is_not_served_by_its_path() -> None:

@@ -42,7 +42,6 @@ LEASE_SECONDS = 30.0  # longer than a reader waits for one read
 # The files of a model beside its weights: configuration and tokenizer.
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _SMALL_FILE_BYTES = 64 << 20
-_FILE_SUFFIXES = (".safetensors", ".json")
 
 
 class ServerStatus(NamedTuple):
@@ -111,8 +110,8 @@ class WeightServer:
         max_requests_per_reader: int,
     ) -> None:
         """As for `serve`."""
-        # A URL that ends like a file is one of a file.
-        if not is_file_name(name) or not name.isprintable() or name.endswith(_FILE_SUFFIXES):
+        like_file = name.endswith((".safetensors", ".json"))  # its URL would be one of a file
+        if not is_file_name(name) or not name.isprintable() or like_file:
             raise GdsloadError(f"{shown(name)} is not a name to serve a model by")
         for file in files or ():
             if not is_file_name(file) or file.endswith(".safetensors"):
