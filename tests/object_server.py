@@ -141,6 +141,9 @@ class ObjectServer:
         bytes_per_second: The bandwidth of each connection; 0 for no limit.
         page: The most objects in one page of a listing.
         pins: False for a server that ignores If-Match.
+        etags: False for a server that tells the date of a file and no ETag.
+        heads: False for a server that refuses HEAD.
+        login: What the header Authorization must be; "" for anything.
         requests: All requests, in the order in which they were read.
         most_at_once: The largest number of requests that were in progress at the same time.
     """
@@ -150,6 +153,9 @@ class ObjectServer:
     bytes_per_second: int = 0
     page: int = 1000
     pins: bool = True
+    etags: bool = True
+    heads: bool = True
+    login: str = ""
     requests: list[Request] = field(default_factory=list)
     most_at_once: int = 0
     port: int = 0
@@ -302,6 +308,10 @@ class _Handler(BaseHTTPRequestHandler):
         fault: Fault | None,
     ) -> None:
         kind = fault.kind if fault else ""
+        if request.method == "HEAD" and not owner.heads:
+            return self._whole(request, 405, b"")
+        if owner.login and self.headers.get("Authorization") != owner.login:
+            return self._whole(request, 401, b"")
         if fault and kind == "slow":
             owner.closing.wait(fault.seconds)
         elif fault and kind == "status":
@@ -342,6 +352,8 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Type": "application/octet-stream",
             "Content-Length": str(body[1]),
         }
+        if not owner.etags:
+            del headers["ETag"]
         if ranged:
             headers["Content-Range"] = f"bytes {stated[0]}-{stated[1] - 1}/{size}"
         self._head(request, 206 if ranged else 200, headers)

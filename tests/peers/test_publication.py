@@ -79,10 +79,17 @@ def test_manifest_has_a_checksum_of_each_block() -> None:
 
 @pytest.mark.parametrize("tensor", [
     torch.ones(2, device="meta"), torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex128),
+    torch.nested.nested_tensor([torch.ones(2)]), 3,
 ])  # fmt: skip
 def test_tensor_without_bytes_of_a_known_type_is_refused(tensor: Any) -> None:
     with pytest.raises(GdsloadError, match="cannot serve tensor 'x'"):
         _tensor("x", tensor)
+
+
+def test_tensor_with_a_conjugate_or_negative_bit_is_served_as_its_values() -> None:
+    tensors = {"c": torch.tensor([1 + 2j, 3 - 4j]).conj(), "n": torch._neg_view(torch.ones(3))}
+    found = load(bytes_of(file_with(tensors)))
+    assert all(torch.equal(found[name], tensors[name].clone()) for name in tensors)
 
 
 def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import gdsload
 from gdsload import Checkpoint, events
@@ -65,6 +66,24 @@ def test_replaced_object_is_fetched(server: ObjectServer, tmp_path: Path) -> Non
     with Checkpoint.open(url, cache_dir=cache) as checkpoint:
         assert checkpoint.remote
         assert read_all(checkpoint)[name] == new
+
+
+def test_file_that_keeps_its_date_and_size_is_fetched_again(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    server.etags = False
+    path = server.root / "model" / "model-00001-of-00002.safetensors"
+    url = server.url("http", f"model/{path.name}")
+    gdsload.load_file(url, cache_dir=tmp_path / "cache")
+    assert "no version" in gdsload.last_report().refusals["local cache"]
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = gdsload.load_file(url, cache_dir=tmp_path / "cache")
+    wanted = load_file(path)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_local_files_are_kept_while_they_are_open(server: ObjectServer, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gdsload.errors import (
 )
 from gdsload.remote import object_store
 from gdsload.remote.directory import (
+    is_file_name,
     joined,
     open_directory,
     shown_source,
@@ -125,6 +126,24 @@ def test_directory_that_may_not_be_listed_is_opened(server: ObjectServer) -> Non
     server.script("403", path="", count=None)
     with Checkpoint.open(server.url("s3", "model")) as opened:
         assert len(opened.shards) == 2
+
+
+def test_web_server_that_refuses_head_is_read(server: ObjectServer, tiny_checkpoint: Path) -> None:
+    server.heads = False
+    with (
+        Checkpoint.open(server.url("http", "model")) as found,
+        Checkpoint.open(tiny_checkpoint) as local,
+    ):
+        assert facts(found) == facts(local)
+
+
+def test_user_and_password_are_sent(server: ObjectServer) -> None:
+    server.login = "Basic dXMvZXI6d29yZDp4"
+    url = server.url("http", "model")
+    with pytest.raises(CheckpointAccessError):
+        Checkpoint.open(url)
+    with Checkpoint.open(url.replace("//", "//us%2Fer:word:x@")) as checkpoint:
+        assert "word" not in checkpoint.source
 
 
 def test_missing_model_is_not_found(server: ObjectServer) -> None:
@@ -297,16 +316,29 @@ def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
     assert text_without_secrets("GET http://a:b@c/d?sig=e failed") == "GET http://c/d failed"
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "é" * 128])
+def test_name_of_something_else_is_no_file_name(name: str) -> None:
+    assert not is_file_name(name)
+    assert is_file_name("..a") and is_file_name("é" * 127)
+
+
 def test_query_stays_at_the_end_of_urls() -> None:
     assert joined("https://host/a/?q=1", "b/c") == "https://host/a/b/c?q=1"
     assert joined("s3://bucket", "b") == "s3://bucket/b"
+    assert joined("s3://bucket/a%23", "b#/c%20") == "s3://bucket/a%23/b%23/c%2520"
     assert split_file("https://host/a/x%20y.safetensors?q=1") == (
         "https://host/a?q=1",
         "x y.safetensors",
     )
 
 
-@pytest.mark.parametrize("url", ["ftp://host/a", "s3:///model", "s3://bucket/model?a=b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/a", "s3:///model", "s3://bucket/model?a=b", "https://[::1/model",
+        "nixl://[::1/model",
+    ],
+)  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="URL"):
         Checkpoint.open(url)

@@ -130,7 +130,7 @@ def locate(
         CheckpointError: The files cannot be found or the index is invalid.
     """
     title = path_text(source)
-    subfolder = _relative(subfolder, "subfolder")
+    subfolder = relative(subfolder, "subfolder")
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
         raise CheckpointError(f"{shown(variant)} is not the name of a variant")
     if is_url(title):
@@ -220,7 +220,7 @@ def local_path_text(path: PathLike) -> str:
     return text
 
 
-def _relative(path: str, what: str) -> str:
+def relative(path: str, what: str) -> str:
     """A relative path without empty and "." parts. Raises CheckpointError if it leads outside."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
@@ -353,7 +353,7 @@ def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) ->
     """The snapshot directory of a cached model. `revision` is a branch, a tag or a full commit."""
     cache = _expanded(local_path_text(cache_dir)) if cache_dir is not None else hub_cache()
     repo = os.path.join(cache, "models--" + repo_id.replace("/", "--"))
-    wanted = _relative(revision or "main", "revision")
+    wanted = relative(revision or "main", "revision")
     if not is_directory(repo):
         hint = (
             f"the hub cache {cache} has no model of this name (gdsload does not download:"

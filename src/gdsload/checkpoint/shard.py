@@ -30,7 +30,7 @@ class Identity(NamedTuple):
     """Tells one version of a file from another; all fields but the last are those of fstat.
 
     For a file elsewhere `remote` is its URL and version, and `ino` differs for each opening if the
-    version is not known.
+    version does not stand for the bytes.
     """
 
     dev: int
@@ -218,7 +218,7 @@ class RemoteShard(Shard):
         self.remote = file
         self.directory = directory
         self._closed = False
-        number = 0 if file.version else next(_openings)
+        number = 0 if file.version_is_exact else next(_openings)
         identity = Identity(-1, number, file.size, 0, 0, (file.url, file.version))
         super().__init__(-1, identity, path=file.url, name=name)
         self.first_read_seconds = seconds

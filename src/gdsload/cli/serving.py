@@ -28,7 +28,13 @@ def _parameters(
 @click.argument("source", type=click.Path())
 @click.option("--name", default="model", show_default=True, help="The name in the URL.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", default=DEFAULT_PORT, show_default=True, help="The port; 0: any.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="The port; 0: any.",
+)
 @click.option(
     "--nixl-backend",
     type=click.Choice(["UCX", "LIBFABRIC"]),

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.manifest import MANIFEST_NAME
@@ -30,7 +31,7 @@ from gdsload.peers.publication import (
 )
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
-from gdsload.remote.directory import is_url, without_secrets
+from gdsload.remote.directory import is_file_name, is_url, without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +110,12 @@ class WeightServer:
         max_requests_per_reader: int,
     ) -> None:
         """As for `serve`."""
-        if not name or "/" in name or not name.isprintable():
-            raise ValueError(f"{shown(name)} is not a name to serve a model by")
+        like_file = name.endswith((".safetensors", ".json"))  # its URL would be one of a file
+        if not is_file_name(name) or not name.isprintable() or like_file:
+            raise GdsloadError(f"{shown(name)} is not a name to serve a model by")
+        for file in files or ():
+            if not is_file_name(file) or file.endswith(".safetensors"):
+                raise GdsloadError(f"cannot serve a file of the name {shown(file)}")
         if max_requests < 1 or max_requests_per_reader < 1:
             raise ValueError("the numbers of requests must be positive")
         self._model, self._files, self._checksums = model, dict(files or {}), checksums
@@ -120,7 +125,7 @@ class WeightServer:
         tickets = Tickets(max_requests, max_requests_per_reader, LEASE_SECONDS)
         self._service: Service | None = Service(name, host, port, tickets)
         shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"nixl://{shown_host}:{self._service.port}/{name}"
+        self.url = f"nixl://{shown_host}:{self._service.port}/{quote(name)}"
         try:
             self.publish()
         except BaseException:
@@ -346,9 +351,11 @@ def _configuration(model: torch.nn.Module) -> dict[str, bytes]:
     return found
 
 
-def _tensor(name: str, tensor: torch.Tensor) -> _Tensor:
+def _tensor(name: str, tensor: Any) -> _Tensor:
     import torch
 
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+        raise GdsloadError(f"cannot serve tensor {shown(name)}: {type(tensor).__name__}")
     dtype = next((each for each in DTYPES if known_dtype(each) == tensor.dtype), None)
     if dtype is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
@@ -356,4 +363,5 @@ def _tensor(name: str, tensor: torch.Tensor) -> _Tensor:
     shape = tuple(tensor.shape)
     if DTYPES[dtype].bits < 8:  # torch has two elements in a byte
         shape = (*shape[:-1], shape[-1] * 8 // DTYPES[dtype].bits)
-    return _Tensor(dtype, shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return _Tensor(dtype, shape, tensor.contiguous().reshape(-1).view(torch.uint8))

@@ -61,9 +61,10 @@ class Service:
         self._thread.start()
         try:
             self._server = self._wait(asyncio.start_server(self._connection, host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: no port has this number
             self._end_loop()
-            raise GdsloadError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            why = getattr(error, "strerror", None) or str(error)
+            raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def _wait(self, coroutine: Any, seconds: float = _START_SECONDS) -> Any:
@@ -179,13 +180,13 @@ class _Connection:
         return facts, served.metadata
 
     def _file(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        served, name = self._service.current(request.get("version")), request.get("name")
+        served, name = self._service.current(request.get("version")), str(request.get("name"))
         if served is None:
             return {"error": "changed"}, b""
         publication = served.publication
         if name in publication.small_files:
             return {"segments": []}, publication.small_files[name]
-        file = publication.tensor_files.get(str(name))
+        file = publication.tensor_files.get(name)
         if file is None:
             return {"error": "name"}, b""
         return {"segments": file.segments()}, file.head()

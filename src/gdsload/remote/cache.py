@@ -296,7 +296,7 @@ class LocalCache:
             return CachedFile(file, None, f"{self.directory}: {_reason(error)}")
 
     def _entry_of(self, file: RemoteFile) -> Entry:
-        if not file.version or file.version.startswith("W/"):
+        if not file.version_is_exact:
             raise _NotCached("the server names no version of the file that stands for its bytes")
         if file.backend == "replicas":  # a source that is wrong would stay wrong in the cache
             raise _NotCached("files of several sources are not cached")

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from gdsload.errors import CheckpointError
 
@@ -87,6 +87,12 @@ class RemoteDirectory(ABC):
             file.close()
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a name that somebody else chose is one of a file: of no other directory."""
+    fits = 0 < len(name.encode(errors="surrogatepass")) < 256
+    return fits and name not in (".", "..") and not {"/", "\0"} & set(name)
+
+
 def is_url(text: object) -> bool:
     """Whether this is a URL, rather than a path or the id of a model."""
     return isinstance(text, str) and _URL.match(text) is not None
@@ -96,11 +102,22 @@ def without_secrets(url: str) -> str:
     """A URL for messages: without user, password, query and fragment."""
     if sources := sources_of(url):
         return _REPLICAS + "|".join(map(shown_source, sources))
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a bracket that is not closed
+        return f"{url.partition(':')[0]}://..."
     host = parts.netloc
     if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
         host = host.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a URL. Raises CheckpointError if it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise CheckpointError(f"{without_secrets(url)}: this is no URL: {error}") from None
 
 
 def shown_source(source: Any) -> Any:
@@ -114,13 +131,13 @@ def text_without_secrets(text: str) -> str:
 
 
 def joined(url: str, folder: str) -> str:
-    """The URL of a folder inside a directory. A query stays at the end."""
+    """The URL of a folder or file inside a directory. A query stays at the end."""
     if sources := sources_of(url):
         return replicas(*(joined(each, folder) for each in sources))
     if not is_url(url):
         return os.path.join(url, folder) if folder else url
-    parts = urlsplit(url)
-    path = "/".join(part for part in (parts.path.rstrip("/"), folder) if part)
+    parts = split_url(url)
+    path = "/".join(part for part in (parts.path.rstrip("/"), quote(folder)) if part)
     return parts._replace(path=path).geturl()
 
 
@@ -136,7 +153,7 @@ def split_file(url: str) -> tuple[str, str]:
         return replicas(*folders), names[0]
     if not is_url(url):
         return os.path.split(url)
-    parts = urlsplit(url)
+    parts = split_url(url)
     directory, _, name = parts.path.rpartition("/")
     return parts._replace(path=directory).geturl(), unquote(name)
 
@@ -182,7 +199,7 @@ def open_directory(url: str) -> RemoteDirectory:
         CheckpointError: URLs of this scheme are not read, or it is incomplete.
         BackendUnavailable: The client for it is not installed.
     """
-    parts = urlsplit(url)
+    parts = split_url(url)
     scheme = parts.scheme.lower()
     known = _CLASSES.get(scheme)
     if known is None:

@@ -77,6 +77,11 @@ class RemoteFile(ABC):
         """The I/O path of its bytes, for the report."""
         return f"object_store/{self.scheme}"
 
+    @property
+    def version_is_exact(self) -> bool:
+        """Whether files of this version have the same bytes: not of a weak ETag, or of a date."""
+        return bool(self.version) and not self.version.startswith("W/")
+
     @abstractmethod
     def chunks(self, offset: int, length: int) -> Iterator[Buffer]:
         """Reads a range.

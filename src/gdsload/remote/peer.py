@@ -27,7 +27,7 @@ from gdsload.errors import (
     FileChanged,
     RemoteError,
 )
-from gdsload.remote.directory import RemoteDirectory, without_secrets
+from gdsload.remote.directory import RemoteDirectory, is_file_name, without_secrets
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.messages import MessageError, receive, send
 from gdsload.remote.nixl_reader import (
@@ -153,7 +153,7 @@ class PeerDirectory(RemoteDirectory):
     # --- files ---------------------------------------------------------------------------------
 
     def names(self) -> Collection[str]:
-        return self._opened().sizes
+        return frozenset(filter(is_file_name, self._opened().sizes))
 
     def has(self, name: str) -> bool:
         return name in self.names()
@@ -236,7 +236,7 @@ class PeerDirectory(RemoteDirectory):
         try:
             sizes = {str(name): int(size) for name, size in answer["files"].items()}
             version, agent, plugin = (str(answer[key]) for key in ("version", "agent", "plugin"))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise MessageError(f"the peer sent something else: {error}") from None
         return _Source(version, agent, plugin, metadata, sizes)
 
@@ -289,8 +289,11 @@ class PeerDirectory(RemoteDirectory):
         return self._opened()
 
     def reader(self) -> SharedReader:
-        """The reader of this process, while a file is open."""
+        """The reader of this process, while a file is open. Raises ReaderFailed if none is: threads
+        of a load that was cancelled may come late."""
         with self._lock:
+            if not self._open_files:
+                raise ReaderFailed("the file was closed")
             if self._shared is None:
                 self._shared = shared_reader(self._opened().plugin, self._parameters)
                 self._shared.enter()
@@ -427,7 +430,7 @@ def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
             end += nbytes
         if end != size:
             raise ValueError(f"they end at byte {end} of {size}")
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise MessageError(f"the segments that the peer sent are invalid: {error}") from None
     return segments
 

@@ -161,7 +161,8 @@ class LocalDirectory(RemoteDirectory):
 
     def names(self) -> Collection[str]:
         try:
-            return os.listdir(self.path)
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if not entry.is_dir()]
         except OSError as error:
             raise _unreadable(self.path, error) from error
 

@@ -12,16 +12,17 @@ truncated file. Not responsible for reading tensors.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.file_io import parallel_map
+from gdsload.checkpoint.locate import relative
 from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.remote.directory import RemoteDirectory, joined, open_directory, without_secrets
@@ -82,12 +83,12 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
         CheckpointError: The files cannot be found or are invalid.
         BackendUnavailable: The client for the URL is not installed.
     """
-    if url.endswith(".safetensors"):
+    if without_secrets(url).endswith(".safetensors"):
         raise CheckpointError(
             f"{without_secrets(url)}: this is a file, and from_pretrained needs the directory with"
             " its config.json (load_file takes one file)"
         )
-    subfolder, variant = words.get("subfolder") or "", words.get("variant")
+    subfolder, variant = relative(words.get("subfolder") or "", "subfolder"), words.get("variant")
     source = open_directory(joined(url, subfolder))
     with ExitStack() as stack:
         top = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
@@ -117,10 +118,15 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
                     continue
                 path.write_bytes(shard.read(0, shard.data_start))
                 shards.append(str(path))
-                urls[str(path)] = joined(url, f"{subfolder}/{quote(shard.name)}")
+                urls[str(path)] = joined(url, os.path.join(subfolder, shard.name))
             stack.enter_context(held(opened_before, checkpoint))
         stack.enter_context(held(_current, _StandIns(urls, shards)))
-        yield top
+        try:
+            yield top
+        except Exception as error:
+            if sys.version_info >= (3, 11) and top in str(error):
+                error.add_note(f"{top} stood for {without_secrets(url)}")
+            raise
 
 
 def _fetch(source: RemoteDirectory, folder: Path) -> None:

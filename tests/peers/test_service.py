@@ -1,0 +1,95 @@
+"""The metadata service of a source, and what its readers make of its answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gdsload
+from gdsload.errors import GdsloadError
+from gdsload.peers.publication import Publication
+from gdsload.peers.service import Served, Service
+from gdsload.peers.tickets import Tickets
+from gdsload.remote.messages import MessageError, receive, send
+from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
+from gdsload.remote.peer import PeerDirectory, _segments
+
+FILES = {"config.json": b"{}", "../outside": b"x", "/absolute": b"x", "a/b": b"x", "..": b"x"}
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """A service of small files as version "v"."""
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    service.publish(Served(Publication("v", {}, FILES), "agent", b"", "UCX"))
+    yield service
+    service.close()
+
+
+def test_names_that_lead_elsewhere_are_left_out(service: Service) -> None:
+    directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
+    assert list(directory.names()) == ["config.json"]
+    assert directory.read("config.json", 100) == b"{}"
+
+
+@pytest.mark.parametrize("name", [[], {}, None, 3])
+def test_name_that_is_no_text_is_no_file(
+    service: Service, caplog: pytest.LogCaptureFixture, name: Any
+) -> None:
+    with (
+        caplog.at_level(logging.ERROR),
+        socket.create_connection(("127.0.0.1", service.port), 60) as to,
+    ):
+        send(to, {"op": "file", "version": "v", "name": name})
+        assert receive(to)[0] == {"error": "name"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "many", None])
+def test_size_that_is_no_number_is_no_message(size: Any) -> None:
+    class Connection:
+        def ask(self, op: str, **fields: Any) -> tuple[dict[str, Any], bytes]:
+            return {"version": "v", "agent": "a", "plugin": "UCX", "files": {"m": size}}, b""
+
+    connection: Any = Connection()
+    with pytest.raises(MessageError):
+        PeerDirectory("nixl://host/m")._asked(connection)
+    with pytest.raises(MessageError):
+        _segments([[8, 92, "DRAM", 0, size]], bytes(8), 100)
+
+
+def test_late_thread_of_a_closed_file_starts_no_process(service: Service) -> None:
+    directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
+    file = directory.open("config.json")
+    shared = directory.reader()
+    file.close()
+    with pytest.raises(ReaderFailed, match="closed"):
+        directory.reader()
+    with pytest.raises(ReaderFailed, match="no users"):
+        shared.current()
+    assert shared is shared_reader("UCX", {})
+
+
+@pytest.mark.parametrize("port", [65536, -1])
+def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
+    before = threading.active_count()
+    with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
+        Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\n", "..", "a.json", "m.safetensors"])
+def test_names_that_no_url_can_have_are_refused(name: str) -> None:
+    with pytest.raises(GdsloadError, match="is not a name to serve a model by"):
+        gdsload.serve({}, name=name)
+
+
+@pytest.mark.parametrize("name", ["", "../a", "model.safetensors"])
+def test_files_that_no_reader_takes_are_refused(name: str) -> None:
+    with pytest.raises(GdsloadError, match="cannot serve a file of the name"):
+        gdsload.serve({}, files={name: b""})
