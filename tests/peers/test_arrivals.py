@@ -50,8 +50,9 @@ def test_failure_ends_the_wait_for_missing_bytes_only() -> None:
         arrivals.add("f", 0, 3)
         waiting = asyncio.create_task(arrivals.wait_for("f", 1, 3, LONG))
         await asyncio.sleep(0)
-        arrivals.fail("the disk is gone")
-        assert not await waiting
+        await arrivals.end("the disk is gone")
+        assert waiting.done()
+        assert not waiting.result()
         assert await arrivals.wait_for("f", 1, 2, LONG)
 
     asyncio.run(run())

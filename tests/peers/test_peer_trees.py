@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.directory import open_directory
 from gdsload.remote.peer import PeerDirectory
+from object_server import ObjectServer
 
 pytest.importorskip("nixl_cu13")
 PATIENCE_SECONDS = 120
@@ -40,8 +42,9 @@ BLOCK = 8 << 20
 LEAF = """
 import hashlib, sys
 from gdsload.remote.peer import PeerDirectory
-file = PeerDirectory(sys.argv[1]).open("model.safetensors")
-early = int(sys.argv[2])
+url, early = sys.stdin.readline().split()
+early = int(early)
+file = PeerDirectory(url).open("model.safetensors")
 data = file.read(0, early)
 print("early", flush=True)
 data += file.read(early, file.size - early)
@@ -90,7 +93,7 @@ class Source:
 
     def fail(self, reason: str) -> None:
         assert self._service is not None
-        self._service.tell(self.arrivals.fail, reason)
+        self._service.run(self.arrivals.end(reason))
 
     def close(self) -> None:
         service, self._service = self._service, None
@@ -128,11 +131,15 @@ def serving(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_leaf_reads_from_the_middle_before_the_middle_has_all(source: Source) -> None:
+    # It starts first: the middle does not wait for ever.
+    leaf = subprocess.Popen(
+        [sys.executable, "-c", LEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with serving(source.url) as (middle, url):
-        leaf = subprocess.Popen(
-            [sys.executable, "-c", LEAF, url, str(source.early)], stdout=subprocess.PIPE, text=True
-        )
+        assert leaf.stdin is not None
         assert leaf.stdout is not None
+        leaf.stdin.write(f"{url} {source.early}\n")
+        leaf.stdin.flush()
         assert leaf.stdout.readline() == "early\n"
         source.arrive_all()  # only now can the middle receive the second half
         answer, _ = leaf.communicate(timeout=PATIENCE_SECONDS)
@@ -234,9 +241,11 @@ def test_killed_middle_is_an_error_and_another_source_takes_over(
 
 def test_withdrawn_server_stops_receiving_and_publishes_again(source: Source) -> None:
     with gdsload.serve(source.url) as server:
-        server.withdraw()
-        with pytest.raises(GdsloadError, match="no path and no URL"):
-            server.tensors()
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(server.tensors)
+            server.withdraw()
+            with pytest.raises(GdsloadError, match=r"not all bytes|no path and no URL"):
+                waiting.result()
         source.arrive_all()
         server.publish()
         server.wait()
@@ -259,3 +268,22 @@ def test_bytes_that_differ_from_the_manifest_are_not_served(source: Source, tmp_
         with pytest.raises(RemoteError, match="checksum"):
             file.read(source.half, BLOCK)
         file.close()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_object_store_is_served_by_its_url(
+    source: Source, object_server: ObjectServer, scheme: str
+) -> None:
+    folder = object_server.root / "m"
+    folder.mkdir(parents=True)
+    (folder / SINGLE_FILE).write_bytes(source.content)
+    (folder / "config.json").write_bytes(b"{}")
+    manifest = PeerDirectory(source.url).read("gdsload-manifest.json", BLOCK)
+    (folder / "gdsload-manifest.json").write_bytes(manifest)
+    path = "m" if scheme == "s3" else f"m/{SINGLE_FILE}"  # web servers cannot list their files
+    with gdsload.serve(object_server.url(scheme, path)) as server:
+        names = set(PeerDirectory(server.url).names())
+        assert names - {"config.json"} == {SINGLE_FILE, "gdsload-manifest.json"}
+        assert ("config.json" in names) == (scheme == "s3")
+        expected, found = load(source.content), gdsload.load_file(server.url, verify="checksum")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -27,6 +27,7 @@ class Arrivals:
         self.nbytes, self.failure = 0, ""
         self._spans: dict[str, list[tuple[int, int]]] = {}  # sorted; no two touch each other
         self._changed = asyncio.Event()
+        self._waiting = 0
 
     def add(self, file: str, start: int, end: int) -> None:
         """Notes that the bytes from `start` to `end` of a file have arrived."""
@@ -38,10 +39,12 @@ class Arrivals:
         spans[low:high] = [(start, end)]
         self._wake()
 
-    def fail(self, reason: str) -> None:
-        """Notes that no more bytes will arrive."""
-        self.failure = reason
+    async def end(self, failure: str = "") -> None:
+        """Notes that no more bytes will arrive, and waits until all who wait for some know it."""
+        self.failure = failure
         self._wake()
+        while self._waiting:
+            await asyncio.sleep(0)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -62,6 +65,10 @@ class Arrivals:
             left = deadline - loop.time()
             if self.failure or left <= 0:
                 return False
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+            self._waiting += 1
+            try:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left)
+            finally:
+                self._waiting -= 1
         return True

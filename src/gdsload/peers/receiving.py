@@ -42,8 +42,8 @@ _SHARD_SUFFIX = ".safetensors"
 Arrived = Callable[[str, int, int], None]  # file, start, end
 
 
-class _Stopped(Exception):
-    """Ends a read whose bytes are not wanted any more."""
+class _Stopped(GdsloadError):
+    """The server has ended the reads."""
 
 
 class _Watched(Verifier):
@@ -132,14 +132,15 @@ class Receiving:
 
     def _watch(self) -> None:
         if self._stopping:
-            raise _Stopped("the weights are not served any more")
+            raise _Stopped("not all bytes have arrived: the server does not serve them any more")
 
-    def start(self, arrived: Arrived, failed: Callable[[str], None]) -> None:
+    def start(self, arrived: Arrived, ended: Callable[[str], None]) -> None:
         """Waits in a thread of its own. It needs a manifest.
 
         Args:
             arrived: Called with each part of a file that has arrived and is right.
-            failed: Called with the reason if no more will arrive.
+            ended: Called at the end, before `wait` returns: with the reason if bytes are missing,
+                or "".
 
         Raises:
             GdsloadError: The system has no thread left.
@@ -150,13 +151,12 @@ class Receiving:
             arrived(name, 0, len(header))
 
         def run() -> None:
+            why = ""
             try:
                 self.finish()
-            except _Stopped:
-                pass
             except BaseException as error:
-                self._error = error
-                failed(str(error) or type(error).__name__)
+                self._error, why = error, str(error) or type(error).__name__
+            ended(why)
 
         self._thread = start_thread(run, "gdsload-receive")
         if self._thread is None:
@@ -166,7 +166,7 @@ class Receiving:
         """Waits until all bytes have arrived.
 
         Raises:
-            GdsloadError: The source failed; later calls raise the same error.
+            GdsloadError: The source failed, or `stop` was called; later calls raise the same error.
         """
         if self._thread is not None:
             self._thread.join()

@@ -178,7 +178,7 @@ class WeightServer:
             arrivals = self._arrivals
             receiving.start(
                 partial(service.tell, arrivals.add),
-                lambda why: service.tell(arrivals.fail, one_line(why)[:_REASON_CHARACTERS]),
+                lambda why: service.run(arrivals.end(one_line(why)[:_REASON_CHARACTERS])),
             )
 
     def wait(self) -> None:
@@ -188,8 +188,9 @@ class WeightServer:
             GdsloadError: The source failed; later calls raise the same error. Readers still get the
                 bytes that have arrived, and an error with this reason for others.
         """
-        if self._receiving is not None:
-            self._receiving.wait()
+        receiving = self._receiving
+        if receiving is not None:
+            receiving.wait()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a path or a URL, for use in this process: no copies, but views of the
@@ -207,10 +208,11 @@ class WeightServer:
             >>> with gdsload.serve("nixl://10.0.0.5:7700/qwen", host="0.0.0.0") as server:
             ...     model.load_state_dict(server.tensors(), assign=True)
         """
-        if self._receiving is None:
+        receiving = self._receiving
+        if receiving is None:
             raise GdsloadError(f"{self.url}: there is no path and no URL of which it has tensors")
-        self.wait()
-        return self._receiving.tensors()
+        receiving.wait()
+        return receiving.tensors()
 
     def withdraw(self) -> None:
         """Stops serving. Afterwards no reader accepts bytes: the weights may be changed.

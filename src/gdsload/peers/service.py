@@ -29,7 +29,7 @@ REQUEST_LIMIT_BYTES = 16 << 10
 CONNECTIONS = 4096  # at the same time; further ones are closed at once
 TURN_SECONDS = 2.0  # a reader that gets no ticket in this time is told to ask again
 ANSWER_SECONDS = 30.0  # for a reader to take an answer
-_START_SECONDS = 10.0
+_RUN_SECONDS = 30.0  # on a busy machine
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
@@ -67,13 +67,14 @@ class Service:
         )
         self._thread.start()
         try:
-            self._server = self._wait(asyncio.start_server(self._connection, host, port))
+            self._server = self.run(asyncio.start_server(self._connection, host, port))
         except OSError as error:
             self._end_loop()
             raise GdsloadError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
-    def _wait(self, coroutine: Any, seconds: float = _START_SECONDS) -> Any:
+    def run(self, coroutine: Any, seconds: float = _RUN_SECONDS) -> Any:
+        """Runs a coroutine in the event loop; returns its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
 
     def publish(self, served: Served) -> None:
@@ -87,11 +88,11 @@ class Service:
     def withdraw(self) -> None:
         """Serves nothing from now on, and waits until no ticket is valid: a lease at most."""
         self._served = None
-        self._wait(self.tickets.drained(), self.tickets.lease_seconds + _START_SECONDS)
+        self.run(self.tickets.drained(), self.tickets.lease_seconds + _RUN_SECONDS)
 
     def close(self) -> None:
         """Closes all connections and ends the thread."""
-        self._wait(self._close())
+        self.run(self._close())
         self._end_loop()
 
     async def _close(self) -> None:
@@ -103,7 +104,7 @@ class Service:
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(_RUN_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -210,8 +211,13 @@ class _Connection:
         if served is None:
             return {"error": "changed"}
         name, offset, nbytes = (request.get(key) for key in ("name", "offset", "nbytes"))
-        if not isinstance(offset, int) or not isinstance(nbytes, int):
-            raise MessageError("the range to read is missing")
+        file = served.publication.tensor_files.get(str(name))
+        if file is None or not (
+            isinstance(offset, int)
+            and isinstance(nbytes, int)
+            and 0 <= offset < offset + nbytes <= file.size
+        ):
+            raise MessageError(f"no such range: {nbytes!r} bytes at {offset!r} of {name!r}")
         if missing := await _missing(served, str(name), offset, nbytes):
             return missing
         reader = self._service.readers[self._task] = str(request.get("reader"))[:64]
