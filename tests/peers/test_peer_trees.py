@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load
 
 import gdsload
+from command import run
 from gdsload.errors import CheckpointUnreadable, GdsloadError, IntegrityError, RemoteError
 from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.memory import RegisteredMemory
@@ -197,26 +198,35 @@ def test_failure_before_the_first_bytes_is_an_error_of_opening() -> None:
         source.close()
 
 
-def test_dead_source_ends_the_middle_and_the_leaf_goes_on_with_another_source(
+def test_dead_source_is_an_error_of_the_leaf_which_goes_on_with_another_source(
     source: Source, tmp_path: Path
 ) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(source.content)
-    with serving(source.url) as (middle, url):
-        alone = PeerDirectory(url).open(SINGLE_FILE)
-        replicated = open_directory(gdsload.replicas(url, tmp_path)).open(SINGLE_FILE)
+    with gdsload.serve(source.url) as server:
+        alone = PeerDirectory(server.url).open(SINGLE_FILE)
+        replicated = open_directory(gdsload.replicas(server.url, tmp_path)).open(SINGLE_FILE)
         for leaf in (alone, replicated):
             assert leaf.read(0, source.early) == source.content[: source.early]
-        children = psutil.Process(middle.pid).children()
         source.close()
-        with pytest.raises(RemoteError):
+        with pytest.raises(RemoteError, match=source.url):
             alone.read(source.half, BLOCK)
         assert replicated.read(source.half, BLOCK) == source.content[source.half :][:BLOCK]
-        assert middle.wait(PATIENCE_SECONDS) == 1
-        assert middle.stderr is not None
-        assert "127.0.0.1" in middle.stderr.read()
+        with pytest.raises(RemoteError, match=source.url):
+            server.wait()
         for leaf in (alone, replicated):
             leaf.close()
-    assert psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1] == []
+
+
+def test_command_ends_with_the_reason_when_its_source_fails(source: Source) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    source.fail("the disk is gone")
+    try:
+        ended = run("serve", source.url, "--port", "0")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.exit_code == 1
+    assert source.version in ended.output
+    assert "the disk is gone" in ended.output
 
 
 def test_killed_middle_is_an_error_and_another_source_takes_over(
