@@ -81,7 +81,7 @@ def shared_seconds(nbytes: float, replicas: int, receive: float, total: float) -
 
 def measured_rates() -> Rates:
     """One reader of a peer, and bare NIXL from one source, as `benchmarks.peers` has measured."""
-    path = places.PACKAGE / "results/peers.json"
+    path = places.RESULTS / "peers.json"
     try:
         ways = {each["way"]: each for each in json.loads(path.read_text())["ways"]}
     except OSError as error:
