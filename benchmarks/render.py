@@ -37,6 +37,7 @@ from . import (
     sweep,
     tables,
     targets,
+    trees,
     tune,
 )
 from .places import CHECKOUT, RESULTS, ROOT
@@ -77,6 +78,7 @@ KINDS = {
     "ranks": Shown(ranks.title, ranks.table, ranks.notes),
     "remote": Shown(remote.title, remote.table, remote.notes),
     "restarts": Shown(restarts.title, restarts.table, restarts.notes),
+    "trees": Shown(trees.title, trees.table, trees.notes),
 }
 
 

@@ -12,8 +12,14 @@ from safetensors.torch import load
 
 from gdsload.errors import GdsloadError
 from gdsload.peers.memory import locations_of, regions_of
-from gdsload.peers.publication import PublishedFile, PublishedTensor, file_of, published
-from gdsload.peers.server import _collected, _tensor
+from gdsload.peers.publication import (
+    PublishedFile,
+    PublishedTensor,
+    file_of,
+    manifest_of,
+    published,
+)
+from gdsload.peers.server import _tensor
 
 
 def file_with(tensors: dict[str, torch.Tensor]) -> PublishedFile:
@@ -61,7 +67,8 @@ def test_same_tensors_have_the_same_version() -> None:
     small = {"config.json": b"{}"}
 
     def version(tensors: dict[str, torch.Tensor], small: dict[str, bytes]) -> str:
-        return published({"m": file_with(tensors)}, small, checksums=True).version
+        files = {"m": file_with(tensors)}
+        return published(files, small, manifest_of(files)).version
 
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     assert version(tensors, small) == version(copies, small)
@@ -72,8 +79,7 @@ def test_same_tensors_have_the_same_version() -> None:
 
 def test_manifest_has_a_checksum_of_each_block() -> None:
     tensor = torch.zeros((8 << 20) + 1, dtype=torch.uint8)
-    found = published({"m": file_with({"big": tensor})}, {}, checksums=True)
-    manifest = json.loads(found.small_files["gdsload-manifest.json"])
+    manifest = json.loads(manifest_of({"m": file_with({"big": tensor})}))
     assert len(manifest["files"]["m"]["tensors"]["big"]) == 2 * 32
 
 
@@ -95,8 +101,3 @@ def test_tensor_with_a_conjugate_or_negative_bit_is_served_as_its_values() -> No
 def test_tensor_that_is_not_contiguous_is_served_in_its_order() -> None:
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert torch.equal(load(bytes_of(file_with({"t": tensor})))["t"], tensor)
-
-
-def test_url_is_not_served_by_its_path() -> None:
-    with pytest.raises(GdsloadError, match="https://host/model: only checkpoints of this machine"):
-        _collected("https://user:secret@host/model")

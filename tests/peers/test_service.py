@@ -26,7 +26,7 @@ FILES = {"config.json": b"{}", "../outside": b"x", "/absolute": b"x", "a/b": b"x
 def service() -> Iterator[Service]:
     """A service of small files as version "v"."""
     service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
-    service.publish(Served(Publication("v", {}, FILES), "agent", b"", "UCX"))
+    service.publish(Served(Publication("v", {}, FILES), "agent", b"", "UCX", None))
     yield service
     service.close()
 

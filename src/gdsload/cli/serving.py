@@ -56,8 +56,9 @@ def _parameters(
 def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> None:
     """Loads SOURCE into memory, and serves it by NIXL until SIGINT or SIGTERM.
 
-    Others load it as nixl://HOST:PORT/NAME. Whoever reaches the port can read the weights: listen
-    in trusted networks only.
+    SOURCE is a path or a URL. If it has a manifest, as peers have one, it is served while it is
+    still loaded. Others load it as nixl://HOST:PORT/NAME. Whoever reaches the port can read the
+    weights: listen in trusted networks only.
     """
     from gdsload.peers.server import serve as serve_weights
 
@@ -74,5 +75,6 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
             )
             click.echo(f"{one_line(status.url)}: {', '.join(facts)}")
         with suppress(KeyboardInterrupt):
+            server.wait()
             while True:
                 time.sleep(3600)

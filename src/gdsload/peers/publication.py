@@ -129,26 +129,11 @@ def file_of(tensors: Sequence[PublishedTensor]) -> PublishedFile:
     return PublishedFile(len(text).to_bytes(LENGTH_BYTES, "little") + text, ordered)
 
 
-def published(
-    tensor_files: Mapping[str, PublishedFile],
-    small_files: Mapping[str, bytes],
-    *,
-    checksums: bool,
-) -> Publication:
-    """Puts a publication together.
+def manifest_of(files: Mapping[str, PublishedFile]) -> bytes:
+    """The manifest of files, with checksums that are computed in threads.
 
-    Args:
-        tensor_files: The virtual files by name.
-        small_files: Other files by name.
-        checksums: Whether to compute checksums, in threads: they become a manifest among the small
-            files. Without them the version is random.
-
-    Raises:
-        GdsloadError: The library for checksums is not installed.
+    Raises GdsloadError if the library for checksums is not installed.
     """
-    files, small = dict(tensor_files), dict(small_files)
-    if not checksums:
-        return Publication(uuid.uuid4().hex, files, small)
     digest = hash_function(XXH3)
 
     def checksums_of(tensor: PublishedTensor) -> list[Future[str]]:
@@ -167,7 +152,23 @@ def published(
         "block_bytes": BLOCK_BYTES,
         "files": {name: entry._asdict() for name, entry in entries.items()},
     }
-    small[MANIFEST_NAME] = json.dumps(manifest, indent=0).encode()
+    return json.dumps(manifest, indent=0).encode()
+
+
+def published(
+    tensor_files: Mapping[str, PublishedFile], small_files: Mapping[str, bytes], manifest: bytes
+) -> Publication:
+    """Puts a publication together.
+
+    Args:
+        tensor_files: The virtual files by name.
+        small_files: Other files by name.
+        manifest: The manifest of the virtual files; b"" for none: the version is random then.
+    """
+    files, small = dict(tensor_files), dict(small_files)
+    if not manifest:
+        return Publication(uuid.uuid4().hex, files, small)
+    small[MANIFEST_NAME] = manifest
     whole = hashlib.sha256()
     for name, content in sorted(small.items()):
         whole.update(json.dumps([name, len(content)]).encode() + content)

@@ -4,7 +4,8 @@
        │                    (what cannot be registered is staged: a copy in host memory)
        └──► publication: virtual files, checksums, a version ──► metadata service
 
-Not responsible for reading: `remote.peer`.
+A source that has a manifest is served while it is still read (`peers.receiving`). Not responsible
+for what readers do: `remote.peer`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from gdsload.checkpoint import Checkpoint
-from gdsload.checkpoint.manifest import MANIFEST_NAME
 from gdsload.dtypes import DTYPES, known_dtype
-from gdsload.errors import GdsloadError, shown
+from gdsload.errors import GdsloadError, one_line, shown
+from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.memory import RegisteredMemory
 from gdsload.peers.publication import (
     SINGLE_FILE,
@@ -27,11 +27,13 @@ from gdsload.peers.publication import (
     PublishedFile,
     PublishedTensor,
     file_of,
+    manifest_of,
     published,
 )
+from gdsload.peers.receiving import Receiving
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
-from gdsload.remote.directory import is_file_name, is_url, without_secrets
+from gdsload.remote.directory import is_file_name
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +41,7 @@ if TYPE_CHECKING:
 MAX_REQUESTS = 32
 MAX_REQUESTS_PER_READER = 8
 LEASE_SECONDS = 30.0  # longer than a reader waits for one read
-# The files of a model beside its weights: configuration and tokenizer.
-_SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_SMALL_FILE_BYTES = 64 << 20
+_REASON_CHARACTERS = 1000  # of the failure of a source, for its readers
 
 
 class ServerStatus(NamedTuple):
@@ -56,6 +56,8 @@ class ServerStatus(NamedTuple):
         staged_reason: Why, or "".
         readers: The number of readers that are connected.
         in_flight: The number of requests that readers have in flight.
+        received_bytes: The bytes of the files that have arrived from the source, and are served.
+        failure: Why no more will arrive, or "".
     """
 
     url: str
@@ -66,6 +68,8 @@ class ServerStatus(NamedTuple):
     staged_reason: str
     readers: int
     in_flight: int
+    received_bytes: int
+    failure: str
 
 
 class _Tensor(NamedTuple):
@@ -80,11 +84,11 @@ class _Weights(NamedTuple):
     """What is served: the tensors, the files that show them, and other files.
 
     `files` maps a file's name to its header, and to the names of its tensors in their order; a
-    header of None is made from the tensors.
+    header of b"" is made from the tensors.
     """
 
     tensors: dict[str, _Tensor]
-    files: dict[str, tuple[bytes | None, list[str]]]
+    files: dict[str, tuple[bytes, list[str]]]
     small_files: dict[str, bytes]
 
 
@@ -120,8 +124,10 @@ class WeightServer:
             raise ValueError("the numbers of requests must be positive")
         self._model, self._files, self._checksums = model, dict(files or {}), checksums
         self._plugin, self._parameters = plugin, dict(parameters or {})
+        self._receiving: Receiving | None = None
         self._memory: RegisteredMemory | None = None
         self._publication: Publication | None = None
+        self._arrivals: Arrivals | None = None  # None: all bytes are there
         tickets = Tickets(max_requests, max_requests_per_reader, LEASE_SECONDS)
         self._service: Service | None = Service(name, host, port, tickets)
         shown_host = f"[{host}]" if ":" in host else host
@@ -137,25 +143,82 @@ class WeightServer:
 
         Raises:
             GdsloadError: The server is closed, or a tensor cannot be served.
+            CheckpointError: The source cannot be read.
             BackendUnavailable: NIXL cannot register the memory.
         """
-        service = self._open_service()
         self.withdraw()
-        weights = _collected(self._model)
+        try:
+            self._publish(self._open_service())
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def _publish(self, service: Service) -> None:
+        receiving = None
+        if isinstance(self._model, (str, os.PathLike)):
+            source = os.fspath(self._model)
+            receiving = self._receiving = Receiving(source, checksums=self._checksums)
+            weights = _of_source(receiving)
+        else:
+            weights = _collected(self._model)
         flats = {name: tensor.flat for name, tensor in weights.tensors.items()}
-        memory = RegisteredMemory(flats, self._plugin, self._parameters)
-        shown_files: dict[str, PublishedFile] = {}
+        memory = self._memory = RegisteredMemory(flats, self._plugin, self._parameters)
+        files: dict[str, PublishedFile] = {}
         for file, (header, names) in weights.files.items():
             tensors = [
                 PublishedTensor(name, *weights.tensors[name], memory.locations[name])
                 for name in names
             ]
-            shown_files[file] = PublishedFile(header, tensors) if header else file_of(tensors)
-        publication = published(
-            shown_files, weights.small_files | self._files, checksums=self._checksums
-        )
-        self._memory, self._publication = memory, publication
-        service.publish(Served(publication, memory.agent_name, memory.metadata(), self._plugin))
+            files[file] = PublishedFile(header, tensors) if header else file_of(tensors)
+        manifest = b"" if receiving is None else receiving.manifest
+        if manifest:
+            self._arrivals = Arrivals()
+        else:
+            if receiving is not None:
+                receiving.finish()
+            manifest = manifest_of(files) if self._checksums else b""
+        self._publication = published(files, weights.small_files | self._files, manifest)
+        facts = memory.agent_name, memory.metadata(), self._plugin
+        service.publish(Served(self._publication, *facts, self._arrivals))
+        if receiving is not None and self._arrivals is not None:
+            arrivals = self._arrivals
+            receiving.start(
+                partial(service.tell, arrivals.add),
+                lambda why: service.run(arrivals.end(one_line(why)[:_REASON_CHARACTERS])),
+            )
+
+    def wait(self) -> None:
+        """Waits until all bytes have arrived from a path or a URL that is served meanwhile.
+
+        Raises:
+            GdsloadError: The source failed; later calls raise the same error. Readers still get the
+                bytes that have arrived, and an error with this reason for others.
+        """
+        receiving = self._receiving
+        if receiving is not None:
+            receiving.wait()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of a path or a URL, for use in this process: no copies, but views of the
+        memory that is served. Do not change them while it is.
+
+        Waits as `wait`, and raises the same errors.
+
+        Returns:
+            The tensors by name, on the CPU.
+
+        Raises:
+            GdsloadError: The server has no source, or nothing is served at present.
+
+        Example:
+            >>> with gdsload.serve("nixl://10.0.0.5:7700/qwen", host="0.0.0.0") as server:
+            ...     model.load_state_dict(server.tensors(), assign=True)
+        """
+        receiving = self._receiving
+        if receiving is None:
+            raise GdsloadError(f"{self.url}: there is no path and no URL of which it has tensors")
+        receiving.wait()
+        return receiving.tensors()
 
     def withdraw(self) -> None:
         """Stops serving. Afterwards no reader accepts bytes: the weights may be changed.
@@ -163,17 +226,19 @@ class WeightServer:
         Readers in the middle of a load get FileChanged. Waits for requests in flight: up to 30
         seconds for a reader that hangs. May be called again.
         """
-        self._open_service().withdraw()
-        self._memory = self._publication = None
+        service = self._open_service()
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None:
+            receiving.stop()
+        service.withdraw()
+        self._memory = self._publication = self._arrivals = None
 
     def status(self) -> ServerStatus:
         """The state of this server."""
         service, publication, memory = self._service, self._publication, self._memory
-        tensors = [
-            tensor
-            for file in (publication.tensor_files.values() if publication else ())
-            for tensor in file.tensors
-        ]
+        arrivals = self._arrivals
+        files = publication.tensor_files.values() if publication else ()
+        tensors = [tensor for file in files for tensor in file.tensors]
         return ServerStatus(
             url=self.url,
             version=publication.version if publication else "",
@@ -183,6 +248,8 @@ class WeightServer:
             staged_reason=memory.staged_reason if memory else "",
             readers=len({each for each in service.readers.values() if each}) if service else 0,
             in_flight=service.tickets.in_flight if service else 0,
+            received_bytes=arrivals.nbytes if arrivals else sum(file.size for file in files),
+            failure=arrivals.failure if arrivals else "",
         )
 
     def close(self) -> None:
@@ -225,16 +292,20 @@ def serve(
     weights: listen in trusted networks only.
 
     Args:
-        model: A model, tensors by name, or the path of a checkpoint, which is loaded into host
-            memory. A path is served as the same files, so that its readers see the same bytes at
-            the same places. Of tied weights of a model the first name is served.
+        model: A model, tensors by name, or the path or the URL of a checkpoint, which is loaded
+            into host memory. It is served as the same files, so that readers see the same bytes at
+            the same places. If there is a manifest beside the files, as peers have one, this
+            returns at once: readers get what has arrived, and wait for the rest. Of tied weights of
+            a model the first name is served.
         name: The name of the model in the URL.
         host: The address to listen on. Readers elsewhere need one that they reach.
         port: The port; 0 takes a free one, which `url` tells.
-        files: Further small files, by name. Of a model, its configuration is served; of a path, its
-            .json, .txt, .model and .jinja files.
-        checksums: Whether to compute checksums first. Readers use them with verify="checksum", and
-            sources with the same bytes get the same version. False: the version is random.
+        files: Further small files, by name. Of a model, its configuration is served; of a peer, its
+            small files; of a path or another URL, the .json, .txt, .model and .jinja files.
+        checksums: Whether to serve checksums: those of the manifest beside the files, with which
+            all bytes are compared as they arrive, or else computed first. Readers use them with
+            verify="checksum", and sources with the same bytes and checksums get the same version.
+            False: the version is random, and a path or a URL is loaded before it is served.
         nixl_backend: The backend of NIXL: "UCX" or "LIBFABRIC".
         nixl_parameters: Its parameters, as NIXL names them. UCX reads its own from UCX_* in the
             environment.
@@ -248,6 +319,8 @@ def serve(
         BackendUnavailable: NIXL is not installed, or cannot use the memory.
         GdsloadError: It cannot listen there, or a tensor cannot be served.
         CheckpointError: The checkpoint cannot be loaded.
+        IntegrityError: A header differs from the manifest beside the files.
+        ReadError: A read failed before the checkpoint was served.
 
     Example:
         >>> with gdsload.serve(model, name="qwen", host="0.0.0.0", port=7700) as server:
@@ -271,8 +344,6 @@ def serve(
 
 
 def _collected(model: Any) -> _Weights:
-    if isinstance(model, (str, os.PathLike)):
-        return _of_source(os.fspath(model))
     import torch
 
     small_files: dict[str, bytes] = {}
@@ -284,41 +355,14 @@ def _collected(model: Any) -> _Weights:
     else:
         raise TypeError(f"cannot serve a {type(model).__name__}: a path, a model or tensors")
     served = {name: _tensor(name, tensor) for name, tensor in tensors.items()}
-    return _Weights(served, {SINGLE_FILE: (None, list(served))}, small_files)
+    return _Weights(served, {SINGLE_FILE: (b"", list(served))}, small_files)
 
 
-def _of_source(source: str) -> _Weights:
-    from gdsload.api import load_file
-
-    if is_url(source):
-        raise GdsloadError(
-            f"{without_secrets(source)}: only checkpoints of this machine are served by their path:"
-            " load it, and serve the model or its tensors"
-        )
-    with Checkpoint.open(source) as checkpoint:
-        # Not mapped: what is served must not change with the file.
-        tensors = load_file(source, cache="buffered", page_cache="drop", progress=False)
-        files: dict[str, tuple[bytes | None, list[str]]] = {}
-        for number, shard in enumerate(checkpoint.shards):
-            infos = [info for info in checkpoint.tensors.values() if info.shard == number]
-            infos.sort(key=lambda info: (info.offset, info.nbytes))
-            header = shard.read(0, shard.data_start)
-            files[shard.name] = header, [info.name for info in infos]
-        checkpoint.verify_unchanged()
-        directory = Path(checkpoint.shards[0].path).parent
-    served = {name: _tensor(name, tensor) for name, tensor in tensors.items()}
-    return _Weights(served, files, {} if os.path.isfile(source) else _small_files(directory))
-
-
-def _small_files(directory: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _SMALL_SUFFIXES and path.name != MANIFEST_NAME and path.is_file():
-            found[path.name] = path.read_bytes()
-    nbytes = sum(map(len, found.values()))
-    if nbytes > _SMALL_FILE_BYTES:
-        raise GdsloadError(f"{directory}: its small files have {nbytes} bytes, too many to serve")
-    return found
+def _of_source(source: Receiving) -> _Weights:
+    tensors = {
+        info.name: _Tensor(info.dtype, info.shape, source.flats[info.name]) for info in source.infos
+    }
+    return _Weights(tensors, source.files, source.small_files)
 
 
 def _without_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,10 +2,12 @@
 
     open     ──► version, agent, sizes of the files; payload: metadata of the agent
     file     ──► segments of one file; payload: its first bytes, or all of a small file
-    acquire  ──► a ticket for reads of this version        renew, release ──► whether it was valid
+    acquire  ──► a ticket for reads of a range of a file   renew, release ──► whether it was valid
 
-One connection holds at most one ticket, and a closed one gives it back. All connections are served
-by one thread with an event loop. Weights do not pass through here.
+The answer of `file` and `acquire` is "wait" if the bytes have not arrived here yet, or if it is not
+this reader's turn; its value is the number of bytes that have arrived. One connection holds at most
+one ticket, and a closed one gives it back. All connections are served by one thread with an event
+loop. Weights do not pass through here.
 """
 
 from __future__ import annotations
@@ -13,28 +15,33 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError
+from gdsload.peers.arrivals import Arrivals
 from gdsload.peers.publication import Publication
 from gdsload.peers.tickets import Ticket, Tickets
+from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.messages import LENGTHS, MessageError, lengths, packed, parsed
 
 REQUEST_LIMIT_BYTES = 16 << 10
 CONNECTIONS = 4096  # at the same time; further ones are closed at once
 TURN_SECONDS = 2.0  # a reader that gets no ticket in this time is told to ask again
 ANSWER_SECONDS = 30.0  # for a reader to take an answer
-_START_SECONDS = 10.0
+_RUN_SECONDS = 30.0  # on a busy machine
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Served(NamedTuple):
-    """One publication, and how NIXL reaches its memory."""
+    """One publication, and how NIXL reaches its memory. `arrivals` is None if all bytes of it are
+    there."""
 
     publication: Publication
     agent: str
     metadata: bytes
     plugin: str
+    arrivals: Arrivals | None
 
 
 class Service:
@@ -60,28 +67,33 @@ class Service:
         )
         self._thread.start()
         try:
-            self._server = self._wait(asyncio.start_server(self._connection, host, port))
+            self._server = self.run(asyncio.start_server(self._connection, host, port))
         except (OSError, OverflowError) as error:  # OverflowError: no port has this number
             self._end_loop()
             why = getattr(error, "strerror", None) or str(error)
             raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
-    def _wait(self, coroutine: Any, seconds: float = _START_SECONDS) -> Any:
+    def run(self, coroutine: Any, seconds: float = _RUN_SECONDS) -> Any:
+        """Runs a coroutine in the event loop; returns its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
 
     def publish(self, served: Served) -> None:
         """Serves this from now on."""
         self._served = served
 
+    def tell(self, function: Callable[..., object], *values: Any) -> None:
+        """Calls a function in the event loop, some time from now."""
+        self._loop.call_soon_threadsafe(function, *values)
+
     def withdraw(self) -> None:
         """Serves nothing from now on, and waits until no ticket is valid: a lease at most."""
         self._served = None
-        self._wait(self.tickets.drained(), self.tickets.lease_seconds + _START_SECONDS)
+        self.run(self.tickets.drained(), self.tickets.lease_seconds + _RUN_SECONDS)
 
     def close(self) -> None:
         """Closes all connections and ends the thread."""
-        self._wait(self._close())
+        self.run(self._close())
         self._end_loop()
 
     async def _close(self) -> None:
@@ -93,7 +105,7 @@ class Service:
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(_RUN_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -155,7 +167,7 @@ class _Connection:
         if operation == "open":
             return self._open(request)
         if operation == "file":
-            return self._file(request)
+            return await self._file(request)
         if operation == "acquire":
             return await self._acquire(request), b""
         if operation == "renew":
@@ -179,7 +191,7 @@ class _Connection:
         }
         return facts, served.metadata
 
-    def _file(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    async def _file(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         served, name = self._service.current(request.get("version")), str(request.get("name"))
         if served is None:
             return {"error": "changed"}, b""
@@ -189,17 +201,30 @@ class _Connection:
         file = publication.tensor_files.get(name)
         if file is None:
             return {"error": "name"}, b""
-        return {"segments": file.segments()}, file.head()
+        first = max(len(file.header), min(HEAD_BYTES, file.size))
+        missing = await _missing(served, name, 0, first)
+        return (missing, b"") if missing else ({"segments": file.segments()}, file.head())
 
     async def _acquire(self, request: dict[str, Any]) -> dict[str, Any]:
         self.give_back()
         self._version = request.get("version")
-        if self._service.current(self._version) is None:
+        served = self._service.current(self._version)
+        if served is None:
             return {"error": "changed"}
+        name, offset, nbytes = (request.get(key) for key in ("name", "offset", "nbytes"))
+        file = served.publication.tensor_files.get(str(name))
+        if file is None or not (
+            isinstance(offset, int)
+            and isinstance(nbytes, int)
+            and 0 <= offset < offset + nbytes <= file.size
+        ):
+            raise MessageError(f"no such range: {nbytes!r} bytes at {offset!r} of {name!r}")
+        if missing := await _missing(served, str(name), offset, nbytes):
+            return missing
         reader = self._service.readers[self._task] = str(request.get("reader"))[:64]
         ticket = await self._service.tickets.take(reader, TURN_SECONDS)
         if ticket is None:
-            return {"wait": True}
+            return _wait(served)
         self._ticket = ticket
         served = self._service.current(self._version)
         if served is None:
@@ -212,3 +237,17 @@ class _Connection:
         if self._service.current(self._version) is None:
             return {"error": "changed"}
         return {} if held else {"error": "expired"}
+
+
+def _wait(served: Served) -> dict[str, Any]:
+    return {"wait": 0 if served.arrivals is None else served.arrivals.nbytes}
+
+
+async def _missing(served: Served, file: str, offset: int, nbytes: int) -> dict[str, Any]:
+    """Waits until a range has arrived. The answer to the reader if it has not; else {}."""
+    arrivals = served.arrivals
+    if arrivals is None or await arrivals.wait_for(file, offset, nbytes, TURN_SECONDS):
+        return {}
+    if arrivals.failure:
+        return {"error": "failed", "reason": arrivals.failure}
+    return _wait(served)

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7700
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # of the metadata service, which answers at once or asks to wait
-TURN_SECONDS = 120.0  # for a ticket of a source that many read
+# For a ticket of a source that many read, and for bytes that the source does not have yet: without
+# any bytes arriving there.
+TURN_SECONDS = 120.0
 # A read is tried again if another thread has given up the child process, if a connection was
 # closed, or if the source has started again with the same version.
 _ATTEMPTS = 3
@@ -88,7 +90,7 @@ class _Contents(NamedTuple):
 
 
 class _Refused(Exception):
-    """The source has refused a request. The argument is the reason: one word."""
+    """The source has refused a request. The arguments are the reason, one word, and a text."""
 
 
 class _Connection:
@@ -111,7 +113,7 @@ class _Connection:
         answer, payload = receive(self._socket)
         self.idle = op not in ("acquire", "renew")
         if "error" in answer:
-            raise _Refused(str(answer["error"]))
+            raise _Refused(str(answer["error"]), str(answer.get("reason", "")))
         return answer, payload
 
     def close(self) -> None:
@@ -188,6 +190,10 @@ class PeerDirectory(RemoteDirectory):
         try:
             yield
         except _Refused as refusal:
+            if refusal.args[0] == "failed":
+                raise CheckpointUnreadable(
+                    f"{self.path}: {_meaning(refusal)}", errno=errno.EIO, **facts
+                ) from None
             if refusal.args[0] == "name":
                 raise CheckpointNotFound(
                     f"No such file or directory: {self.path}: the peer serves another name",
@@ -240,19 +246,34 @@ class PeerDirectory(RemoteDirectory):
             raise MessageError(f"the peer sent something else: {error}") from None
         return _Source(version, agent, plugin, metadata, sizes)
 
-    def acquire(self, connection: _Connection) -> _Source:
-        """Takes a ticket for reads of the version that was opened first.
+    def _patient(
+        self, connection: _Connection, op: str, **fields: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """Asks again for as long as the answer is to wait. Raises as `_Connection.ask`, and
+        RemoteError if the source has got no bytes for TURN_SECONDS."""
+        arrived, deadline = 0, time.monotonic() + TURN_SECONDS
+        while time.monotonic() < deadline:
+            answer, payload = connection.ask(op, reader=self._reader_name, **fields)
+            if "wait" not in answer:
+                return answer, payload
+            if answer["wait"] != arrived:
+                arrived, deadline = answer["wait"], time.monotonic() + TURN_SECONDS
+        raise RemoteError(
+            f"{self.path}: the peer is busy: no turn to read in {TURN_SECONDS:.0f} s",
+            path=self.path,
+        )
+
+    def acquire(self, connection: _Connection, name: str, offset: int, nbytes: int) -> _Source:
+        """Takes a ticket for reads of a range, of the version that was opened first.
 
         Raises:
-            _Refused: "changed".
+            _Refused: "changed", or "failed".
             RemoteError: No turn came in time.
         """
         source = self._opened()
-        deadline = time.monotonic() + TURN_SECONDS
-        while time.monotonic() < deadline:
-            answer, _ = connection.ask("acquire", version=source.version, reader=self._reader_name)
-            if "wait" in answer:
-                continue
+        wanted = {"version": source.version, "name": name, "offset": offset, "nbytes": nbytes}
+        for _ in range(_ATTEMPTS):
+            answer, _ = self._patient(connection, "acquire", **wanted)
             if answer.get("agent") == source.agent:
                 return source
             # It has started again, with the same bytes at other places.
@@ -264,17 +285,15 @@ class PeerDirectory(RemoteDirectory):
             with self._lock:
                 self._source = source
                 self._contents.clear()
-        raise RemoteError(
-            f"{self.path}: the peer is busy: no turn to read in {TURN_SECONDS:.0f} s",
-            path=self.path,
-        )
+        raise RemoteError(f"{self.path}: the peer starts again and again", path=self.path)
 
     def contents(self, connection: _Connection, name: str) -> _Contents:
-        """The head and the segments of a file. Raises as `_Connection.ask`."""
+        """The head and the segments of a file. Raises as `_patient`."""
         with self._lock:
             source, found = self._opened(), self._contents.get(name)
         if found is None:
-            answer, head = connection.ask("file", version=source.version, name=name)
+            wanted = {"version": source.version, "name": name}
+            answer, head = self._patient(connection, "file", **wanted)
             segments = _segments(answer.get("segments"), head, source.sizes[name])
             found = _Contents(head, segments, [segment.offset for segment in segments])
             with self._lock:
@@ -358,6 +377,8 @@ class PeerFile(RemoteFile):
                 return
             except _Refused as refusal:
                 why = _meaning(refusal)
+                if refusal.args[0] == "failed":
+                    raise self.error(why, errno=errno.EIO, final=True, **facts) from None
                 if refusal.args[0] != "expired":
                     self._changed = why
                     break
@@ -379,7 +400,7 @@ class PeerFile(RemoteFile):
         """Reads a range once. A piece is handed out when the source has confirmed its version."""
         directory = self._directory
         with directory.lent() as connection:
-            source = directory.acquire(connection)
+            source = directory.acquire(connection, self._name, offset, length)
             contents = directory.contents(connection, self._name)
             pieces = list(_cut(contents, offset, length))
             for number, (kind, remote) in enumerate(pieces):
@@ -413,7 +434,10 @@ def _meaning(refusal: _Refused) -> str:
         "withdrawn": "the source serves nothing at present",
         "expired": "the source gave the turn of this read to others",
     }
-    return known.get(refusal.args[0], f"the source refused: {refusal.args[0]!r}")
+    why, *texts = refusal.args
+    if why == "failed":
+        return f"the source did not get these bytes itself: {''.join(texts)}"
+    return known.get(why, f"the source refused: {why!r}")
 
 
 def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
