@@ -25,7 +25,7 @@ build() { # what, registry, command ...
     shift 2
     printf 'test-remote: building %s in %s\n' "$what" "$where"
     code=0
-    timeout --foreground -k 10 "$limit" nice -n 19 "$@" || code=$?
+    timeout --foreground -k 10 "$limit" "$@" || code=$?
     case $code in
         0) ;;
         124 | 137) unavailable "$what was not built in $limit s (registry: $registry)" ;;
