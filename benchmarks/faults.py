@@ -30,6 +30,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -484,6 +485,10 @@ class Server:
         for _ in range(2):
             self._place(load)
             self._attempt(load, "")
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(SETTLE_SECONDS)
         gc.collect()
         before = None
         while before != (before := resources()[:2]):  # it closes its connections in these threads

@@ -248,8 +248,11 @@ class SharedReader:
             reader.give_up()
 
     def current(self) -> NixlReader:
-        """A reader that is not broken. Raises ReaderFailed if no process can be started."""
+        """A reader that is not broken. Raises ReaderFailed if no process can be started, or if the
+        last user has left."""
         with self._lock:
+            if not self._users:
+                raise ReaderFailed("the file was closed")
             if self._reader is None or self._reader.broken:
                 try:
                     self._reader = NixlReader(self._plugin, self._parameters)

@@ -284,8 +284,11 @@ class PeerDirectory(RemoteDirectory):
         return self._opened()
 
     def reader(self) -> SharedReader:
-        """The reader of this process, while a file is open."""
+        """The reader of this process, while a file is open. Raises ReaderFailed after that: nobody
+        would end the process that a late read starts."""
         with self._lock:
+            if not self._open_files:
+                raise ReaderFailed("the file was closed")
             if self._shared is None:
                 self._shared = shared_reader(self._opened().plugin, self._parameters)
                 self._shared.enter()
