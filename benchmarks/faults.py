@@ -423,7 +423,7 @@ class Server:
             control.recv(1)
 
         call, load = cases[0].call, cases[0].load
-        if load in self.remote.loads:
+        if load in remote_loads.NAMES:
             self._warm_up(load)
         found = resources()
         listener = injector.confine([call] if call else sorted(injector.NUMBERS))
@@ -496,7 +496,7 @@ class Server:
 
     def _place(self, load: str) -> None:
         """Brings the files into the page cache, or out of it, and the local cache into a state."""
-        if load in self.remote.loads:
+        if load in remote_loads.NAMES:
             self.remote.place(load)
         for file in self.files:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

@@ -31,6 +31,7 @@ FILLING, FILLED = "load_file s3 filling the cache", "load_file s3 from the cache
 NAMES = (
     "load_file s3", "stream s3", "from_pretrained s3", FILLING, FILLED, "load_file replicas", PEER,
 )  # fmt: skip
+PEER_SECONDS = 15.0  # given to a load from a peer until its first byte
 RETRY_SECONDS = 1.0  # given to the client, and for bytes that another process fetches
 _STAND_IN = """
 import sys
@@ -134,7 +135,7 @@ class RemoteLoads:
     def _from_peer(self) -> Mapping[str, Any]:
         import gdsload
 
-        return gdsload.load_file(self._peer, **self._words)
+        return gdsload.load_file(self._peer, **{**self._words, "stall_seconds": PEER_SECONDS})
 
 
 @contextmanager
@@ -155,6 +156,8 @@ def _object_store(folder: Path) -> Iterator[str]:
     from gdsload.remote import cache, object_store
 
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    certificates = folder / "certificates"
+    certificates.mkdir()
     with ExitStack() as stack:
         command = [sys.executable, "-c", _STAND_IN, str(folder)]
         server = stack.enter_context(_running(command, env=environment))
@@ -163,7 +166,7 @@ def _object_store(folder: Path) -> Iterator[str]:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
             "AWS_SKIP_SIGNATURE": "true", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
             # Otherwise each load reads all certificates of the system, some hundred files.
-            "SSL_CERT_FILE": os.devnull,
+            "SSL_CERT_DIR": str(certificates),
         }  # fmt: skip
         stack.enter_context(mock.patch.dict(os.environ, variables))
         for module, name in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ CONFIG = ("config.json", "generation_config.json")
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.2)
-    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)  # else each load reads those of the system
 
 
 @pytest.fixture
