@@ -7,10 +7,11 @@
     server: everything imported, each load done once
       └─ fork per case: clean state ─► load, one call fails ─► the same load, clean ─► compare
 
-A case ends within a limit in exact bytes or in one GdsloadError; MemoryError is allowed for ENOMEM.
-`from_pretrained` may also end in an error of transformers' own, where the call that failed was
-transformers' and not gdsload's. The next load in the same process must be exact, and descriptors,
-threads and memory must be what they were.
+Loads from other processes (`remote_loads`) are done once in each child, because their client has
+threads. A case ends within a limit in exact bytes or in one GdsloadError; MemoryError is allowed
+for ENOMEM. `from_pretrained` may also end in an error of transformers' own, where the call that
+failed was transformers' and not gdsload's. The next load in the same process must be exact, and
+descriptors, threads and memory must be what they were.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,7 @@ from typing import Any, NamedTuple
 
 from gdsload.backends.posix import engines
 
-from . import injector, places, records
+from . import injector, places, records, remote_loads
 
 # What each call can fail with. EINTR is asked again by Python and by the pump. END returns 0, as at
 # the end of a file that was truncated.
@@ -69,10 +71,35 @@ ERRORS = {
     "ftruncate": "EIO EINTR ENOMEM ENOSPC EPERM",
     "fallocate": "EIO EINTR ENOSPC",
 }
+# Of loads from other processes: the network, the local cache, the start of a process. `write` is
+# that of files.
+REMOTE_ERRORS = {
+    "socket": "EMFILE ENOBUFS EPERM",
+    "connect": "ECONNREFUSED ENETUNREACH EPERM ETIMEDOUT",
+    "setsockopt": "ENOBUFS",
+    "sendto": "ECONNRESET EINTR ENOBUFS EPIPE",
+    "writev": "ECONNRESET EINTR ENOBUFS EPIPE",
+    "recvfrom": "ECONNRESET EINTR END ENOMEM ETIMEDOUT",
+    "poll": "EINTR ENOMEM",
+    "epoll_ctl": "ENOMEM ENOSPC",
+    "epoll_wait": "EINTR",
+    "write": "EINTR EIO ENOSPC",
+    "pwrite64": "EINTR EIO ENOSPC",
+    "fdatasync": "EIO ENOSPC",
+    "fcntl": "EAGAIN EMFILE ENOLCK",
+    "flock": "EAGAIN EINTR ENOLCK",
+    "mkdir": "EACCES ENOSPC",
+    "statfs": "EIO",
+    "utimensat": "EPERM",
+    "pipe2": "EMFILE",
+    "socketpair": "EMFILE",
+    "vfork": "EAGAIN ENOMEM",
+}
 _WAITS = {"EINTR"}  # asked again without an end: such a call fails once only
 _PASSES = {"EAGAIN", "EBUSY"}  # asked again until the storage counts as silent
 STALL_SECONDS = 2.0  # given to every load: one whose storage always says EAGAIN ends after it
 LIMIT_SECONDS = 40.0  # of a case; it takes milliseconds, and STALL_SECONDS where storage is silent
+SETTLE_SECONDS = 5.0  # until threads have ended, and connections are closed
 KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
 REQUEST_BYTES = 256 << 10
 UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
@@ -270,13 +297,23 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
 class Server:
     """A process that has imported everything and done each load once. It forks a child per case."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patterns: Sequence[str], sample: bool) -> None:
+        """Imports, writes and loads. `close` ends the processes that it has started.
+
+        Args:
+            folder: An empty directory.
+            patterns: The loads that are wanted, by name.
+            sample: Whether to leave out loads that take seconds.
+        """
         plain, large, model = folder / "plain", folder / "large", folder / "model"
         self.truth = {
             "plain": write_checkpoint(plain, SHARDS), "large": write_checkpoint(large, LARGE),
             "model": write_model(model),
         }  # fmt: skip
-        self.loads = loads_of(plain, large, model)
+        self.loads = {
+            name: load for name, load in loads_of(plain, large, model).items()
+            if is_wanted(name, patterns)
+        }  # fmt: skip
         self.files = [*plain.glob("*"), *large.glob("*"), *model.glob("*.safetensors")]
         for file in self.files:  # dirty pages cannot be evicted
             with file.open("rb") as opened:
@@ -286,9 +323,20 @@ class Server:
             ended, text = self._attempt(name, "")
             if ended != "exact":
                 raise records.Refused(f"{name} without a fault: {text}")
+        names = [name for name in remote_loads.NAMES if is_wanted(name, patterns)]
+        self.left_out = {name: why for name in names if (why := remote_loads.why_not(name))}
+        if sample and remote_loads.PEER in names:
+            self.left_out[remote_loads.PEER] = "not in a sample"
+        names = [name for name in names if name not in self.left_out]
+        words = {"stall_seconds": STALL_SECONDS, "progress": False}
+        self.remote = remote_loads.RemoteLoads(folder, names, words)
+        self.loads |= self.remote.loads
         gc.collect()
         gc.freeze()  # collections in children leave the pages of the parent's objects shared
         self._clean: dict[str, int] = {}  # memory more after two clean loads, by load
+
+    def close(self) -> None:
+        self.remote.close()
 
     def counted(self, load: str) -> dict[str, int]:
         """How often each call happens in a load, without a fault. Raises Refused."""
@@ -315,8 +363,9 @@ class Server:
                     except BaseException:
                         traceback.print_exc()
                     os._exit(1)
+                control = its.fileno()  # in the child
                 its.close()
-                for outcome in self._supervise(left, pid, mine):
+                for outcome in self._supervise(left, pid, mine, control):
                     left.pop(0)
                     yield outcome
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -328,13 +377,13 @@ class Server:
                     yield Outcome("violation", f"{how}: {said}")
 
     def _supervise(
-        self, cases: Sequence[Case], pid: int, control: socket.socket
+        self, cases: Sequence[Case], pid: int, control: socket.socket, its: int
     ) -> Iterator[Outcome]:
         """Answers the child's calls, and yields what it reports, until it ends or hangs."""
         _, received, _, _ = socket.recv_fds(control, 1, 1)
         if not received:
             return
-        calls = injector.Calls(received[0])
+        calls = injector.Calls(received[0], pid, its)
         poll = select.poll()
         poll.register(calls.listener, select.POLLIN)
         poll.register(control, select.POLLIN)
@@ -373,8 +422,10 @@ class Server:
             control.send(word)
             control.recv(1)
 
+        call, load = cases[0].call, cases[0].load
+        if load in remote_loads.NAMES:
+            self._warm_up(load)
         found = resources()
-        call = cases[0].call
         listener = injector.confine([call] if call else sorted(injector.NUMBERS))
         socket.send_fds(control, [b"."], [listener])
         os.close(listener)
@@ -411,8 +462,8 @@ class Server:
         if again != "exact" and not remembered:
             wrong.append(f"the next load: {why}")
         # A thread that has been joined may still be seen for a moment.
-        deadline = time.monotonic() + 5.0
-        while (now := resources()).threads > before.threads and time.monotonic() < deadline:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (now := resources())[:2] != before[:2] and time.monotonic() < deadline:
             time.sleep(0.01)
         if now.descriptors != before.descriptors:
             more, less = now.descriptors - before.descriptors, before.descriptors - now.descriptors
@@ -429,8 +480,24 @@ class Server:
             kind, text = "violation", "; ".join(wrong)
         return Outcome(kind, text[-6000:], {}, kept), now
 
+    def _warm_up(self, load: str) -> None:
+        """Makes a load from another process twice: its client starts threads that stay."""
+        for _ in range(2):
+            self._place(load)
+            self._attempt(load, "")
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(SETTLE_SECONDS)
+        gc.collect()
+        before = None
+        while before != (before := resources()[:2]):  # it closes its connections in these threads
+            time.sleep(0.2)
+
     def _place(self, load: str) -> None:
-        """Brings the files into the page cache, or out of it."""
+        """Brings the files into the page cache, or out of it, and the local cache into a state."""
+        if load in remote_loads.NAMES:
+            self.remote.place(load)
         for file in self.files:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -466,6 +533,10 @@ class Server:
             return "violation", "".join(traceback.format_exception(raised))
 
 
+def is_wanted(load: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(load, pattern) for pattern in patterns)
+
+
 def is_foreign(error: BaseException) -> bool:
     """Whether an exception was raised outside gdsload, without it in between."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -492,7 +563,8 @@ def resources() -> Resources:
 
 def cases_of(load: str, counts: Mapping[str, int], options: argparse.Namespace) -> Iterator[Case]:
     """Every call of a load, with every error, at every k; for good from a few of them on."""
-    for call, errors in ERRORS.items():
+    known = {**ERRORS, **REMOTE_ERRORS} if load in remote_loads.NAMES else ERRORS
+    for call, errors in known.items():
         if call not in options.calls:
             continue
         for error in errors.split():
@@ -627,12 +699,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--calls",
         nargs="+",
-        default=list(ERRORS),
-        choices=ERRORS,
+        default=[*ERRORS, *REMOTE_ERRORS],
+        choices=[*ERRORS, *REMOTE_ERRORS],
         metavar="CALL",
         help="system calls: all",
     )
-    names = sorted({error for row in ERRORS.values() for error in row.split()})
+    rows = [*ERRORS.values(), *REMOTE_ERRORS.values()]
+    names = sorted({error for row in rows for error in row.split()})
     parser.add_argument(
         "--errors",
         nargs="+",
@@ -675,9 +748,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # OpenMP does not survive a fork
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="gdsload-faults-") as folder:
-        server = Server(Path(folder))
-        chosen = [n for n in server.loads if any(fnmatch.fnmatch(n, p) for p in options.loads)]
+    with ExitStack() as stack:
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=options.dir, prefix="gdsload-faults-")
+        )
+        server = stack.enter_context(closing(Server(Path(folder), options.loads, options.sample)))
+        for name, why in server.left_out.items():
+            say(f"{name}: left out: {why}")
+        chosen = list(server.loads)
         cases = [case for load in chosen for case in cases_of(load, server.counted(load), options)]
         if options.sample:
             cases = sampled(cases)

@@ -250,7 +250,7 @@ def with_files(loader: Loader, cases: Sequence[File]) -> Iterator[tuple[File, st
 
 def counts_of(loader: Loader, source: Path, truth: Tensors) -> dict[str, int]:
     """How often a load makes each call. Raises Refused if it is not exact."""
-    found = loader.run(source, sorted(injector.NUMBERS))
+    found = loader.run(source, sorted(injector.NUMBERS.keys() & faults.ERRORS))
     for outcome in found["outcomes"]:
         if verdict(outcome, truth, False) != "exact":
             raise Refused(f"{loader.label}, without a fault: {outcome}")

@@ -125,7 +125,7 @@ def supervise(job: Mapping[str, Any], pid: int, control: socket.socket) -> dict[
                 continue
             said, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
             if descriptors:
-                calls = injector.Calls(descriptors[0])
+                calls = injector.Calls(descriptors[0], pid)
                 poll.register(calls.listener, select.POLLIN)
             elif said == b"begin" and calls is not None:
                 act = functools.partial(change, job) if job["change"] else None

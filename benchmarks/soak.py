@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fnmatch
 import gc
 import json
 import os
@@ -37,7 +36,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import faults, records
-from .faults import LARGE, SHARDS, STALL_SECONDS, bytes_of, loads_of, write_checkpoint, write_model
+from .faults import (
+    LARGE,
+    SHARDS,
+    STALL_SECONDS,
+    bytes_of,
+    is_wanted,
+    loads_of,
+    write_checkpoint,
+    write_model,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 100  # in one process
@@ -334,10 +342,6 @@ def soak(folder: Path, loads: int, seed: int, patterns: Sequence[str]) -> dict[s
         "kinds": dict(sorted(made.items())),
         "violations": faults_of(growth),
     }
-
-
-def is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 # --- all processes ------------------------------------------------------------------------------

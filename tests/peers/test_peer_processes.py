@@ -21,6 +21,7 @@ from safetensors.torch import load_file as stock, save_file
 import gdsload
 from gdsload.errors import CheckpointNotFound, CheckpointUnreadable, FileChanged, RemoteError
 from gdsload.remote import peer
+from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
 from gdsload.remote.peer import PeerDirectory
 
 pytest.importorskip("nixl_cu13")
@@ -200,6 +201,17 @@ def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> N
     assert children() == []
     assert file.read(0, file.size) == before
     file.close()
+    assert children() == []
+
+
+def test_read_after_the_end_of_a_file_starts_no_process(url: str) -> None:
+    file = PeerDirectory(url).open("model.safetensors")
+    file.read(0, file.size)
+    file.close()
+    with pytest.raises(RemoteError, match="was closed"):
+        file.read(0, file.size)
+    with pytest.raises(ReaderFailed, match="was closed"):
+        shared_reader("UCX", {}).current()
     assert children() == []
 
 

@@ -16,7 +16,14 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged, RemoteError
+from gdsload.errors import (
+    CheckpointAccessError,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+    RemoteError,
+)
 from gdsload.remote import directory as directory_module, object_store, replica_directory
 from gdsload.remote.directory import (
     RemoteDirectory,
@@ -220,6 +227,32 @@ def test_source_that_does_not_answer_is_left(
     report = load("mem://hangs", model)
     assert "not answered" in report.refusals["mem://hangs"]
     gate.set()
+
+
+@pytest.mark.parametrize("kind", [CheckpointUnreadable, CheckpointAccessError])
+def test_source_that_is_down_is_asked_once(
+    memory: Directories, model: Path, kind: type[CheckpointUnreadable]
+) -> None:
+    asked = []
+
+    def fail() -> None:
+        asked.append(1)
+        raise kind("it is down, or forbidden")
+
+    memory("mem://down").ask = fail
+    load("mem://down", model)
+    down = kind is CheckpointUnreadable
+    assert len(asked) == 1 if down else len(asked) > 1  # what is forbidden may be the list alone
+
+
+def test_other_files_of_each_source_are_found(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "unused.safetensors"):
+        (other / name).write_text("{}")
+    directory = ReplicaDirectory(gdsload.replicas(model, other))
+    assert set(directory.names()) == {*(each.name for each in model.iterdir()), "config.json"}
+    assert directory.read("config.json", 100) == b"{}"
 
 
 def test_client_that_is_not_installed_is_a_reason(

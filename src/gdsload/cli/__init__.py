@@ -34,8 +34,8 @@ __all__ = ["main"]
 def main(ctx: click.Context) -> None:
     """Loads model checkpoints from storage into VRAM or DRAM at the speed of the hardware.
 
-    SOURCE is a .safetensors file, a directory, a model in the local cache of the hub, or a URL of
-    an object store: s3://, gs://, az:// or https://.
+    SOURCE is a .safetensors file, a directory, a model in the local cache of the hub, or a URL: of
+    an object store (s3://, gs://, az://, https://) or of a process that serves it (nixl://).
     """
     if ctx.invoked_subcommand != "run":
         for out in (sys.stdout, sys.stderr):  # names may have characters that the terminal lacks

@@ -49,7 +49,10 @@ def warmup(source: str, tier: str, limit: int, wait: bool, as_json: bool, **wher
     if not wait:
         with Checkpoint.open(source, **where) as checkpoint:
             if checkpoint.remote:
-                raise click.UsageError("SOURCE is a URL: the page cache is for files")
+                raise click.UsageError(
+                    "SOURCE is a URL: the page cache is for files, and those of a local cache are"
+                    " complete after `gdsload load SOURCE --cache-dir DIR`"
+                )
             pid = in_background(source, tier, limit, where)
         if as_json:
             terminal.show_json({"source": source, "tier": tier, "pid": pid})

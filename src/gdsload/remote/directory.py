@@ -206,7 +206,7 @@ def open_directory(url: str) -> RemoteDirectory:
         schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
     if not parts.netloc and not sources_of(url):
-        raise CheckpointError(f"{url}: this URL names no bucket and no host")
+        raise CheckpointError(f"{without_secrets(url)}: this URL names no bucket and no host")
     if parts.query and not scheme.startswith(("http", "nixl", "replicas")):
         raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
     module, _, name = known.partition(":")

@@ -249,10 +249,10 @@ class SharedReader:
 
     def current(self) -> NixlReader:
         """A reader that is not broken. Raises ReaderFailed if no process can be started, or if the
-        last user has left meanwhile."""
+        last user has left."""
         with self._lock:
             if not self._users:
-                raise ReaderFailed("it has no users any more")
+                raise ReaderFailed("the file was closed")
             if self._reader is None or self._reader.broken:
                 try:
                     self._reader = NixlReader(self._plugin, self._parameters)

@@ -308,8 +308,8 @@ class PeerDirectory(RemoteDirectory):
         return self._opened()
 
     def reader(self) -> SharedReader:
-        """The reader of this process, while a file is open. Raises ReaderFailed if none is: threads
-        of a load that was cancelled may come late."""
+        """The reader of this process, while a file is open. Raises ReaderFailed after that: nobody
+        would end the process that a late read starts."""
         with self._lock:
             if not self._open_files:
                 raise ReaderFailed("the file was closed")

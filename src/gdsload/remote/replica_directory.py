@@ -18,11 +18,13 @@ from functools import partial
 from typing import TypeVar
 
 from gdsload.errors import (
+    CheckpointAccessError,
     CheckpointError,
     CheckpointNotFound,
     CheckpointUnreadable,
     FileChanged,
     GdsloadError,
+    RemoteError,
 )
 from gdsload.remote.directory import (
     RemoteDirectory,
@@ -42,6 +44,7 @@ Answer = TypeVar("Answer")
 # connections may take seconds; one that is down takes much longer.
 PATIENCE_SECONDS = 5.0
 _PLACES = 16
+_SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -66,10 +69,12 @@ class ReplicaDirectory(RemoteDirectory):
         self._names: Collection[str] | None = None
 
     def names(self) -> Collection[str]:
+        """The shards of the first source that has any, and the other files of all sources."""
         if self._names is None:
-            found = self._answers(lambda directory: directory.names())
-            whole = (names for names in found.values() if any(map(_is_shard, names)))
-            self._names = next(whole, next(iter(found.values())))
+            listings = self._answers(lambda directory: directory.names()).values()
+            first = next((names for names in listings if any(map(_is_shard, names))), ())
+            others = {name for names in listings for name in names if not _is_shard(name)}
+            self._names = others.union(first)
         return self._names
 
     def has(self, name: str) -> bool:
@@ -100,7 +105,8 @@ class ReplicaDirectory(RemoteDirectory):
 
         Args:
             ask: Asks one of them.
-            leave: Whether a source that has no answer is left.
+            leave: Whether a source that does not have the file is left. One that is down always is:
+                each further question would take seconds.
 
         Raises:
             CheckpointError: No source has an answer.
@@ -134,7 +140,7 @@ class ReplicaDirectory(RemoteDirectory):
             if source not in found and source not in failed:
                 why = f"it had not answered {PATIENCE_SECONDS:g} s after another source"
                 self._sources.leave(source, why)
-            elif leave and source in failed:
+            elif source in failed and (leave or (found and _is_down(failed[source]))):
                 self._sources.leave(source, str(failed[source]))
         if not found:
             raise self._no_answer(list(failed.values()))
@@ -149,8 +155,14 @@ class ReplicaDirectory(RemoteDirectory):
         return kind(f"{self.path}: no source: {'; '.join(texts)}", path=self.path, errno=code)
 
 
+def _is_down(error: Exception) -> bool:
+    """Whether a source could not be reached, and is not only without the file or the right."""
+    unreadable = isinstance(error, (CheckpointUnreadable, RemoteError))
+    return unreadable and not isinstance(error, (CheckpointNotFound, CheckpointAccessError))
+
+
 def _is_shard(name: str) -> bool:
-    return name.endswith(".safetensors")
+    return name.endswith(_SUFFIX)
 
 
 class LocalDirectory(RemoteDirectory):
