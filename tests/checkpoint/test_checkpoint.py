@@ -88,9 +88,10 @@ def test_open_index_gives_tensors_at_their_offsets(two: Path) -> None:
         assert checkpoint.metadata == {"format": "pt", "n": "1", "more": "x"}
         assert checkpoint.total_bytes == 12
         assert checkpoint.source == str(two)
+        for shard, first in zip(checkpoint.shards, "ac", strict=True):
+            assert shard.data_start == checkpoint.tensors[first].offset
         for info in checkpoint.tensors.values():
             shard = checkpoint.shards[info.shard]
-            assert info.offset >= shard.data_start
             assert os.pread(shard.fd, info.nbytes, info.offset) == shard.name[:4].encode()
         checkpoint.verify_unchanged()
 
@@ -302,6 +303,24 @@ def test_lookup_opens_a_path_and_a_list_alike(two: Path) -> None:
         assert list(checkpoint.tensors) == ["a", "b"]
     with Lookup(strict=False).open([files[0], files[0]]) as checkpoint:
         assert len(checkpoint.shards) == 2
+
+
+def test_lookup_passes_every_option_on(tmp_path: Path) -> None:
+    snapshots = tmp_path / "cache/models--org--name/snapshots"
+    for commit in ("main", "v2"):
+        write(snapshots / commit / "model.safetensors", f"{commit}.root")
+        write(snapshots / commit / "vae/model.safetensors", f"{commit}.vae")
+        write(snapshots / commit / "vae/model.fp16.safetensors", f"{commit}.half")
+    cache = tmp_path / "cache"
+    for lookup, name in (
+        (Lookup(cache_dir=cache), "main.root"),
+        (Lookup(cache_dir=cache, revision="v2"), "v2.root"),
+        (Lookup(cache_dir=cache, subfolder="vae"), "main.vae"),
+        (Lookup("v2", "vae", "fp16", cache), "v2.half"),
+    ):
+        with lookup.open("org/name") as checkpoint:
+            assert list(checkpoint.tensors) == [name]
+            assert checkpoint.source == "org/name"
 
 
 def test_names_choose_tensors_and_a_missing_one_raises(two: Path) -> None:

@@ -140,6 +140,7 @@ INVALID: list[tuple[str, str | bytes, int, str]] = [
     ("overflow", one("U8", f"[{BIG},{BIG}]", "[0,0]"), 0, "overflows 64 bits"),
     ("overflow before a zero", one("U8", f"[{BIG},{BIG},0]", "[0,0]"), 0, "overflows 64 bits"),
     ("overflow in bits", one("F64", f"[{2**58}]", f"[0,{2**61}]"), 0, "bits overflows 64 bits"),
+    ("largest product", one("U8", f"[{2**64 - 1}]", "[0,0]"), 0, "number of its bits overflows"),
     ("many twos", one("U8", f"[{','.join(['2'] * 100_000)}]", "[0,0]"), 0, "overflows 64 bits"),
     (
         "dimension of 64 bits beside a zero",
@@ -161,8 +162,15 @@ INVALID: list[tuple[str, str | bytes, int, str]] = [
     ("float offset", one("U8", "[4]", "[0,4.0]"), 4, "data_offsets hold 0 and 4.0"),
     ("false offset", one("U8", "[4]", "[false,4]"), 4, "data_offsets hold false and 4"),
     ("huge offset", one("U8", "[4]", f"[{2**64},{2**64 + 4}]"), 4, "unsigned 64-bit"),
+    (
+        "largest offsets",
+        one("U8", "[0]", f"[{2**64 - 1},{2**64 - 1}]"),
+        0,
+        f"at byte {2**64 - 1} of the data, {2**64 - 1} bytes after the end of the header: a gap",
+    ),
     ("4,299 digits", one("U8", "[4]", f"[{'9' * 4299},{'9' * 4299}]"), 4, "unsigned 64-bit"),
     ("end before begin", one("U8", "[0]", "[4,0]"), 4, "end at 0, before they begin at 4"),
+    ("no bytes", one("U8", "[4]", "[4,4]"), 4, "[4, 4] hold 0 bytes, but its shape and dtype (U8)"),
     ("too few bytes", one("F32", "[4]", "[0,4]"), 4, "hold 4 bytes, but its shape and dtype (F32)"),
     ("too many bytes", one("U8", "[2]", "[0,4]"), 4, "hold 4 bytes, but its shape and dtype (U8)"),
     ("a gap at the start", one("U8", "[4]", "[4,8]"), 8, "4 bytes after the end of the header"),
