@@ -190,6 +190,15 @@ def test_manifest_above_the_limit_is_refused(path: str, monkeypatch: pytest.Monk
     assert caught.value.path == path
 
 
+def test_manifest_that_ends_early_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(path, SHA256, FILES)
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(path)
+    assert str(caught.value).startswith(f"{path}: the file ended at byte 0 ")
+    assert caught.value.path == path
+
+
 def test_checksums_are_those_of_their_libraries() -> None:
     assert hash_function(SHA256)(memoryview(b"abc")) == hashlib.sha256(b"abc").hexdigest()
     xxhash = pytest.importorskip("xxhash")

@@ -143,8 +143,9 @@ def test_shard_elsewhere_has_no_descriptor(opened: Opened) -> None:
         assert str(caught.value) == f"{URL}/{FIRST}: this is not a file of this machine"
         assert caught.value.path == f"{URL}/{FIRST}"
         for action in (copy.copy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"^a Shard owns a connection and cannot be copied"):
+            with pytest.raises(TypeError) as refused:
                 action(shard)
+            assert str(refused.value) == "a Shard owns a connection and cannot be copied or pickled"
 
 
 def test_closed_shard_elsewhere_refuses_use(opened: Opened) -> None:
@@ -171,7 +172,7 @@ def test_identity_elsewhere_is_url_size_and_version(opened: Opened) -> None:
     opened.clear()
     with Checkpoint.open(path) as checkpoint:
         assert checkpoint.shards[0].identity == first
-        assert first.remote == (path, "v1") and first.size == checkpoint.shards[0].size
+        assert first == Identity(-1, 0, checkpoint.shards[0].size, 0, 0, (path, "v1"))
 
 
 def test_files_of_unknown_version_are_never_the_same(opened: Opened) -> None:
