@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import pickle
@@ -185,14 +184,24 @@ def test_files_of_unknown_version_are_never_the_same(opened: Opened) -> None:
     assert len(found) == 2
 
 
-def test_first_read_of_a_shard_is_its_latency(
+def test_first_answer_of_the_storage_is_the_latency_of_a_shard(
     opened: Opened, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = itertools.count(100.0, 0.25)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    for source in (f"{URL}/{FIRST}", bucket / "model" / FIRST):
+    now, read = [100.0], os.pread
+
+    def opening(file: MemoryFile) -> None:
+        now[0] += 0.25
+
+    def reading(fd: int, nbytes: int, offset: int) -> bytes:
+        now[0] += 0.5
+        return read(fd, nbytes, offset)
+
+    opened.prepare = opening
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "pread", reading)
+    for source, seconds in ((f"{URL}/{FIRST}", 0.25), (bucket / "model" / FIRST, 0.5)):
         with Checkpoint.open(source) as checkpoint:
-            assert checkpoint.shards[0].first_read_seconds == 0.25
+            assert checkpoint.shards[0].first_read_seconds == seconds
 
 
 def with_copies(opened: Opened, folder: Path, *names: str) -> dict[str, int]:
