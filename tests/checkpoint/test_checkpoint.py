@@ -145,6 +145,19 @@ def test_dropped_checkpoint_closes_its_files(two: Path) -> None:
     assert open_files() == before
 
 
+def test_shard_is_closed_also_if_its_descriptor_is_zero(two: Path) -> None:
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        with Checkpoint.open(two / "1111.safetensors") as checkpoint:
+            assert checkpoint.shards[0].fd == 0
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
 def test_shard_copied_or_pickled_raises(two: Path) -> None:
     with Checkpoint.open(two) as checkpoint:
         for action in (copy.copy, pickle.dumps):
@@ -515,8 +528,10 @@ def test_changed_file_raises_file_changed(
     with Checkpoint.open(two) as checkpoint:
         pass_a_tick(two / "2222.safetensors")
         change(two / "2222.safetensors")
-        with pytest.raises(FileChanged, match=rf"2222\.safetensors: the file changed .*{fragment}"):
+        fault = rf"2222\.safetensors: the file changed .*{fragment}"
+        with pytest.raises(FileChanged, match=fault) as caught:
             checkpoint.verify_unchanged()
+        assert caught.value.path == str(two / "2222.safetensors")
 
 
 def test_file_that_ends_early_raises(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:

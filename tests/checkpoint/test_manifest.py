@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_manifest_is_written_to_the_working_directory(
 ) -> None:
     monkeypatch.chdir(os.path.dirname(path))
     write_manifest("sums.json", SHA256, FILES)
+    assert read_manifest(path).files == FILES
+
+
+def test_manifest_needs_no_directory_for_temporary_files(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")  # it may be another file system
+    write_manifest(path, SHA256, FILES)
     assert read_manifest(path).files == FILES
 
 
