@@ -600,8 +600,10 @@ def test_reopen_direct_without_support_returns_none(
         monkeypatch.setattr(os, "open", refuse)
         assert checkpoint.shards[0].reopen_direct() is None
         monkeypatch.setattr(os, "open", lambda *_: os.dup(checkpoint.shards[1].fd))
-        with pytest.raises(OSError, match="another file"):
+        with pytest.raises(OSError, match="another file") as caught:
             checkpoint.shards[0].reopen_direct()
+        assert caught.value.errno == errno.ESTALE
+        assert caught.value.filename == str(two / "1111.safetensors")
 
 
 # --- threads -------------------------------------------------------------------------------------

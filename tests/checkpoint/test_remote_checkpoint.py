@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -145,6 +146,16 @@ def test_shard_elsewhere_has_no_descriptor(opened: Opened) -> None:
             with pytest.raises(TypeError) as refused:
                 action(shard)
             assert str(refused.value) == "a Shard owns a connection and cannot be copied or pickled"
+
+
+def test_dropped_checkpoint_elsewhere_closes_no_descriptor(opened: Opened) -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(2):
+        checkpoint = Checkpoint.open(f"{URL}/{FIRST}")
+        del checkpoint
+        gc.collect()
+        opened.clear()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_closed_shard_elsewhere_refuses_use(opened: Opened) -> None:
