@@ -28,6 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
+import numpy
+import safetensors
+
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "corpus"
 WORK = ROOT / ".cache" / "fuzz"
@@ -90,8 +94,6 @@ class Source:
 
 def header(data: bytes) -> None:
     """A whole file. An even first byte means: the rest is JSON, of the length that it has."""
-    import safetensors
-
     if data[:1] and data[0] % 2 == 0:
         end = data.rfind(b"}") + 1
         data = max(end - 1, 0).to_bytes(LENGTH_BYTES, "little") + data[1:]
@@ -206,8 +208,6 @@ def _check_location(made: ReadPlan, wanted: ByteRange) -> None:
 
 
 def slices(data: bytes) -> None:
-    import numpy
-
     source = Source(data)
     shape = tuple(source.one_of((1, 2, 3, 5, 0, 300)) for _ in range(source.below(4)))
     dtype, width = source.one_of((("U8", 1), ("I32", 4), ("I64", 8)))
@@ -261,8 +261,6 @@ def _wanted(info: TensorInfo, item: Any) -> Any:
 
 
 def _assembled(made: TensorSlice, file: Any, shape: tuple[int, ...] | None) -> Any:
-    import numpy
-
     parts = []
     for part in made.parts:
         require(part.offset >= 64 and part.nbytes >= 0, f"outside the tensor: {part}")
@@ -279,8 +277,6 @@ def _assembled(made: TensorSlice, file: Any, shape: tuple[int, ...] | None) -> A
 
 
 def values(data: bytes) -> None:
-    import click
-
     kind, text = data[0] % 4 if data else 0, data[1:].decode("utf-8", "surrogateescape")
     try:
         if kind == 0:

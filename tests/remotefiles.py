@@ -1,16 +1,18 @@
-"""A file elsewhere that is in the memory of the test, and fails by script."""
+"""Files elsewhere that are in the memory of the test, and fail by script."""
 
 from __future__ import annotations
 
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdsload._native.memory import Region
 from gdsload.backends import DRAM, Backend, Memory, OpenFile, Transfer
-from gdsload.errors import FileChanged
+from gdsload.errors import CheckpointNotFound, FileChanged
+from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
 
 
@@ -126,6 +128,40 @@ class MemoryFile(RemoteFile):
 
     def close(self) -> None:
         self.closed = True
+
+
+class MemoryDirectory(RemoteDirectory):
+    """A directory elsewhere with copies, in memory, of the files in `folder`.
+
+    Attributes:
+        files: The last file that was opened, by its name.
+        ask: Called before each answer.
+        prepare: Called with each file that is opened.
+    """
+
+    def __init__(self, path: str, folder: Path) -> None:
+        self.path = path
+        self.files: dict[str, MemoryFile] = {}
+        self._data = {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+        self.ask: Callable[[], None] = lambda: None
+        self.prepare: Callable[[MemoryFile], None] = lambda _: None
+
+    def names(self) -> Collection[str]:
+        self.ask()
+        return list(self._data)
+
+    def has(self, name: str) -> bool:
+        self.ask()
+        return name in self._data
+
+    def open(self, name: str) -> RemoteFile:
+        self.ask()
+        if name not in self._data:
+            raise CheckpointNotFound(f"{self.path_of(name)}: it does not exist")
+        file = MemoryFile(self._data[name], url=self.path_of(name), chunk_bytes=4096)
+        self.files[name] = file
+        self.prepare(file)
+        return file
 
 
 REFUSED = Fault(bytes=0, error=errno.EACCES, final=True)

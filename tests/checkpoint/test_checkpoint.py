@@ -88,9 +88,10 @@ def test_open_index_gives_tensors_at_their_offsets(two: Path) -> None:
         assert checkpoint.metadata == {"format": "pt", "n": "1", "more": "x"}
         assert checkpoint.total_bytes == 12
         assert checkpoint.source == str(two)
+        for shard, first in zip(checkpoint.shards, "ac", strict=True):
+            assert shard.data_start == checkpoint.tensors[first].offset
         for info in checkpoint.tensors.values():
             shard = checkpoint.shards[info.shard]
-            assert info.offset >= shard.data_start
             assert os.pread(shard.fd, info.nbytes, info.offset) == shard.name[:4].encode()
         checkpoint.verify_unchanged()
 
@@ -144,11 +145,27 @@ def test_dropped_checkpoint_closes_its_files(two: Path) -> None:
     assert open_files() == before
 
 
+def test_shard_is_closed_also_if_its_descriptor_is_zero(two: Path) -> None:
+    stdin = os.dup(0)
+    os.close(0)
+    try:
+        with Checkpoint.open(two / "1111.safetensors") as checkpoint:
+            assert checkpoint.shards[0].fd == 0
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
 def test_shard_copied_or_pickled_raises(two: Path) -> None:
     with Checkpoint.open(two) as checkpoint:
         for action in (copy.copy, pickle.dumps):
-            with pytest.raises(TypeError, match="file descriptor"):
+            with pytest.raises(TypeError) as refused:
                 action(checkpoint.shards[0])
+            assert str(refused.value) == (
+                "a Shard owns a file descriptor and cannot be copied or pickled"
+            )
 
 
 # --- failing -------------------------------------------------------------------------------------
@@ -302,6 +319,24 @@ def test_lookup_opens_a_path_and_a_list_alike(two: Path) -> None:
         assert list(checkpoint.tensors) == ["a", "b"]
     with Lookup(strict=False).open([files[0], files[0]]) as checkpoint:
         assert len(checkpoint.shards) == 2
+
+
+def test_lookup_passes_every_option_on(tmp_path: Path) -> None:
+    snapshots = tmp_path / "cache/models--org--name/snapshots"
+    for commit in ("main", "v2"):
+        write(snapshots / commit / "model.safetensors", f"{commit}.root")
+        write(snapshots / commit / "vae/model.safetensors", f"{commit}.vae")
+        write(snapshots / commit / "vae/model.fp16.safetensors", f"{commit}.half")
+    cache = tmp_path / "cache"
+    for lookup, name in (
+        (Lookup(cache_dir=cache), "main.root"),
+        (Lookup(cache_dir=cache, revision="v2"), "v2.root"),
+        (Lookup(cache_dir=cache, subfolder="vae"), "main.vae"),
+        (Lookup("v2", "vae", "fp16", cache), "v2.half"),
+    ):
+        with lookup.open("org/name") as checkpoint:
+            assert list(checkpoint.tensors) == [name]
+            assert checkpoint.source == "org/name"
 
 
 def test_names_choose_tensors_and_a_missing_one_raises(two: Path) -> None:
@@ -493,8 +528,10 @@ def test_changed_file_raises_file_changed(
     with Checkpoint.open(two) as checkpoint:
         pass_a_tick(two / "2222.safetensors")
         change(two / "2222.safetensors")
-        with pytest.raises(FileChanged, match=rf"2222\.safetensors: the file changed .*{fragment}"):
+        fault = rf"2222\.safetensors: the file changed .*{fragment}"
+        with pytest.raises(FileChanged, match=fault) as caught:
             checkpoint.verify_unchanged()
+        assert caught.value.path == str(two / "2222.safetensors")
 
 
 def test_file_that_ends_early_raises(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,8 +600,10 @@ def test_reopen_direct_without_support_returns_none(
         monkeypatch.setattr(os, "open", refuse)
         assert checkpoint.shards[0].reopen_direct() is None
         monkeypatch.setattr(os, "open", lambda *_: os.dup(checkpoint.shards[1].fd))
-        with pytest.raises(OSError, match="another file"):
+        with pytest.raises(OSError, match="another file") as caught:
             checkpoint.shards[0].reopen_direct()
+        assert caught.value.errno == errno.ESTALE
+        assert caught.value.filename == str(two / "1111.safetensors")
 
 
 # --- threads -------------------------------------------------------------------------------------

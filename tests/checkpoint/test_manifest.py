@@ -7,25 +7,30 @@ import hashlib
 import json
 import os
 import stat
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdsload.checkpoint import manifest
+from gdsload.checkpoint import Checkpoint, manifest
 from gdsload.checkpoint.manifest import (
     ALGORITHMS,
     BLOCK_BYTES,
     FORMAT,
+    MANIFEST_NAME,
     SHA256,
     XXH3,
     FileChecksums,
     Manifest,
     hash_function,
+    manifest_of,
+    manifest_path,
     read_manifest,
     write_manifest,
 )
-from gdsload.errors import CheckpointError, CheckpointNotFound
+from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 
 FILES = {
     "a.safetensors": FileChecksums(80, "0" * 64, {"w": "1" * 128, "empty": ""}),
@@ -55,6 +60,14 @@ def test_manifest_is_written_to_the_working_directory(
 ) -> None:
     monkeypatch.chdir(os.path.dirname(path))
     write_manifest("sums.json", SHA256, FILES)
+    assert read_manifest(path).files == FILES
+
+
+def test_manifest_needs_no_directory_for_temporary_files(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")  # it may be another file system
+    write_manifest(path, SHA256, FILES)
     assert read_manifest(path).files == FILES
 
 
@@ -186,9 +199,42 @@ def test_manifest_above_the_limit_is_refused(path: str, monkeypatch: pytest.Monk
     assert caught.value.path == path
 
 
+def test_manifest_that_ends_early_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_manifest(path, SHA256, FILES)
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(path)
+    assert str(caught.value).startswith(f"{path}: the file ended at byte 0 ")
+    assert caught.value.path == path
+
+
 def test_checksums_are_those_of_their_libraries() -> None:
     assert hash_function(SHA256)(memoryview(b"abc")) == hashlib.sha256(b"abc").hexdigest()
     xxhash = pytest.importorskip("xxhash")
     assert hash_function(XXH3)(memoryview(b"abc")) == xxhash.xxh3_128_hexdigest(b"abc")
     for algorithm, digits in ALGORITHMS.items():
         assert len(hash_function(algorithm)(b"")) == digits
+
+
+def test_missing_library_of_a_checksum_raises_with_both_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(GdsloadError) as caught:
+        hash_function(XXH3)
+    assert str(caught.value) == (
+        "checksums of xxh3_128 need xxhash: pip install 'gdsload[verify]' (manifests of"
+        " `gdsload manifest --algorithm sha256` need nothing)"
+    )
+
+
+def test_manifest_is_beside_the_first_shard(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes((2).to_bytes(8, "little") + b"{}")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        path = manifest_path(checkpoint)
+        assert path == str(tmp_path / MANIFEST_NAME)
+        with pytest.raises(CheckpointNotFound, match=f"`gdsload manifest {tmp_path}` writes it"):
+            manifest_of(checkpoint)
+        write_manifest(path, SHA256, FILES)
+        assert manifest_of(checkpoint) == read_manifest(path)

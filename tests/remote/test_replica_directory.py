@@ -7,7 +7,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ from gdsload.remote.directory import (
     split_file,
     without_secrets,
 )
-from gdsload.remote.file import RemoteFile
 from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
 from object_server import ObjectServer
-from remotefiles import REFUSED, Fault, MemoryFile
+from remotefiles import REFUSED, Fault, MemoryDirectory, MemoryFile
 
 TENSORS = {f"layer.{i}": torch.arange(i * 1000, i * 1000 + 60_000) for i in range(6)}
 
@@ -55,46 +54,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Directory(RemoteDirectory):
-    """Files in memory. `ask` is called before each answer."""
-
-    def __init__(self, path: str, folder: Path) -> None:
-        self.path = path
-        self.files: dict[str, MemoryFile] = {}
-        self._data = {each.name: each.read_bytes() for each in folder.iterdir()}
-        self.ask: Callable[[], None] = lambda: None
-        self.prepare: Callable[[MemoryFile], None] = lambda _: None
-
-    def names(self) -> Collection[str]:
-        self.ask()
-        return list(self._data)
-
-    def has(self, name: str) -> bool:
-        self.ask()
-        return name in self._data
-
-    def open(self, name: str) -> RemoteFile:
-        self.ask()
-        if name not in self._data:
-            raise CheckpointNotFound(f"{self.path_of(name)}: it does not exist")
-        file = MemoryFile(self._data[name], url=self.path_of(name), chunk_bytes=4096)
-        self.files[name] = file
-        self.prepare(file)
-        return file
-
-
-Directories = Callable[[str], Directory]
+Directories = Callable[[str], MemoryDirectory]
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch, model: Path) -> Directories:
     """The directory in memory of a URL mem://..., which the library then opens."""
-    made: dict[str, Directory] = {}
+    made: dict[str, MemoryDirectory] = {}
     real = replica_directory.open_directory
 
-    def of(url: str) -> Directory:
+    def of(url: str) -> MemoryDirectory:
         if url not in made:
-            made[url] = Directory(url, model)
+            made[url] = MemoryDirectory(url, model)
         return made[url]
 
     def open_any(url: str) -> RemoteDirectory:

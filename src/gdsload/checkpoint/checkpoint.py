@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 from gdsload._native.ranges import bytes_of
@@ -173,7 +172,6 @@ class Checkpoint:
         cls, source: str, find: Callable[[str], CheckpointFiles], strict: bool, header_limit: int
     ) -> Checkpoint:
         headers: list[dict[str, TensorInfo]] = []
-        path_of = attrgetter("path")
         read_header = partial(_read_header, limit=header_limit)
 
         def first(path: str) -> tuple[CheckpointFiles, list[Shard], list[bytes]]:
@@ -210,7 +208,7 @@ class Checkpoint:
                     parallel_map(
                         open_shard,
                         files.shards[len(shards) :],
-                        path_of=path_of,
+                        path_of=_path_of,
                         discard=Shard.close,
                     )
                 ) as opening:
@@ -220,7 +218,7 @@ class Checkpoint:
             with (
                 nullcontext(texts)
                 if texts
-                else closing(parallel_map(read_header, shards, path_of=path_of))
+                else closing(parallel_map(read_header, shards, path_of=_path_of))
             ) as found:
                 for number, (shard, text) in enumerate(zip(shards, found, strict=True)):
                     header = parse_header(text, shard.size, path=shard.path, shard=number)
@@ -318,6 +316,10 @@ class Lookup(NamedTuple):
         if isinstance(source, (list, tuple)):
             return Checkpoint.of(source, strict=self.strict, header_limit=self.header_limit)
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
+
+
+def _path_of(shard: ShardPath | Shard) -> str:
+    return shard.path
 
 
 def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:

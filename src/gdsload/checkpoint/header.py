@@ -136,7 +136,6 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
     expected = 0  # the offset of the next tensor if the header is in the order of the data
     in_order = True
     bits_of, make, kind, top_limit = _BITS, tuple.__new__, TensorInfo, _U64  # locals are faster
-    name = ""
     try:
         for name, fields in top:
             if name == "__metadata__":
