@@ -6,6 +6,7 @@ Prints one line of JSON: for each case what this rank found.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import TensorInfo
+from gdsload.integrations.engine_weights import WeightsReader
 
 WINDOW_BYTES = 1_000_000
 Tensors = dict[str, torch.Tensor]
@@ -150,6 +152,20 @@ def experts(folder: Path) -> Any:
     return {**found, "in_order": list(ours) == names}
 
 
+def of_engine(folder: Path) -> Any:
+    """As a serving engine reads: each rank lacks some tensors, those of other experts."""
+    want = expected(folder)
+    skipped = sorted(want)[dist.get_rank() :: dist.get_world_size()]
+    pairs = WeightsReader({"window_bytes": WINDOW_BYTES, "cache": "direct"}).read(
+        sorted(map(str, folder.glob("*.safetensors"))),
+        "cpu",
+        logging.getLogger("test"),
+        wanted=lambda name: name not in skipped,
+        group=dist.group.WORLD,
+    )
+    return facts(dict(pairs), {name: want[name] for name in want if name not in skipped})
+
+
 def nodes(folder: Path) -> Any:
     """Two ranks on each node."""
     rank = dist.get_rank()
@@ -249,8 +265,8 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    whole, warm, windows, dimensions, slices, experts, nodes, missing_file, other_checkpoint,
-    unknown_name, failed_read, failed_consumer, closed_by_all, again,
+    whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
+    other_checkpoint, unknown_name, failed_read, failed_consumer, closed_by_all, again,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip
 
