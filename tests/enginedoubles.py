@@ -140,22 +140,40 @@ class HookRegistry:
     "sglang.srt.model_loader.loader": """
 import glob
 
-def safetensors_weights_iterator(files, disable_mmap=False):
+def safetensors_weights_iterator(
+    files, disable_mmap=False, prefetch=False, prefetch_num_threads=4, drop_cache_after_load=False
+):
     yield "stock", None
 
-def buffered_multi_thread_safetensors_weights_iterator(files, max_workers=8, disable_mmap=False):
+def buffered_multi_thread_safetensors_weights_iterator(
+    files,
+    max_workers,
+    disable_mmap=False,
+    prefetch=False,
+    prefetch_num_threads=4,
+    drop_cache_after_load=False,
+):
     yield "stock", None
 
 class DefaultModelLoader:
     def __init__(self, load_config):
         self.load_config = load_config
 
-    def _get_weights_iterator(self, source, *, resolved_source=None):
+    def _get_weights_iterator(
+        self,
+        source,
+        *,
+        resolved_source=None,
+        startup_prefetch_started=False,
+        startup_prefetch_active=False,
+    ):
         files = resolved_source or glob.glob(source.model_or_path + "/*.safetensors")
+        more = dict(disable_mmap=True, prefetch=not startup_prefetch_started,
+                    prefetch_num_threads=4, drop_cache_after_load=True)
         if self.load_config.model_loader_extra_config.get("enable_multithread_load", True):
-            found = buffered_multi_thread_safetensors_weights_iterator(files, max_workers=2)
+            found = buffered_multi_thread_safetensors_weights_iterator(files, max_workers=2, **more)
         else:
-            found = safetensors_weights_iterator(files, disable_mmap=True)
+            found = safetensors_weights_iterator(files, **more)
         return ((source.prefix + name, tensor) for name, tensor in found)
 """,
 }

@@ -269,7 +269,10 @@ def test_sglang_passes_on_the_files_that_it_has_found(
     monkeypatch.setenv("GDSLOAD_SGLANG", "1")
     sglang.register()
     weights = sglang_loader("auto")._get_weights_iterator(
-        source(model), resolved_source=files_of(model)[:1]
+        source(model),
+        resolved_source=files_of(model)[:1],
+        startup_prefetch_started=True,
+        startup_prefetch_active=False,
     )
     assert [name for name, _ in weights] == ["embed", "layers.0.experts.0.weight"]
 
