@@ -64,7 +64,15 @@ from types import SimpleNamespace
 
 from safetensors import safe_open
 
-def safetensors_weights_iterator(files, use_tqdm_on_load, strategy=None, local_expert_ids=None):
+def safetensors_weights_iterator(
+    files,
+    use_tqdm_on_load,
+    strategy=None,
+    local_expert_ids=None,
+    *,
+    safetensors_prefetch_num_threads=8,
+    safetensors_prefetch_block_size=16 << 20,
+):
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():
@@ -105,6 +113,8 @@ class DefaultModelLoader:
                 self.load_config.use_tqdm_on_load,
                 self.load_config.safetensors_load_strategy,
                 local_expert_ids=self.local_expert_ids,
+                safetensors_prefetch_num_threads=8,
+                safetensors_prefetch_block_size=16 << 20,
             )
         else:
             weights_iterator = pt_weights_iterator(files)
