@@ -68,7 +68,11 @@ def found(
 
 
 @pytest.mark.parametrize(
-    "case", ["whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"]
+    "case",
+    [
+        *("whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"),
+        "same_names",
+    ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(
     found: list[dict[str, Any]], case: str
