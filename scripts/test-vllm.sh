@@ -50,8 +50,14 @@ if [ $# -gt 0 ]; then
     exit
 fi
 export VLLM_CHECK_TABLE="$where/bytes.md"
+cat > "$VLLM_CHECK_TABLE" <<END
+
+bytes over those of the checkpoint
+
+| model | loader | load | disk, by rank | report: read | received | disk, all ranks |
+|---|---|---|---|---|---|---|
+END
+trap 'cat "$VLLM_CHECK_TABLE"; printf "\n%b\n" "$summary"' EXIT
 step "compare with vLLM's own loader" 7200 \
     "$python" -m pytest -x -v -p no:cacheprovider -o tmp_path_retention_policy=none \
     -c /dev/null --rootdir . scripts/vllm_check.py
-printf '\nbytes over those of the checkpoint\n\n'
-cat "$VLLM_CHECK_TABLE"

@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -256,32 +255,21 @@ def in_process(function: Any, *arguments: Any) -> Any:
 
 # What was read
 
-_noted: list[str] = []
-
 
 def note(models: tuple[Path, Path], more: Any, loads: list[Load]) -> None:
-    """Remembers the bytes that each rank read, over those of the checkpoint, for the table."""
+    """Appends the bytes that each rank read, over those of the checkpoint, to the table in the file
+    that VLLM_CHECK_TABLE names."""
     model = models[0].parent.name.rstrip("0123456789")
     if len(loads[0].costs) > 1:
         model += ", expert parallel" if "enable_expert_parallel" in more else ", tensor parallel"
     whole = sum(sizes(models[0]).values())
-    for load in loads:
-        cells = [model, load.loader, load.step]
-        for key in ("disk_bytes", "read_bytes", "received_bytes"):
-            cells.append(", ".join(f"{n / whole:.3f}" for n in load.bytes(key)))
-        cells.append(f"{sum(load.bytes('disk_bytes')) / whole:.3f}")
-        _noted.append("| " + " | ".join(cells) + " |")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def table() -> Iterator[None]:
-    """Writes what was counted to the file that VLLM_CHECK_TABLE names."""
-    yield
-    if path := os.environ.get("VLLM_CHECK_TABLE"):
-        head = (
-            "| model | loader | load | disk, by rank | report: read | received | disk, all ranks |"
-        )
-        Path(path).write_text("\n".join([head, "|---" * 7 + "|", *_noted, ""]))
+    with open(os.environ.get("VLLM_CHECK_TABLE", os.devnull), "a") as file:
+        for load in loads:
+            cells = [model, load.loader, load.step]
+            for key in ("disk_bytes", "read_bytes", "received_bytes"):
+                cells.append(", ".join(f"{n / whole:.3f}" for n in load.bytes(key)))
+            cells.append(f"{sum(load.bytes('disk_bytes')) / whole:.3f}")
+            print("| " + " | ".join(cells) + " |", file=file)
 
 
 def assert_read(loads: list[Load], wanted: list[int], whole: int) -> None:
@@ -297,25 +285,15 @@ def assert_read(loads: list[Load], wanted: list[int], whole: int) -> None:
 # Tests
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_engine_is_as_with_the_default_loader(kind: str, request: pytest.FixtureRequest) -> None:
-    models = request.getfixturevalue(kind)
-    (stock, *_) = served(models, STOCK)
-    loads = served(models, ALONE, STOCK)
-    assert loads[0].weights == stock.weights
-    assert loads[0].answer == stock.answer != loads[-1].answer
-    whole = sum(sizes(models[0]).values())
-    assert_read(loads, [whole], whole)
+def test_unknown_option_is_refused_with_the_known_ones() -> None:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.plugins import load_general_plugins
 
-
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_tensor_parallel_engine_is_as_with_the_default_loader(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    models = request.getfixturevalue(kind)
-    whole = sum(sizes(models[0]).values())
-    loads = served(models, SHARED, ALONE, STOCK, **TENSOR_PARALLEL)
-    assert_read(loads, [whole, whole], whole)
+    load_general_plugins()
+    config = LoadConfig(load_format="gdsload", model_loader_extra_config={"windows": 1})
+    with pytest.raises(ValueError, match="unknown options: windows; gdsload knows device"):
+        get_model_loader(config)
 
 
 def test_expert_parallel_engine_reads_the_experts_of_each_rank(experts: tuple[Path, Path]) -> None:
@@ -328,15 +306,25 @@ def test_expert_parallel_engine_reads_the_experts_of_each_rank(experts: tuple[Pa
     assert_read(loads, [whole - of_experts // 2] * 2, whole)
 
 
-def test_unknown_option_is_refused_with_the_known_ones() -> None:
-    from vllm.config.load import LoadConfig
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.plugins import load_general_plugins
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_tensor_parallel_engine_is_as_with_the_default_loader(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    models = request.getfixturevalue(kind)
+    whole = sum(sizes(models[0]).values())
+    loads = served(models, SHARED, ALONE, STOCK, **TENSOR_PARALLEL)
+    assert_read(loads, [whole, whole], whole)
 
-    load_general_plugins()
-    config = LoadConfig(load_format="gdsload", model_loader_extra_config={"windows": 1})
-    with pytest.raises(ValueError, match="unknown options: windows; gdsload knows device"):
-        get_model_loader(config)
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_engine_is_as_with_the_default_loader(kind: str, request: pytest.FixtureRequest) -> None:
+    models = request.getfixturevalue(kind)
+    (stock, *_) = served(models, STOCK)
+    loads = served(models, ALONE, STOCK)
+    assert loads[0].weights == stock.weights
+    assert loads[0].answer == stock.answer != loads[-1].answer
+    whole = sum(sizes(models[0]).values())
+    assert_read(loads, [whole], whole)
 
 
 # The program
