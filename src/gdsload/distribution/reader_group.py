@@ -207,7 +207,8 @@ def _gloo() -> str:
 
     def created(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         number = (store.add("groups", 1) - 1) // size
-        return dist.ProcessGroupGloo(dist.PrefixStore(str(number), store), rank, size, timeout)
+        keys = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(keys, rank, size, timeout)
 
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, created, devices=["cpu"])
