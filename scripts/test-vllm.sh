@@ -17,14 +17,18 @@ command -v uv >/dev/null || { printf 'uv is not installed: pip install uv\n' >&2
 where=${VLLM_ENVIRONMENT:-$PWD/.cache/vllm}
 python=$where/bin/python
 summary=
+child=
 trap 'printf "\n%b\n" "$summary"' EXIT
+trap '[ -z "$child" ] || kill "$child"; exit 130' INT TERM # timeout has a process group of its own
 
 step() { # title, most seconds, command ...
     title=$1 most=$2
     shift 2
     printf '== %s\n' "$title"
     begin=$(date +%s) status=0
-    timeout --kill-after 30 "$most" "$@" || status=$?
+    timeout --kill-after 30 "$most" "$@" &
+    child=$!
+    wait "$child" || status=$?
     case $status in
         0) end=ok ;;
         124 | 137) end="no end after $most s" ;;
