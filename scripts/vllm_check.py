@@ -210,18 +210,23 @@ def _served(models: tuple[Path, Path], loaders: list[str], answers: bool, more: 
 def served(
     models: tuple[Path, Path], *loaders: str, answers: bool = True, **more: Any
 ) -> list[Load]:
-    """The loads of one engine. Fails if their weights or answers are not the same."""
+    """The loads of one engine. Fails if two loaders do not give the same weights and answers."""
     loads = in_process(_served, models, list(loaders), answers, more)
     if isinstance(loads, str):
         pytest.fail(f"{loaders} {more}: {loads}")
-    before, after = loads[0], loads[-1]
-    assert before.weights != after.weights
-    for load in loads:
-        expected = after if load.step == "new weights" else before
-        assert load.weights == expected.weights, (load.step, load.loader)
-        assert load.answer == expected.answer, (load.step, load.loader)
     note(models, more, loads)
+    by_step = {load.step: load for load in loads}
+    assert by_step["wake-up"].weights != by_step["new weights"].weights
+    for load in loads:
+        assert_same(load, by_step[load.step])
     return loads  # type: ignore[no-any-return]
+
+
+def assert_same(load: Load, other: Load) -> None:
+    """Two loads of the same weights, of one engine or of two."""
+    which = (load.step, load.loader, other.loader)
+    assert load.weights == other.weights, which
+    assert load.answer == other.answer, which
 
 
 def _in_process(connection: Any, function: Any, arguments: Any) -> None:
@@ -302,7 +307,9 @@ def test_expert_parallel_engine_reads_the_experts_of_each_rank(experts: tuple[Pa
     whole = sum(tensors.values())
     of_experts = sum(size for name, size in tensors.items() if ".experts." in name)
     assert of_experts > whole / 2
+    stock = served(experts, STOCK, answers=False, **EXPERT_PARALLEL)
     loads = served(experts, SHARED, ALONE, STOCK, answers=False, **EXPERT_PARALLEL)
+    assert_same(loads[0], stock[0])
     assert_read(loads, [whole - of_experts // 2] * 2, whole)
 
 
@@ -312,18 +319,20 @@ def test_tensor_parallel_engine_is_as_with_the_default_loader(
 ) -> None:
     models = request.getfixturevalue(kind)
     whole = sum(sizes(models[0]).values())
+    stock = served(models, STOCK, **TENSOR_PARALLEL)
     loads = served(models, SHARED, ALONE, STOCK, **TENSOR_PARALLEL)
+    assert_same(loads[0], stock[0])
     assert_read(loads, [whole, whole], whole)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_engine_is_as_with_the_default_loader(kind: str, request: pytest.FixtureRequest) -> None:
     models = request.getfixturevalue(kind)
-    (stock, *_) = served(models, STOCK)
-    loads = served(models, ALONE, STOCK)
-    assert loads[0].weights == stock.weights
-    assert loads[0].answer == stock.answer != loads[-1].answer
     whole = sum(sizes(models[0]).values())
+    stock = served(models, STOCK)
+    assert stock[0].answer != stock[-1].answer
+    loads = served(models, ALONE, STOCK)
+    assert_same(loads[0], stock[0])
     assert_read(loads, [whole], whole)
 
 
