@@ -6,13 +6,16 @@ Prints one line of JSON: for each case what this rank found.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -20,6 +23,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import TensorInfo
+from gdsload.integrations.engine_weights import WeightsReader
 
 WINDOW_BYTES = 1_000_000
 Tensors = dict[str, torch.Tensor]
@@ -150,6 +154,20 @@ def experts(folder: Path) -> Any:
     return {**found, "in_order": list(ours) == names}
 
 
+def of_engine(folder: Path) -> Any:
+    """As a serving engine reads: each rank lacks some tensors, those of other experts."""
+    want = expected(folder)
+    skipped = sorted(want)[dist.get_rank() :: dist.get_world_size()]
+    pairs = WeightsReader({"window_bytes": WINDOW_BYTES, "cache": "direct"}).read(
+        sorted(map(str, folder.glob("*.safetensors"))),
+        "cpu",
+        logging.getLogger("test"),
+        wanted=lambda name: name not in skipped,
+        group=dist.group.WORLD,
+    )
+    return facts(dict(pairs), {name: want[name] for name in want if name not in skipped})
+
+
 def nodes(folder: Path) -> Any:
     """Two ranks on each node."""
     rank = dist.get_rank()
@@ -235,6 +253,17 @@ def again(folder: Path) -> Any:
     return whole(folder)
 
 
+def same_names(folder: Path) -> Any:
+    """With the names that torch gave to groups before 2.15; one rank begins later."""
+    naming = mock.patch("torch.distributed.distributed_c10d._hash_ranks_to_str", str)
+    with naming:
+        for _ in range(3):
+            if dist.get_rank() == 0:
+                time.sleep(0.3)
+            found = whole(folder)
+    return found
+
+
 def killed(folder: Path) -> Any:
     """Rank 1 dies after the first window."""
 
@@ -249,8 +278,9 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    whole, warm, windows, dimensions, slices, experts, nodes, missing_file, other_checkpoint,
-    unknown_name, failed_read, failed_consumer, closed_by_all, again,
+    whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
+    other_checkpoint, unknown_name, failed_read, failed_consumer, closed_by_all, again,
+    same_names,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip
 

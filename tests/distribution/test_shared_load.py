@@ -68,7 +68,11 @@ def found(
 
 
 @pytest.mark.parametrize(
-    "case", ["whole", "warm", "windows", "dimensions", "slices", "experts", "again"]
+    "case",
+    [
+        *("whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"),
+        "same_names",
+    ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(
     found: list[dict[str, Any]], case: str
@@ -80,7 +84,7 @@ def test_shared_load_gives_the_bytes_of_a_single_process(
         assert rank[case].get("in_order", True)
 
 
-@pytest.mark.parametrize("case", ["whole", "windows", "dimensions", "experts"])
+@pytest.mark.parametrize("case", ["whole", "windows", "dimensions", "experts", "of_engine"])
 def test_shared_load_reads_each_byte_once(
     found: list[dict[str, Any]], case: str, checkpoint: tuple[Path, int]
 ) -> None:

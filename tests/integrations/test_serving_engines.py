@@ -24,7 +24,9 @@ WEIGHTS = {
     "layers.0.experts.0.weight": torch.full((4,), 0.5),
     "layers.0.experts.1.weight": torch.full((4,), 1.5),
     "norm": torch.ones(3, dtype=torch.bfloat16),
+    "layers.0.experts.0.scale": torch.full((2,), 2.5),
 }
+OF_EXPERT_0 = "layers.0.experts.0.weight"
 log = logging.getLogger("test")
 
 
@@ -86,12 +88,60 @@ def test_vllm_loader_reads_all_shards_and_adds_the_prefix(vllm: ModuleType, mode
     assert gdsload.last_report().tensors == len(WEIGHTS)
 
 
+class Model:
+    """A model that collects its weights in a list before it uses them."""
+
+    def __init__(self, *secondary_weights: SimpleNamespace) -> None:
+        self.secondary_weights = secondary_weights
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.weights = dict(list(weights))
+
+
+def model_config(model: Path, experts: set[int] | None = None, **more: Any) -> SimpleNamespace:
+    fields = {"model": str(model), "local_expert_ids": experts, "quantization": None}
+    return SimpleNamespace(**fields | more)
+
+
+def reload_weights(*arguments: Any) -> None:
+    importlib.import_module("vllm.model_executor.model_loader.reload").reload_weights(*arguments)
+
+
+def test_vllm_loader_loads_all_sources_of_a_model(vllm: ModuleType, model: Path) -> None:
+    built = Model(source(model, "draft."))
+    vllm.GdsloadModelLoader(load_config()).load_weights(built, model_config(model))
+    assert_same(
+        built.weights, WEIGHTS | {f"draft.{name}": tensor for name, tensor in WEIGHTS.items()}
+    )
+
+
 def test_vllm_loader_reads_only_the_experts_of_its_rank(vllm: ModuleType, model: Path) -> None:
-    loader = vllm.GdsloadModelLoader(load_config())
-    loader.local_expert_ids = {1}
-    found = dict(loader._get_weights_iterator(source(model)))
-    assert found.keys() == WEIGHTS.keys() - {"layers.0.experts.0.weight"}
-    assert gdsload.last_report().tensors == len(found)
+    built = Model()
+    vllm.GdsloadModelLoader(load_config()).load_weights(built, model_config(model, {1}))
+    expected = {name: tensor for name, tensor in WEIGHTS.items() if name != OF_EXPERT_0}
+    assert_same(built.weights, expected)  # the scale of the other expert as well, as with vLLM
+    assert gdsload.last_report().tensors == len(expected)
+
+
+def test_vllm_reloads_other_weights_with_a_new_loader(
+    vllm: ModuleType, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    vllm.register()
+    built, config = Model(), model_config(model)
+    vllm.GdsloadModelLoader(load_config()).load_weights(built, config)
+    other = tmp_path_factory.mktemp("other")
+    save_file({"embed": torch.zeros(6)}, other / "m.safetensors")
+    reload_weights(load_config(), built, config, str(other))
+    assert_same(built.weights, {"embed": torch.zeros(6)})
+
+
+def test_vllm_reloads_only_the_experts_of_the_rank(vllm: ModuleType, model: Path) -> None:
+    vllm.register()
+    built = Model()
+    reload_weights(load_config(), built, model_config(model, {1}))
+    assert built.weights.keys() == WEIGHTS.keys() - {OF_EXPERT_0}
+    assert gdsload.last_report().tensors == len(WEIGHTS) - 1
 
 
 def test_vllm_loader_takes_its_options_and_leaves_the_configuration(
@@ -149,10 +199,14 @@ def test_vllm_reads_tensors_of_torchao_itself(vllm: ModuleType, model: Path) -> 
 def test_vllm_reads_tensors_of_torchao_itself_when_it_loads_them_again(
     vllm: ModuleType, model: Path
 ) -> None:
-    config = load_config()
-    vllm.GdsloadModelLoader(config).load_weights(None, SimpleNamespace(quantization="torchao"))
-    again = vllm.GdsloadModelLoader(config)
-    assert "stock.embed" in dict(again._get_weights_iterator(source(model)))
+    vllm.register()
+    config, built = load_config(), Model()
+    of_torchao = model_config(model, quantization="torchao")
+    vllm.GdsloadModelLoader(config).load_weights(built, of_torchao)
+    assert "stock.embed" in built.weights
+    built.weights.clear()
+    reload_weights(config, built, of_torchao)
+    assert "stock.embed" in built.weights
 
 
 def test_vllm_loader_says_when_there_are_no_safetensors_files(
@@ -215,7 +269,10 @@ def test_sglang_passes_on_the_files_that_it_has_found(
     monkeypatch.setenv("GDSLOAD_SGLANG", "1")
     sglang.register()
     weights = sglang_loader("auto")._get_weights_iterator(
-        source(model), resolved_source=files_of(model)[:1]
+        source(model),
+        resolved_source=files_of(model)[:1],
+        startup_prefetch_started=True,
+        startup_prefetch_active=False,
     )
     assert [name for name, _ in weights] == ["embed", "layers.0.experts.0.weight"]
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 READERS = ("node", "group")
+_BACKEND = "gdsload_gloo"
 
 
 class ReaderGroup:
@@ -66,6 +67,8 @@ class ReaderGroup:
     def _new_group(self, members: Sequence[int], backend: str) -> Any:
         import torch.distributed as dist
 
+        if backend == "gloo":
+            backend = _gloo()
         with _rank_errors("does not join the load"):
             return dist.new_group(
                 members, timeout=self._timeout, backend=backend, use_local_synchronization=True
@@ -192,6 +195,24 @@ def require_readers(readers: str) -> None:
     """Raises ValueError for an unknown value of `readers`."""
     if readers not in READERS:
         raise ValueError(f'readers={readers!r} must be one of "node", "group"')
+
+
+def _gloo() -> str:
+    """The name of a backend: gloo with keys of its own in the store where the ranks meet.
+
+    Before torch 2.15, two groups of the same ranks have the same keys if the first is destroyed
+    before the second is created: a rank would find the addresses of an earlier load there.
+    """
+    import torch.distributed as dist
+
+    def created(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        number = (store.add("groups", 1) - 1) // size
+        keys = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(keys, rank, size, timeout)
+
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, created, devices=["cpu"])
+    return _BACKEND
 
 
 def _node() -> str:

@@ -74,6 +74,13 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if getattr(self.load_config, "safetensors_load_strategy", None) == "torchao":
             self._given_config.safetensors_load_strategy = "torchao"
 
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        # For `reload_weights` vLLM makes a new loader and calls nothing else: it would not know the
+        # experts of its rank, and read those of all ranks.
+        if self.local_expert_ids is None:
+            self._init_ep_weight_filter(model_config)
+        yield from super().get_all_weights(model_config, model)
+
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         called = False
 
