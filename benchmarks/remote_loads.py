@@ -32,7 +32,7 @@ NAMES = (
     "load_file s3", "stream s3", "from_pretrained s3", FILLING, FILLED, "load_file replicas", PEER,
 )  # fmt: skip
 PEER_SECONDS = 15.0  # given to a load from a peer until its first byte
-RETRY_SECONDS = 1.0  # given to the client, and for bytes that another process fetches
+RETRY_SECONDS = 3.0  # given to the client, and for bytes that another process fetches
 _STAND_IN = """
 import sys
 from pathlib import Path
@@ -167,6 +167,7 @@ def _object_store(folder: Path) -> Iterator[str]:
             "AWS_SKIP_SIGNATURE": "true", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
             # Otherwise each load reads all certificates of the system, some hundred files.
             "SSL_CERT_DIR": str(certificates),
+            "GDSLOAD_CACHE_BYTES": "1000000000",  # however full the disk is
         }  # fmt: skip
         stack.enter_context(mock.patch.dict(os.environ, variables))
         for module, name in (

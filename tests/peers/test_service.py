@@ -70,7 +70,7 @@ def test_late_thread_of_a_closed_file_starts_no_process(service: Service) -> Non
     file.close()
     with pytest.raises(ReaderFailed, match="closed"):
         directory.reader()
-    with pytest.raises(ReaderFailed, match="no users"):
+    with pytest.raises(ReaderFailed, match="closed"):
         shared.current()
     assert shared is shared_reader("UCX", {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +14,17 @@ from safetensors.torch import load_file, save_file
 import gdsload
 from gdsload import Checkpoint, events
 from gdsload.remote.cache import LocalCache
+from gdsload.remote.cache_entry import Entry
 from object_server import ObjectServer
 
 pytest.importorskip("obstore")
 pytest.importorskip("xxhash")
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the cache a size that does not depend on how full the disk is."""
+    monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "1000000000")
 
 
 @pytest.fixture
@@ -222,3 +230,15 @@ def test_files_of_several_sources_are_not_cached(
     assert "several sources" in gdsload.last_report().refusals["local cache"]
     assert LocalCache(tmp_path / "cache").entries() == []
     assert_same(found, tiny_checkpoint)
+
+
+def test_lock_that_cannot_be_released_does_not_end_the_load(
+    server: ObjectServer, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(Entry, "unclaim", fail)
+    tensors = gdsload.load_file(server.url("s3", "model"), cache_dir=tmp_path / "cache")
+    expected = gdsload.load_file(tiny_checkpoint)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)

@@ -305,6 +305,22 @@ def test_local_file_that_is_truncated_is_a_final_error(tmp_path: Path) -> None:
     file.close()
 
 
+def test_local_file_that_cannot_be_examined_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    file = LocalFile(str(tmp_path / "file"))
+
+    def fail(_: int) -> os.stat_result:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(RemoteError, match="not permitted"):
+            file.verify_unchanged()
+    file.verify_unchanged()
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a regular file"):
         ReplicaDirectory(gdsload.replicas(tmp_path.parent)).open(tmp_path.name)

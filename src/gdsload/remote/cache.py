@@ -128,7 +128,7 @@ class CachedFile(RemoteFile):
                     yield chunk
             finally:
                 if claimed:
-                    entry.unclaim(offset, stop)
+                    self._attempt(entry.unclaim, offset, stop)
             offset += fetched
             if offset < stop:
                 return  # the caller asks for the rest

@@ -228,7 +228,11 @@ class LocalFile(RemoteFile):
             offset += got
 
     def verify_unchanged(self) -> None:
-        if _version_of(os.fstat(self._fd)) != self.version:
+        try:
+            version = _version_of(os.fstat(self._fd))
+        except OSError as error:
+            raise self.error(str(error.strerror), errno=error.errno) from error
+        if version != self.version:
             raise FileChanged(f"{self.url}: the file changed while it was read", path=self.url)
 
     def close(self) -> None:
