@@ -32,9 +32,9 @@ COMPAT, NVFS, P2P = 0, 1, 2
 KDL_CPU, KDL_CUDA = 1, 2
 AFTER_FORK = 77
 _PATIENCE_SECONDS = 120.0  # ends a test that would otherwise hang
-# Rings that a late read still wrote to at the end of a test. They stay, as in a real process:
-# memory that is unmapped while it is pinned would be pinned twice by the next test.
-_late: list[staging_ring.StagingRing] = []
+# What holds the memory of rings that a late read still wrote to at the end of a test. It stays, as
+# in a real process: memory that is unmapped while pinned would be pinned twice by a later test.
+_late: list[object] = []
 _FAULT_ARGUMENTS = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
 
 
@@ -221,7 +221,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.hold_copies(False)
     doubles.end_work()
     staging_ring.release_rings()
-    _late.extend(staging_ring.rings())
+    _late.extend(undo for ring in staging_ring.rings() for undo in ring._undo)
     staging._kept.clear()  # copies that a busy machine was late with have ended now
     said = doubles.complaints()
     assert said == "", said
