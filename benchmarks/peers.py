@@ -17,38 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from . import cache, records, values
+from .serve_process import serving
 
 DEPTH, REQUEST_BYTES = 8, 8 << 20
 WAYS = ("bare NIXL", "peer", "disk, cold")
-
-
-@contextmanager
-def source(directory: Path) -> Iterator[tuple[psutil.Process, str]]:
-    """A process that serves a checkpoint, and its URL."""
-    code = "from gdsload.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(directory), "--json", "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            lines = [line] if line == "{\n" else [*lines, line]
-            if line == "}\n":
-                break
-        yield psutil.Process(process.pid), json.loads("".join(lines))["url"]
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def bare(url: str) -> dict[str, Any]:
@@ -140,7 +118,8 @@ def worker(way: str, source: str) -> dict[str, Any]:
 def measured(directory: Path, repeats: int) -> list[dict[str, Any]]:
     """Each way `repeats` times, in turns."""
     rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    with source(directory) as (server, url):
+    with serving(directory, stderr=subprocess.DEVNULL) as (process, url):
+        server = psutil.Process(process.pid)
         for _ in range(repeats):
             for way in WAYS:
                 if way == "disk, cold":

@@ -10,20 +10,20 @@ of these loads cannot fork others that make them.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from . import places
+from .serve_process import serving
 
 TESTS = places.ROOT / "tests"
 PEER = "load_file nixl"  # each load starts a process with NIXL, which takes seconds
@@ -75,7 +75,7 @@ class RemoteLoads:
             if set(names) - {PEER}:
                 self._url = self._stack.enter_context(_object_store(folder))
             if PEER in names:
-                self._peer = self._stack.enter_context(_peer(folder / "plain"))
+                self._peer = self._stack.enter_context(serving(folder / "plain"))[1]
         except BaseException:
             self._stack.close()
             raise
@@ -176,18 +176,3 @@ def _object_store(folder: Path) -> Iterator[str]:
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, RETRY_SECONDS))
         yield "s3://bucket"
-
-
-@contextmanager
-def _peer(folder: Path) -> Iterator[str]:
-    """The URL of a process that serves a checkpoint."""
-    words = ["serve", str(folder), "--json", "--port", "0"]
-    environment = {**os.environ, "NIXL_LOG_LEVEL": "ERROR"}
-    with _running([sys.executable, "-m", "gdsload", *words], env=environment) as process:
-        assert process.stdout is not None
-        text = ""
-        for line in process.stdout:
-            text += line
-            with suppress(ValueError):
-                yield json.loads(text[text.find("{") :])["url"]
-                break

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from benchmarks.serve_process import serving
 from safetensors.torch import load_file as stock, save_file
 
 import gdsload
@@ -62,28 +60,6 @@ def url(folder: Path) -> Iterator[str]:
     """Where this process serves it."""
     with gdsload.serve(folder) as server:
         yield server.url
-
-
-@contextmanager
-def source(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves a checkpoint, and its URL."""
-    code = "from gdsload.cli import main; main()"
-    words = ["serve", str(folder), "--json", "--port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            line = process.stdout.readline()
-            assert line, "the source ended"
-            text = text + line if text or line == "{\n" else ""
-        yield process, json.loads(text)["url"]
-    finally:
-        process.kill()
-        process.wait(PATIENCE_SECONDS)
 
 
 def children() -> list[psutil.Process]:
@@ -216,7 +192,7 @@ def test_read_after_the_end_of_a_file_starts_no_process(url: str) -> None:
 
 
 def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) -> None:
-    with source(folder) as (process, url):
+    with serving(folder) as (process, url):
         reader = subprocess.Popen(
             [sys.executable, "-c", ENDLESS, url], stdout=subprocess.PIPE, text=True
         )
@@ -234,7 +210,7 @@ def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) 
 
 def test_source_without_readers_sleeps(folder: Path) -> None:
     """Each of its threads: that of NIXL would use a core."""
-    with source(folder) as (process, _):
+    with serving(folder) as (process, _):
         threads = {thread.id for thread in psutil.Process(process.pid).threads()}
         deadline = time.monotonic() + PATIENCE_SECONDS
         while threads and time.monotonic() < deadline:
@@ -249,7 +225,7 @@ def test_source_without_readers_sleeps(folder: Path) -> None:
 def test_stopped_and_killed_sources_are_errors_and_the_reader_ends_well(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with source(folder) as (process, url):
+    with serving(folder) as (process, url):
         file = PeerDirectory(url).open("model.safetensors")
         before = file.read(0, file.size)
         file.quiesce()

@@ -4,19 +4,17 @@ real NIXL. The source holds bytes back until a test lets them arrive."""
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from benchmarks.serve_process import serving
 from safetensors.torch import load
 
 import gdsload
@@ -107,28 +105,6 @@ def source() -> Iterator[Source]:
     made = Source()
     yield made
     made.close()
-
-
-@contextmanager
-def serving(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves what it receives from `url`, and its own URL."""
-    code = "from gdsload.cli import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", url, "--json", "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "NIXL_LOG_LEVEL": "ERROR"},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            line = process.stdout.readline()
-            assert line, "the server ended"
-            text = text + line if text or line == "{\n" else ""
-        yield process, json.loads(text)["url"]
-    finally:
-        process.kill()
-        process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def test_leaf_reads_from_the_middle_before_the_middle_has_all(source: Source) -> None:
