@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import gdsload
+import tinymodels
 from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged
 from gdsload.integrations.transformers import speculative_prefetch
 from object_server import ObjectServer
@@ -107,6 +108,28 @@ def test_directories_beside_the_files_of_a_source_are_left_out(
     (local / "original").mkdir()
     model = gdsload.from_pretrained(gdsload.replicas(local, server.url("s3", "model")))
     require_same(model, tiny_checkpoint)
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_adapter_is_that_of_the_directory(
+    object_server: ObjectServer, tiny_checkpoint: Path, tmp_path: Path, scheme: str, has_base: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    folder = object_server.root / "adapter"
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    config = peft.LoraConfig(r=256, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    tinymodels.perturbed(peft.get_peft_model(base, config)).save_pretrained(folder)
+    if has_base:
+        shutil.copytree(tiny_checkpoint, folder, dirs_exist_ok=True)
+    cache: dict[str, Any] = {"cache_dir": tmp_path / "cache"}
+    for words, reads_data in (({}, True), (cache, True), (cache, False)):
+        object_server.forget()
+        model = gdsload.from_pretrained(object_server.url(scheme, "adapter"), **words)
+        assert any("lora" in name for name in model.state_dict())
+        require_same(model, folder)
+        reads = object_server.reads("adapter/adapter_model.*")
+        assert any(read.first for read in reads) is reads_data
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")

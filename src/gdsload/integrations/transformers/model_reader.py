@@ -32,11 +32,7 @@ from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.integrations.transformers.shared_queue import SharedQueue
-from gdsload.integrations.transformers.stand_ins import (
-    are_all_shards,
-    opened_before,
-    original,
-)
+from gdsload.integrations.transformers.stand_ins import opened_as, opened_before, original
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
 from gdsload.loading.session import (
@@ -89,9 +85,11 @@ class Options:
 @contextmanager
 def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
-    transformers. A checkpoint from `opened_before` is left open."""
-    known = opened_before.get()
-    if known is not None and (are_all_shards(files) or _are_of(known, files)):
+    transformers. A checkpoint that is open before is left open."""
+    known, before = opened_as(files), opened_before.get()
+    if known is None and before is not None and _are_of(before, files):
+        known = before
+    if known is not None:
         yield known
         return
     with Checkpoint.of([original(file) for file in files], strict=False) as checkpoint:

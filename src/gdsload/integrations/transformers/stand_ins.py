@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ _WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth",
     ".safetensors",
 )  # fmt: skip
+_ADAPTER = "adapter_model.safetensors"  # the weights of an adapter, as peft names them
 # What is looked for on a web server, which cannot list its files.
 _USUAL_NAMES = (
     "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",
@@ -44,10 +46,11 @@ _USUAL_NAMES = (
 
 
 class _StandIns(NamedTuple):
-    """URLs by the path of their stand-in, and the stand-ins of the checkpoint's shards."""
+    """URLs by the path of their stand-in, and the checkpoints whose shards stand in a folder."""
 
     urls: Mapping[str, str]
-    shards: list[str]
+    folder: Path
+    checkpoints: Sequence[Checkpoint]
 
 
 _current: ContextVar[_StandIns | None] = ContextVar("gdsload.stand_ins", default=None)
@@ -61,10 +64,13 @@ def original(path: Any) -> Any:
     return path if current is None else current.urls.get(str(path), path)
 
 
-def are_all_shards(files: Sequence[str]) -> bool:
-    """Whether these files stand for the shards of `opened_before`."""
-    current = _current.get()
-    return current is not None and current.shards == files
+def opened_as(files: Sequence[str]) -> Checkpoint | None:
+    """The open checkpoint for whose shards these files stand; None if there is none."""
+    if current := _current.get():
+        for checkpoint in current.checkpoints:
+            if files == [str(current.folder / shard.name) for shard in checkpoint.shards]:
+                return checkpoint
+    return None
 
 
 @contextmanager
@@ -89,44 +95,52 @@ def stand_in(url: str, words: Mapping[str, Any]) -> Iterator[str]:
             " its config.json (load_file takes one file)"
         )
     subfolder, variant = relative(words.get("subfolder") or "", "subfolder"), words.get("variant")
-    source = open_directory(joined(url, subfolder))
+    directory = joined(url, subfolder)
+    source = open_directory(directory)
+    opened = partial(Checkpoint.open, cache_dir=words.get("cache_dir"), strict=False)
     with ExitStack() as stack:
         top = stack.enter_context(tempfile.TemporaryDirectory(prefix="gdsload-"))
         folder = Path(top, subfolder)
         folder.mkdir(parents=True, exist_ok=True)
         _fetch(source, folder)
-        urls, shards = {top: url}, []
-        try:
-            checkpoint = stack.enter_context(
-                Checkpoint.open(
-                    url,
-                    subfolder=subfolder,
-                    variant=variant,
-                    cache_dir=words.get("cache_dir"),
-                    strict=False,
-                )
-            )
-        except CheckpointNotFound:
-            # It may have a tokenizer only, or weights of another format, which transformers names.
-            if _has_weights(source) or not any(folder.iterdir()):
-                raise
-        else:
-            for shard in checkpoint.shards:
-                path = folder / shard.name
-                if shard.cached:
-                    path.symlink_to(os.path.abspath(shard.path))
-                    continue
-                path.write_bytes(shard.read(0, shard.data_start))
-                shards.append(str(path))
-                urls[str(path)] = joined(url, os.path.join(subfolder, shard.name))
-            stack.enter_context(held(opened_before, checkpoint))
-        stack.enter_context(held(_current, _StandIns(urls, shards)))
+        urls, checkpoints = {top: url}, []
+        has_adapter = (folder / "adapter_config.json").exists()
+        # Without a config of its own, an adapter is for a model in another place.
+        if (folder / "config.json").exists() or not has_adapter:
+            try:
+                checkpoint = stack.enter_context(opened(url, subfolder=subfolder, variant=variant))
+            except CheckpointNotFound:
+                # Perhaps only a tokenizer, or weights of another format, which transformers names.
+                if _has_weights(source) or not any(folder.iterdir()):
+                    raise
+            else:
+                checkpoints.append(checkpoint)
+                urls |= _placed(checkpoint, directory, folder)
+                stack.enter_context(held(opened_before, checkpoint))
+        if has_adapter and not (folder / _ADAPTER).exists():
+            with suppress(CheckpointNotFound):
+                checkpoints.append(stack.enter_context(opened(joined(directory, _ADAPTER))))
+                urls |= _placed(checkpoints[-1], directory, folder)
+        stack.enter_context(held(_current, _StandIns(urls, folder, checkpoints)))
         try:
             yield top
         except Exception as error:
             if sys.version_info >= (3, 11) and top in str(error):
                 error.add_note(f"{top} stood for {without_secrets(url)}")
             raise
+
+
+def _placed(checkpoint: Checkpoint, directory: str, folder: Path) -> dict[str, str]:
+    """Puts stand-ins of its shards into a folder. Returns URLs, by the path of the stand-in."""
+    urls = {}
+    for shard in checkpoint.shards:
+        path = folder / shard.name
+        if shard.cached:
+            path.symlink_to(os.path.abspath(shard.path))
+        else:
+            path.write_bytes(shard.read(0, shard.data_start))
+            urls[str(path)] = joined(directory, shard.name)
+    return urls
 
 
 def _fetch(source: RemoteDirectory, folder: Path) -> None:
