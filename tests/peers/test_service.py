@@ -83,6 +83,11 @@ def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     assert threading.active_count() == before
 
 
+def test_empty_host_is_refused() -> None:
+    with pytest.raises(GdsloadError, match="the host to listen on is empty"):
+        gdsload.serve({}, host="")
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a\n", "..", "a.json", "m.safetensors"])
 def test_names_that_no_url_can_have_are_refused(name: str) -> None:
     with pytest.raises(GdsloadError, match="is not a name to serve a model by"):

@@ -298,7 +298,8 @@ def serve(
             returns at once: readers get what has arrived, and wait for the rest. Of tied weights of
             a model the first name is served.
         name: The name of the model in the URL.
-        host: The address to listen on. Readers elsewhere need one that they reach.
+        host: The address to listen on. Readers elsewhere need one that they reach; "0.0.0.0" is all
+            addresses of this machine.
         port: The port; 0 takes a free one, which `url` tells.
         files: Further small files, by name. Of a model, its configuration is served; of a peer, its
             small files; of a path or another URL, the .json, .txt, .model and .jinja files.
@@ -317,7 +318,7 @@ def serve(
 
     Raises:
         BackendUnavailable: NIXL is not installed, or cannot use the memory.
-        GdsloadError: It cannot listen there, or a tensor cannot be served.
+        GdsloadError: It cannot listen there, the host is empty, or a tensor cannot be served.
         CheckpointError: The checkpoint cannot be loaded.
         IntegrityError: A header differs from the manifest beside the files.
         ReadError: A read failed before the checkpoint was served.

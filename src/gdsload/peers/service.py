@@ -54,10 +54,12 @@ class Service:
         tickets: The bound on reads in flight.
 
     Raises:
-        GdsloadError: It cannot listen there.
+        GdsloadError: It cannot listen there, or `host` is empty.
     """
 
     def __init__(self, name: str, host: str, port: int, tickets: Tickets) -> None:
+        if not host:  # all interfaces, by one port for IPv4 and another one for IPv6
+            raise GdsloadError('the host to listen on is empty: "0.0.0.0" is all interfaces')
         self.name, self.tickets = name, tickets
         self.readers: dict[asyncio.Task[None], str] = {}  # the connections
         self._served: Served | None = None
