@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import subprocess
@@ -409,6 +410,23 @@ def test_cache_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     cached = opened(tmp_path / "file", file)
     assert "Not a directory" in cached.refusal
     assert cached.read(5, 100) == file.content[5:105]
+
+
+def test_lock_that_another_process_holds_is_waited_for_and_then_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdsload.remote.cache._LOCK_SECONDS", 0.1)
+    file = MemoryFile()
+    load(tmp_path, file)
+    (path,) = tmp_path.rglob("lock")
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cached = opened(tmp_path, file)
+        assert "another process holds its lock" in cached.refusal
+        assert cached.read(5, 100) == file.content[5:105]
+        for act in (LocalCache(tmp_path).entries, LocalCache(tmp_path).clear):
+            with pytest.raises(OSError, match="another process holds its lock"):
+                act()
 
 
 # --- size ----------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ class LocalCache:
         """The file with this cache in front of it. Never fails: see `CachedFile.refusal`."""
         try:
             return CachedFile(file, self._entry_of(file))
-        except (OSError, ImportError, _NotCached) as error:
+        except (OSError, ImportError) as error:
             return CachedFile(file, None, f"{self.directory}: {_reason(error)}")
 
     def _entry_of(self, file: RemoteFile) -> Entry:
@@ -390,7 +390,7 @@ class LocalCache:
             return [_cached(each.path) for each in found if each.is_dir(follow_symlinks=False)]
 
 
-class _NotCached(Exception):
+class _NotCached(OSError):
     """Why a file is not cached."""
 
 
