@@ -11,7 +11,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from gdsload.remote.file import LocalCopy, RemoteFile
 
 SIZE = 3 * BLOCK_BYTES + 12_345
 ROOMY = 1 << 40
+PATIENCE_SECONDS = 30.0
 
 
 @cache
@@ -427,6 +429,33 @@ def test_lock_that_another_process_holds_is_waited_for_and_then_an_error(
         for act in (LocalCache(tmp_path).entries, LocalCache(tmp_path).clear):
             with pytest.raises(OSError, match="another process holds its lock"):
                 act()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pieces", "lock"])
+def test_fifo_in_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    file, other = MemoryFile(), MemoryFile("other")
+    load(tmp_path, file)
+    (path,) = tmp_path.rglob(name)
+    path.unlink()
+    os.mkfifo(path)
+
+    def use() -> None:
+        cached = opened(tmp_path, file)
+        assert f"{path} is not a regular file" in cached.refusal
+        assert cached.read(5, 100) == file.content[5:105]
+        assert load(tmp_path, other) == other.content
+        if name != "lock":
+            assert len(LocalCache(tmp_path).entries()) == 2
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(use)
+        try:
+            future.result(PATIENCE_SECONDS)
+        finally:
+            while not future.done():  # a thread that waits for the other end of the FIFO
+                with suppress(OSError):
+                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                time.sleep(0.01)
 
 
 # --- size ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -324,7 +325,7 @@ class LocalCache:
     def _locked(self, writable: bool = True) -> Iterator[None]:
         """Keeps other processes from making and removing entries."""
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        fd = os.open(os.path.join(self.directory, "lock"), flags | os.O_CLOEXEC, 0o666)
+        fd = _opened(os.path.join(self.directory, "lock"), flags)
         try:
             deadline = time.monotonic() + _LOCK_SECONDS
             while True:
@@ -398,6 +399,16 @@ def _reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def _opened(path: str, flags: int) -> int:
+    """A descriptor of a regular file. Raises OSError, and does not wait for the end of a FIFO."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _NotCached(f"{path} is not a regular file")
+    os.set_blocking(fd, True)
+    return fd
+
+
 def _data_path(directory: str, url: str) -> str:
     """The path of the bytes: readable, because messages name it."""
     name = re.sub(r"[^\w.-]", "_", url.rstrip("/").rpartition("/")[2], flags=re.ASCII)[-100:]
@@ -408,12 +419,12 @@ def _open_entry(
     directory: str, facts: str, file: RemoteFile, writable: bool, hasher: Callable[[], Any]
 ) -> Entry:
     path = _data_path(directory, file.url)
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY)
+    flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
     fds: list[int] = []
     try:
-        fds.append(os.open(path, flags, 0o666))
+        fds.append(_opened(path, flags))
         fcntl.flock(fds[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fds.append(os.open(os.path.join(directory, _PIECES), flags | os.O_APPEND, 0o666))
+        fds.append(_opened(os.path.join(directory, _PIECES), flags | os.O_APPEND))
         line = f"{facts}\n".encode()
         if os.pread(fds[1], len(line), 0) != line:
             if not writable:
@@ -440,7 +451,7 @@ def _allocated(directory: str) -> int:
 def _cached(directory: str) -> Cached:
     url, version, size, used = "", "", 0, 0.0
     with suppress(OSError, ValueError, KeyError, TypeError):
-        with open(os.path.join(directory, _PIECES), "rb") as pieces:
+        with open(_opened(os.path.join(directory, _PIECES), os.O_RDONLY), "rb") as pieces:
             facts = json.loads(pieces.readline(1 << 20))
             used = os.fstat(pieces.fileno()).st_mtime
         url, version, size = str(facts["url"]), str(facts["version"]), int(facts["size"])
@@ -451,7 +462,7 @@ def _cached(directory: str) -> Cached:
 
 def _is_locked(path: str) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _opened(path, os.O_RDONLY)
     except OSError:
         return False
     try:
