@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ pytest.importorskip("xxhash")
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the cache a size that does not depend on how full the disk is."""
     monkeypatch.setenv("GDSLOAD_CACHE_BYTES", "1000000000")
-
-
-@pytest.fixture
-def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
-    """A server with the tiny checkpoint as bucket/model."""
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
-    return object_server
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:

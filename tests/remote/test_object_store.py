@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -36,13 +35,6 @@ from object_server import ObjectServer
 pytest.importorskip("obstore")
 
 SCHEMES = ("s3", "gs", "az", "http")
-
-
-@pytest.fixture
-def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
-    """A server with the tiny checkpoint as bucket/model."""
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
-    return object_server
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import gdsload
-from object_server import ObjectServer
 
 pytest.importorskip("obstore")
 
@@ -17,13 +16,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
 BLOCK = re.compile(r"<!-- no-test: [^>]*test_recipes[^>]*-->\n```python\n(.*?)^```", re.M | re.S)
 
 
+@pytest.mark.usefixtures("server")
 def test_recipes_for_object_stores_run(
-    object_server: ObjectServer,
-    tmp_path: Path,
-    tiny_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     recipes = BLOCK.findall(PAGE.read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,18 +25,6 @@ pytest.importorskip("obstore")
 
 SCHEMES = ("s3", "gs", "az", "http")
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
-    """A server with the tiny checkpoint as bucket/model."""
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
-    return object_server
-
-
-@pytest.fixture
-def url(server: ObjectServer) -> str:
-    return server.url("s3", "model")
 
 
 @pytest.fixture

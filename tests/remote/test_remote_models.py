@@ -23,13 +23,6 @@ from object_server import ObjectServer
 pytest.importorskip("obstore")
 
 
-@pytest.fixture
-def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
-    """A server with the tiny checkpoint as bucket/model."""
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
-    return object_server
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "temporary"

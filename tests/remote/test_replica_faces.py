@@ -29,18 +29,6 @@ def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.2)
 
 
-@pytest.fixture
-def server(object_server: ObjectServer, tiny_checkpoint: Path) -> ObjectServer:
-    """A server with the tiny checkpoint, in two shards, as bucket/model."""
-    shutil.copytree(tiny_checkpoint, object_server.root / "model")
-    return object_server
-
-
-@pytest.fixture
-def url(server: ObjectServer) -> str:
-    return server.url("s3", "model")
-
-
 @pytest.fixture(scope="module")
 def wanted(tiny_checkpoint: Path) -> Tensors:
     return gdsload.load_file(tiny_checkpoint)
