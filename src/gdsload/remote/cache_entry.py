@@ -124,11 +124,6 @@ class Entry:
                     return min(starts)
         return end
 
-    def all_pieces(self) -> list[Piece]:
-        """All pieces in the order of their bytes."""
-        with self._lock:
-            return sorted(piece for each in self._pieces.values() for piece in each)
-
     def is_whole(self) -> bool:
         """Whether all bytes are there."""
         self._refresh()
@@ -145,6 +140,7 @@ class Entry:
             return [piece for piece in self._all_pieces() if piece not in self._compared]
 
     def _all_pieces(self) -> list[Piece]:
+        """All pieces in the order of their bytes."""
         with self._lock:
             return sorted(piece for each in self._pieces.values() for piece in each)
 
