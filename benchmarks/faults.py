@@ -171,8 +171,10 @@ def write_checkpoint(
             block = bytes((seed + i * i) % (2 if dtype == "BOOL" else 251) for i in range(509))
             wanted[tensor] = (block * (size // 509 + 1))[:size]
             header[tensor] = {
-                "dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size],
-            }  # fmt: skip
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [len(data), len(data) + size],
+            }
             data += wanted[tensor]
             index[tensor] = name
         text = json.dumps(header).encode()
@@ -307,13 +309,15 @@ class Server:
         """
         plain, large, model = folder / "plain", folder / "large", folder / "model"
         self.truth = {
-            "plain": write_checkpoint(plain, SHARDS), "large": write_checkpoint(large, LARGE),
+            "plain": write_checkpoint(plain, SHARDS),
+            "large": write_checkpoint(large, LARGE),
             "model": write_model(model),
-        }  # fmt: skip
+        }
         self.loads = {
-            name: load for name, load in loads_of(plain, large, model).items()
+            name: load
+            for name, load in loads_of(plain, large, model).items()
             if is_wanted(name, patterns)
-        }  # fmt: skip
+        }
         self.files = [*plain.glob("*"), *large.glob("*"), *model.glob("*.safetensors")]
         for file in self.files:  # dirty pages cannot be evicted
             with file.open("rb") as opened:

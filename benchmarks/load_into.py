@@ -78,8 +78,11 @@ def child(arm: str, file: Path, state: str) -> dict[str, Any]:
     """One fresh process. Raises Refused if it fails, or if a tensor is not that of the file."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD.replace("CALL", ARMS[arm]), arm, str(file)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=start.environment(),
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=start.environment(),
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline().strip() != "ready":
             raise Refused(f"{arm}: it ended before its load")
@@ -153,13 +156,15 @@ def table(result: dict[str, Any]) -> str:
 def notes(result: dict[str, Any]) -> str:
     ours = [row["peak_bytes"] for row in result["loads"] if "load_into" in row["arm"]]
     said = "met" if max(ours) <= MOST_BYTES else "missed"
-    return "\n".join([
-        f"- {records.described(result)}",
-        f"- {several(len(result['loads'][0]['seconds']), 'repeat')} of each load in fresh"
-        " processes; every tensor is compared with the file afterwards",
-        f"- load_into: at most {size(max(ours))} beside the targets; {size(MOST_BYTES)} are"
-        f" allowed: {said}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"- {records.described(result)}",
+            f"- {several(len(result['loads'][0]['seconds']), 'repeat')} of each load in fresh"
+            " processes; every tensor is compared with the file afterwards",
+            f"- load_into: at most {size(max(ours))} beside the targets; {size(MOST_BYTES)} are"
+            f" allowed: {said}",
+        ]
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

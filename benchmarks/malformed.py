@@ -435,9 +435,12 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = records.parser_of("benchmarks.malformed", __doc__)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="loaders")
     parser.add_argument(
-        "--most", type=int, default=4, metavar="N",
+        "--most",
+        type=int,
+        default=4,
+        metavar="N",
         help="positions of each call and error: 4; 0 for files only",
-    )  # fmt: skip
+    )
     parser.add_argument("--jobs", type=int, default=2, help="loaders at one time: 2")
     parser.add_argument("--dir", type=Path, help="where files are written: a temporary directory")
     parser.add_argument("--log", type=Path, help="gets a line for each case, with its message")

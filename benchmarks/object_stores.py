@@ -57,9 +57,12 @@ class ObjectStore:
         origin = f"http://127.0.0.1:{self.port}"
         if self.scheme == "s3":
             return {
-                "AWS_ENDPOINT_URL": origin, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
-            }  # fmt: skip
+                "AWS_ENDPOINT_URL": origin,
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "access",
+                "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
+            }
         if self.scheme == "gs":
             return {
                 "GOOGLE_BASE_URL": origin,

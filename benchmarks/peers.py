@@ -84,10 +84,9 @@ def used(before: os.times_result) -> dict[str, float]:
     return {
         "reader": now.user + now.system - before.user - before.system,
         "child": (
-            now.children_user + now.children_system
-            - before.children_user - before.children_system
+            now.children_user + now.children_system - before.children_user - before.children_system
         ),
-    }  # fmt: skip
+    }
 
 
 def load(source: str) -> dict[str, Any]:

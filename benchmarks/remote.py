@@ -49,8 +49,11 @@ def loaded(arm: str, store: ObjectStore, shards: Sequence[str]) -> dict[str, Any
     with subprocess.Popen(
         [*places.command(python, "remote_worker"), arm, *urls],
         env=environment,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         out, errors = process.communicate("\n")
     lines = out.splitlines()
     if process.returncode or not lines:

@@ -164,15 +164,18 @@ def _object_store(folder: Path) -> Iterator[str]:
         assert server.stdout is not None
         variables = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{int(server.stdout.readline())}",
-            "AWS_SKIP_SIGNATURE": "true", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+            "AWS_SKIP_SIGNATURE": "true",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
             # Otherwise each load reads all certificates of the system, some hundred files.
             "SSL_CERT_DIR": str(certificates),
             "GDSLOAD_CACHE_BYTES": "1000000000",  # however full the disk is
-        }  # fmt: skip
+        }
         stack.enter_context(mock.patch.dict(os.environ, variables))
         for module, name in (
-            (object_store, "SILENCE_SECONDS"), (object_store, "RETRY_SECONDS"),
+            (object_store, "SILENCE_SECONDS"),
+            (object_store, "RETRY_SECONDS"),
             (cache, "CLAIM_SECONDS"),
-        ):  # fmt: skip
+        ):
             stack.enter_context(mock.patch.object(module, name, RETRY_SECONDS))
         yield "s3://bucket"

@@ -175,13 +175,15 @@ def grown(directory: Path, replicas: int, fanout: int, rate: int) -> list[dict[s
         found = []
         for number, node in enumerate(nodes):
             facts = node.answer()
-            found.append({
-                "replica": number,
-                "parent": (number - 1) // fanout,
-                "bytes": facts["bytes"],
-                "first_s": facts["first"] - started,
-                "all_s": facts["all"] - started,
-            })  # fmt: skip
+            found.append(
+                {
+                    "replica": number,
+                    "parent": (number - 1) // fanout,
+                    "bytes": facts["bytes"],
+                    "first_s": facts["first"] - started,
+                    "all_s": facts["all"] - started,
+                }
+            )
         for node in nodes:
             node.tell("end")
         return found

@@ -322,8 +322,10 @@ def exact(context: Context) -> Iterator[Row]:
     )
     yield tried("prefetch", lambda: prefetched(context, source, wanted))
     yield tried("prefetch to the host", lambda: prefetched_to_host(context, source, wanted))
-    yield tried("prefetch to a pinned pool", lambda: prefetched_to_host(
-        context, source, wanted, pinned=True))  # fmt: skip
+    yield tried(
+        "prefetch to a pinned pool",
+        lambda: prefetched_to_host(context, source, wanted, pinned=True),
+    )
     yield tried("slices", lambda: slices(context, source, wanted))
     del wanted
     others = [odd_file(context), *([] if context.small else [context.checkpoint("tiny-moe")])]

@@ -144,8 +144,10 @@ class Build:
         # Without this one, a C++ exception of torch ends in a failed check of the runtime library.
         cxx = subprocess.run(
             [self.folder / "cc", "-print-file-name=libstdc++.so.6"],
-            capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
         logged = f":log_path={self.reports}/log"
         return {
             **os.environ,
@@ -164,8 +166,11 @@ class Build:
         self.reports.mkdir(parents=True)
         ended = subprocess.run(
             [sys.executable, *command],
-            cwd=ROOT, env=self.environment(), stderr=stderr, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=self.environment(),
+            stderr=stderr,
+            check=False,
+        )
         found = [
             error
             for log in sorted(self.reports.iterdir())

@@ -44,10 +44,13 @@ def kept_warm(*files: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
                 with suppress(OSError):  # above the limit of locked memory: read at least
                     stack.enter_context(
                         mmap.mmap(
-                            opened.fileno(), length, flags | MAP_LOCKED, mmap.PROT_READ,
+                            opened.fileno(),
+                            length,
+                            flags | MAP_LOCKED,
+                            mmap.PROT_READ,
                             offset=offset,
                         )
-                    )  # fmt: skip
+                    )
                 os.pread(opened.fileno(), length or file.stat().st_size, offset)
         yield
 

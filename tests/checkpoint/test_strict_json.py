@@ -49,12 +49,14 @@ def test_objects_are_pairs_and_arrays_are_lists() -> None:
         (b"[" + b"9" * 4301 + b"]", LONG),
         (b"[-0," + b"9" * 4301 + b"]", LONG),
         (b"[" * 100_000, DEEP),
-        (b'["' + b"a" * 30 + b"\\ud800" + b"b" * 30 + b'"]',
-         "its JSON holds a lone surrogate in '" + "a" * 20 + "\\ud800" + "b" * 20 + "'"),
+        (
+            b'["' + b"a" * 30 + b"\\ud800" + b"b" * 30 + b'"]',
+            "its JSON holds a lone surrogate in '" + "a" * 20 + "\\ud800" + "b" * 20 + "'",
+        ),
         (b'["\\uDFFF"]', "its JSON holds a lone surrogate in '[\"\\udfff\"]'"),
     ],
     ids=range(12),
-)  # fmt: skip
+)
 def test_invalid_json_raises_its_fault(raw: bytes, fault: str) -> None:
     with pytest.raises(FormatError) as caught:
         strict_json(raw)

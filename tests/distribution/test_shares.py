@@ -36,8 +36,9 @@ def wants(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[list[Box | None]
         box = st.tuples(
             *[ends.map(lambda e, n=n: tuple(sorted(min(x, n) for x in e))) for n in shape]
         )
-        boxes.append([draw(st.none() | st.just(box_of(info("", shape), None)) | box)
-                      for _ in range(ranks)])  # fmt: skip
+        boxes.append(
+            [draw(st.none() | st.just(box_of(info("", shape), None)) | box) for _ in range(ranks)]
+        )
     return shapes, boxes, ranks, draw(st.integers(1, 200))
 
 

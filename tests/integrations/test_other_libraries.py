@@ -393,9 +393,12 @@ def test_peft_pickled_adapter_is_reported_as_stock(
 
 
 def test_function_with_other_parameters_is_left_alone_and_named_once(
-    adapter: dict[str, Path], vae: dict[str, Path], qwen: Path,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    adapter: dict[str, Path],
+    vae: dict[str, Path],
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     import diffusers
     import peft.utils.save_and_load as reader
 

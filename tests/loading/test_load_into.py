@@ -232,7 +232,7 @@ fused = torch.zeros(100, 64)
         ({"q": 5}, TypeError, "int, and no tensor"),
         ([("q", fused[:60]), ("q", fused[:60])], ValueError, "have the name 'q'"),
     ],
-)  # fmt: skip
+)
 def test_unfit_target_raises_before_anything_is_written(
     targets: Any, error: type[Exception], text: str, path: Path
 ) -> None:
@@ -429,8 +429,10 @@ def test_fused_parts_and_column_slices_go_to_vram_in_place(
     fused = device_tensor((100, 64), torch.float32, "cuda:0")
     part = device_tensor((3, 40, 100), torch.float32, "cuda:0")
     rows: dict[str, Any] = {
-        "q": ("fused", slice(0, 60)), "k": ("fused", slice(60, 80)), "v": ("fused", slice(80, 100))
-    }  # fmt: skip
+        "q": ("fused", slice(0, 60)),
+        "k": ("fused", slice(60, 80)),
+        "v": ("fused", slice(80, 100)),
+    }
     gdsload.load_into(
         {"fused": fused, "large": part},
         path,

@@ -241,8 +241,10 @@ def test_stopped_and_killed_sources_are_errors_and_the_reader_ends_well(
 
         reader = subprocess.Popen(
             [sys.executable, "-c", ENDLESS, url],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert reader.stdout is not None
         assert reader.stdout.readline() == "once\n"
         (child,) = psutil.Process(reader.pid).children()

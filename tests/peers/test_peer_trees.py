@@ -63,10 +63,12 @@ class Source:
         }
         self._memory = RegisteredMemory(flats, "UCX", {})
         locations = self._memory.locations
-        file = file_of([
-            PublishedTensor(name, "U8", (BLOCK,), flat, locations[name])
-            for name, flat in flats.items()
-        ])  # fmt: skip
+        file = file_of(
+            [
+                PublishedTensor(name, "U8", (BLOCK,), flat, locations[name])
+                for name, flat in flats.items()
+            ]
+        )
         self.content = file.header + b"".join(flat.numpy().tobytes() for flat in flats.values())
         self.half = len(file.header) + 2 * BLOCK
         # Readers of the middle get this much of it: its last read goes beyond the half.

@@ -230,9 +230,11 @@ def test_what_a_pool_holds_is_copied_from_there(
 def ring_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring of 16 slots is made for any number of bytes in host memory."""
     for name, value in (
-        ("LEAST_BYTES", 1), ("LEAST_BYTES_WITHOUT_RING", 1),
-        ("RING_BYTES", 1 << 20), ("REQUEST_BYTES", 64 << 10),
-    ):  # fmt: skip
+        ("LEAST_BYTES", 1),
+        ("LEAST_BYTES_WITHOUT_RING", 1),
+        ("RING_BYTES", 1 << 20),
+        ("REQUEST_BYTES", 64 << 10),
+    ):
         monkeypatch.setattr(host_copies, name, value)
 
 
@@ -302,13 +304,17 @@ def test_pinned_bytes_are_copied_without_a_ring_and_waited_for_once(
 
 def test_neighbours_in_host_memory_are_read_together() -> None:
     copies = [
-        HostCopy(1000, 100, 5000), HostCopy(1100, 60, 9000), HostCopy(4000, 10, 7000),
-    ]  # fmt: skip
+        HostCopy(1000, 100, 5000),
+        HostCopy(1100, 60, 9000),
+        HostCopy(4000, 10, 7000),
+    ]
     shares, reads = shares_and_reads(copies, 128)
     assert shares == [(0, 100, 5000), (100, 60, 9000), (160, 10, 7000)]
     assert [(r.offset, r.length, r.target_offset, r.tag) for r in reads] == [
-        (1000, 128, 0, 0), (1128, 32, 128, 1), (4000, 10, 160, 2),
-    ]  # fmt: skip
+        (1000, 128, 0, 0),
+        (1128, 32, 128, 1),
+        (4000, 10, 160, 2),
+    ]
 
 
 def test_the_device_comes_before_the_host(doubles: Doubles, source: Path, expected: Loaded) -> None:

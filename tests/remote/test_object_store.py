@@ -87,10 +87,12 @@ def test_header_beyond_the_first_request_is_read(object_server: ObjectServer) ->
     count = 4000
     header = {
         f"layer.{number:05}.weight": {
-            "dtype": "U8", "shape": [1], "data_offsets": [number, number + 1],
+            "dtype": "U8",
+            "shape": [1],
+            "data_offsets": [number, number + 1],
         }
         for number in range(count)
-    }  # fmt: skip
+    }
     raw = json.dumps(header).encode()
     assert len(raw) > 128 << 10
     data = len(raw).to_bytes(8, "little") + raw + bytes(count)
@@ -327,10 +329,13 @@ def test_query_stays_at_the_end_of_urls() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://host/a", "s3:///model", "s3://bucket/model?a=b", "https://[::1/model",
+        "ftp://host/a",
+        "s3:///model",
+        "s3://bucket/model?a=b",
+        "https://[::1/model",
         "nixl://[::1/model",
     ],
-)  # fmt: skip
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="URL"):
         Checkpoint.open(url)
