@@ -22,7 +22,7 @@ def open_gdsload(wanted: Wanted) -> Opened:
     import gdsload
 
     options = dict(wanted.settings)
-    cache, page_cache = options.pop("cache", "auto"), options.pop("page_cache", "keep")
+    cache, page_cache = options.pop("cache", "auto"), options.pop("page_cache", "auto")
     backend = options.pop("backend", "posix" if options else "auto")
 
     def load(source: Path) -> Loaded:

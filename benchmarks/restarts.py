@@ -66,7 +66,8 @@ def measured(arm: str, source: Path, at_once: Sequence[int], kept: dict[str, Any
     """Adds one round of one loader: seconds by situation."""
     make_cold(source)
     runs = {"cold": started(arm, source, 1)}
-    runs["restart"] = [run for _ in range(RESTARTS) for run in started(arm, source, 1)]
+    for number in range(1, RESTARTS + 1):
+        runs[f"restart {number}"] = started(arm, source, 1)
     for count in at_once:
         make_cold(source)
         runs[f"{count} at once"] = started(arm, source, count)

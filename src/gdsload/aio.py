@@ -58,7 +58,7 @@ async def astream(
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
     group: ProcessGroup | None = None,

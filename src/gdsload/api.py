@@ -199,7 +199,7 @@ def load_file(
     names: Names = None,
     slices: Mapping[str, Any] | None = None,
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     group: ProcessGroup | None = None,
     shards: Shards | None = None,
@@ -240,13 +240,15 @@ def load_file(
         cache: "auto" chooses for each byte range; "direct" bypasses the page cache; "buffered"
             reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
             error, the others are the same.
-        page_cache: "keep" leaves in the page cache what was read through it. "drop" removes it at
-            the end of the load, except for bytes that were there before, and for mapped files.
-            The kernel allows it only for files that the user owns or may write to;
-            `report.refusals` names others. "fill" is for restarts and replicas: a load into host
-            memory with `cache` "auto" reads cold files on local storage into the page cache and
-            maps them, if it has room; `report.page_cache` says whether it had. This first load
-            takes longer than direct reads (1.3 to 1.7 times, 1.5 GB), the next ones read nothing.
+        page_cache: What stays in the page cache, for later loads and other processes. "auto" reads
+            past it at the first load of a checkpoint. The next load that does not find it there
+            reads it into the page cache and maps it, if it has room, is on local storage and is
+            loaded into host memory with `cache` "auto"; later ones read nothing. "fill" does so at
+            the first load, which takes longer than direct reads (1.2 times, 1.5 GB); "keep" never
+            does. "drop" removes at the end of the load what was read through the page cache, except
+            for bytes that were there before, and for mapped files. The kernel allows it only for
+            files that the user owns or may write to; `report.refusals` names others.
+            `report.page_cache` tells what was decided, and why.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them
             reads a share, and they exchange the bytes. All its ranks make the same call; `device`,
@@ -326,7 +328,7 @@ def load_into(
     strict: bool = True,
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     progress: bool | None = None,
     stall_seconds: float = STALL_SECONDS,
@@ -459,7 +461,7 @@ def stream(
     order: str = "file",
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     window_bytes: int = WINDOW_BYTES,
     group: ProcessGroup | None = None,

@@ -75,8 +75,8 @@ class LoadReport:
         filesystem: The type of the network or FUSE filesystem that was read, the scheme of the URL,
             such as "s3", or "".
         depth: Reads in flight at most, 0 if nothing was read.
-        page_cache: With `page_cache="fill"`, whether the reads filled the page cache, and why;
-            "" otherwise, or if nothing was read.
+        page_cache: With `page_cache` "auto" or "fill", whether the reads filled the page cache, and
+            why; "" otherwise, or if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.

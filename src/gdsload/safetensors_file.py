@@ -71,7 +71,7 @@ class safe_open:
         *,
         backend: str = "auto",
         cache: str = "auto",
-        page_cache: str = "keep",
+        page_cache: str = "auto",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         verify: str | os.PathLike[str] = "size",

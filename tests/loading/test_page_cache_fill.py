@@ -1,4 +1,4 @@
-"""page_cache="fill": cold loads leave the bytes in the page cache for the next process."""
+"""Cold loads that leave the bytes in the page cache for the next process."""
 
 from __future__ import annotations
 
@@ -71,14 +71,48 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
+def test_second_load_fills_the_page_cache_and_the_third_reads_nothing(path: Path) -> None:
+    gdsload.load_file(path)
+    first = gdsload.last_report()
+    assert io_modes(first) <= {"direct", "direct bounced"}
+    assert first.page_cache.startswith("not filled: the first load")
+    assert page_cache.resident_bytes(path) < first.wanted_bytes // 2
+    got = gdsload.load_file(path)
+    second = gdsload.last_report()
+    assert io_modes(second) == {"mapped"}
+    assert second.page_cache.startswith("filled: ")
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+    with kept_warm(path):
+        gdsload.load_file(path)
+        assert gdsload.last_report().paths == {"mapped": second.wanted_bytes}
+
+
+def test_load_after_the_page_cache_was_dropped_counts_as_the_first(path: Path) -> None:
+    for _ in range(3):
+        gdsload.load_file(path)
+        report = gdsload.last_report()
+        assert report.page_cache.startswith("not filled: the first load")
+        assert page_cache.evict(path) == 0
+
+
+def test_loads_of_a_part_read_their_share_past_the_page_cache(path: Path) -> None:
+    for _ in range(2):
+        gdsload.load_file(path, names=["t1", "t7"])
+        report = gdsload.last_report()
+        assert io_modes(report) <= {"direct", "direct bounced"}
+        assert report.page_cache.startswith("not filled: 2,000,000 of 10,")
+
+
 @pytest.mark.parametrize(
-    "words", [{"cache": "direct", "page_cache": "fill"}, {"page_cache": "drop"}, {}]
+    "words",
+    [{"cache": "direct", "page_cache": "fill"}, {"page_cache": "drop"}, {"page_cache": "keep"}],
 )
 def test_page_cache_is_not_filled_if_the_caller_asks_for_other_reads(
     path: Path, words: dict[str, Any]
 ) -> None:
-    gdsload.load_file(path, **words)
-    assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}
+    for _ in range(2):
+        gdsload.load_file(path, **words)
+        assert io_modes(gdsload.last_report()) <= {"direct", "direct bounced"}
 
 
 def test_stream_fills_the_page_cache_window_by_window(path: Path) -> None:

@@ -45,6 +45,8 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     # 512 small pages and a copy never cost less, on any machine that was measured.
     CHEAP_NS = 250000
+    # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
+    NO_HUGE_PAGE_NS = 10000000
     # Units between two tries of the dearer kind, because costs change; doubled as long as the other
     # kind stays cheaper. 256 units are 512 MiB.
     FIRST_RETRY_UNITS = 16
@@ -125,6 +127,22 @@ cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept n
     return took
 
 
+cdef int chosen_huge(FirstTouch *self) noexcept nogil:
+    """Whether to take a huge page for the next unit."""
+    cdef int huge
+    pthread_mutex_lock(&self.lock)
+    huge = choose_huge(self)
+    pthread_mutex_unlock(&self.lock)
+    return huge
+
+
+cdef void huge_took(FirstTouch *self, int64_t took) noexcept nogil:
+    """Records the CPU time of a unit that is a huge page."""
+    pthread_mutex_lock(&self.lock)
+    self.huge_ns = averaged(self.huge_ns, max(took, <int64_t>1))
+    pthread_mutex_unlock(&self.lock)
+
+
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
     """Records the CPU time of a unit of small pages."""
     pthread_mutex_lock(&self.lock)
@@ -150,7 +168,8 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
         gds_add(&memory.huge_units, 1)
     else:
         gds_add(&memory.small_units, 1)
-    self.huge_ns = averaged(self.huge_ns, took)
+    # Without a huge page, this is the time of one small page of 512.
+    self.huge_ns = averaged(self.huge_ns, took if huge else <int64_t>NO_HUGE_PAGE_NS)
     self.touching -= 1
     pthread_cond_broadcast(&self.touched)  # a woken thread may touch nothing, and wake no other
     pthread_mutex_unlock(&self.lock)

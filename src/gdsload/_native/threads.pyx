@@ -12,12 +12,10 @@ mapping into the page cache, without a copy.
 """
 
 from libc.errno cimport EBADF, EINVAL, EIO, ENOMEM, errno
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
-from posix.mman cimport madvise
 from posix.time cimport timespec
-from posix.unistd cimport pread
 
 from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport relax
@@ -29,7 +27,7 @@ from gdsload._native.engine cimport (
 from gdsload._native.first_touch cimport (
     Bounce, FirstTouch, close_first_touch, free_bounce, open_first_touch, read_first_touch,
 )
-from gdsload._native.pages cimport page_floor
+from gdsload._native.mapped cimport SMALL_FOLIOS_NS, read_mapped
 from gdsload._native.pthreads cimport (
     deadline_in, monotonic_cond_init, pthread_cond_broadcast, pthread_cond_destroy,
     pthread_cond_signal, pthread_cond_t, pthread_cond_timedwait, pthread_cond_wait, pthread_join,
@@ -48,13 +46,11 @@ cdef enum:
     MOST_CUFILE_READERS = 64
     MEMORY = -2                  # no descriptor, and not the pump's "none"
 
-    MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
-    COPY_BYTES = 65536           # on the stack of a worker
-
 HOST_MEMORY = MEMORY
 
 cdef struct Workers:
-    FirstTouch first_touch
+    FirstTouch first_touch       # of fresh memory
+    FirstTouch folios            # of mappings
     CFiles *files                # of cuFile; NULL: pread
     char *base                   # of the memory registered with cuFile
     pthread_mutex_t lock
@@ -89,31 +85,6 @@ cdef int64_t read_cufile(Workers *self, const Read *read) noexcept nogil:
     return got
 
 
-cdef int64_t read_mapped(const Read *read) noexcept nogil:
-    """Reads the pages of a mapping into the page cache: bytes, or -errno if nothing was read.
-
-    The error of a page that cannot be read is that of a ``pread``, which also does the work of
-    kernels without MADV_POPULATE_READ.
-    """
-    cdef char[COPY_BYTES] copy
-    cdef char *start = <char *>page_floor(<uintptr_t>read.address)
-    cdef uint64_t done = 0
-    cdef int64_t got
-    if madvise(start, read.address + read.length - start, MADV_POPULATE_READ) == 0:
-        return <int64_t>read.length
-    while done < read.length:
-        got = pread(
-            read.fd, copy, min(read.length - done, <uint64_t>COPY_BYTES),
-            <int64_t>(read.offset + done),
-        )
-        if got < 0 and done == 0:
-            return -errno
-        if got <= 0:
-            break
-        done += <uint64_t>got
-    return <int64_t>done
-
-
 cdef Read take_waiting(Workers *self) noexcept nogil:
     cdef Read read = self.waiting[self.first_waiting]
     self.first_waiting = (self.first_waiting + 1) % self.depth
@@ -144,7 +115,7 @@ cdef void *work(void *arg) noexcept nogil:
             memcpy(read.address, <const void *><uintptr_t>read.offset, read.length)
             result = <int64_t>read.length
         elif read.io_mode == MAPPED:
-            result = read_mapped(&read)
+            result = read_mapped(&self.folios, &read, cancels)
         elif self.files == NULL:
             result = read_first_touch(&self.first_touch, &bounce, &read, cancels)
         else:
@@ -171,6 +142,7 @@ cdef void close_workers(void *engine) noexcept nogil:
     pthread_cond_destroy(&self.finished)
     pthread_mutex_destroy(&self.lock)
     close_first_touch(&self.first_touch)
+    close_first_touch(&self.folios)
     if self.files != NULL:
         release_files(self.files)
     free(self.waiting)
@@ -192,6 +164,8 @@ cdef int open_workers(
         retain_files(files)
         self.files = files
     open_first_touch(&self.first_touch, mode)
+    open_first_touch(&self.folios, mode)
+    self.folios.small_ns = SMALL_FOLIOS_NS
     pthread_mutex_init(&self.lock, NULL)
     monotonic_cond_init(&self.work)
     monotonic_cond_init(&self.finished)
@@ -268,6 +242,7 @@ cdef void cancel_workers(void *engine) noexcept nogil:
     cdef Workers *self = <Workers *>engine
     pthread_mutex_lock(&self.lock)
     gds_add(&self.first_touch.cancels, 1)
+    gds_add(&self.folios.cancels, 1)
     while self.waiting_count > 0:
         add_result(&self.done, take_waiting(self).cookie, -ECANCELED)
     pthread_mutex_unlock(&self.lock)

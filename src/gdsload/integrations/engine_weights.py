@@ -96,7 +96,7 @@ class WeightsReader:
             self.device,
             values.get("backend", "auto"),
             values.get("cache", "auto"),
-            values.get("page_cache", "keep"),
+            values.get("page_cache", "auto"),
             values.get("options"),
             values.get("stall_seconds", STALL_SECONDS),
         )

@@ -1,15 +1,18 @@
 """The I/O mode of each byte of a checkpoint, and the descriptors that direct reads need.
 
 cache      wholly in the page cache      partly, or not at all
-"auto"     mapped                        buffered where warm, direct where cold; with
-                                         page_cache="fill", and small checkpoints: read into the
-                                         page cache and mapped
+"auto"     mapped                        buffered where warm, direct where cold; small
+                                         checkpoints, and others at their second load or with
+                                         page_cache="fill": read into the page cache and mapped
 others     as the name says, whatever the page cache holds
 
 Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
 
 A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
-takes no more memory than one into buffers.
+takes no more memory than one into buffers, and longer than direct reads: so it is done for
+checkpoints that are loaded more than once. The first load leaves the last page of each file in the
+page cache, as a mark: whoever finds it there is not the first. It disappears with all other pages
+if memory runs short, or somebody drops the page cache.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -39,11 +42,14 @@ from gdsload.system.available import available_bytes
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
-PAGE_CACHES = ("keep", "drop", "fill")
+PAGE_CACHES = ("auto", "keep", "drop", "fill")
 VERIFY_METHODS = ("size", "checksum", "sha256")
 # Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
 # cache of others should not be evicted for it.
 ROOM_SHARE = 1.25
+# A load of less than this share of a checkpoint does not fill the page cache unless it is asked to:
+# ranks and filters read their share, and no byte beside it.
+MOST_SHARE = 0.9
 # Up to this size a cold checkpoint is read into the page cache and mapped: opening a backend and
 # its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
 SMALL_BYTES = 2 << 20
@@ -72,9 +78,10 @@ class ShardAccess:
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop" and not self._remote
-        total_bytes = sum(shard.size for shard in checkpoint.shards)
+        self._asked = page_cache == "fill"
+        self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         local = cache == "auto" and not self._drops and not self._remote
-        self._small = local and total_bytes <= SMALL_BYTES
+        self._small = local and self._total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
@@ -143,16 +150,35 @@ class ShardAccess:
         warm = page_cache.wholly_resident(opened.fd, offset, length)
         return "buffered" if warm else "direct"
 
-    def fill_if_room(self, nbytes: int) -> None:
-        """For page_cache="fill", decides once for all reads that follow whether they fill the page
-        cache: if it has room for these bytes, on local storage. The reason is in the report."""
+    @property
+    def fills(self) -> bool:
+        """Whether all reads fill the page cache."""
+        return bool(self._fills)
+
+    def fill_if_worthwhile(self, nbytes: int) -> None:
+        """Decides once for all reads that follow whether they fill the page cache: on local storage,
+        if it has room for these bytes, and if this was asked for or is not the first load. The
+        reason is in the report."""
         if self._fills is not None:
             return
         refusal = self._why_not_filled(nbytes)
+        if not refusal and not self._asked:
+            refusal = self._why_not_worthwhile(nbytes)
         self._fills = not refusal
         self._report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
         )
+
+    def _why_not_worthwhile(self, nbytes: int) -> str:
+        if nbytes < MOST_SHARE * self._total_bytes:
+            return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+        marks = [(each.fd, max(each.size - 1, 0)) for each in self._checkpoint.shards]
+        if all(page_cache.wholly_resident(fd, offset, 1) for fd, offset in marks):
+            return ""
+        for fd, offset in marks:
+            with suppress(OSError):  # only a hint
+                os.posix_fadvise(fd, offset, 1, os.POSIX_FADV_WILLNEED)
+        return "the first load since it was evicted; the next one fills it"
 
     def _why_not_filled(self, nbytes: int) -> str:
         if self._remote:

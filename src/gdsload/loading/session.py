@@ -141,7 +141,7 @@ class Session:
         self._adopts = adopt and cache != "mapped"
         self.verifier = verifier
         self._maps = maps and verifier is None
-        self._fills = page_cache == "fill" and self._maps and device == "cpu"
+        self._may_fill = page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
         self._claims: dict[str, Claim] = {}  # not yet taken by a batch
@@ -264,9 +264,10 @@ class Session:
         reads = sum(each.nbytes for each in ranges) // limits.max_request
         if reads > _FEW_READS:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
-        if self._fills and "mapped" in limits.io_modes and current_pool() is None:
+        if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             known = self._expected_bytes or self.report.wanted_bytes
-            self._access.fill_if_room(known or sum(one.size for one in self.checkpoint.shards))
+            total = sum(one.size for one in self.checkpoint.shards)
+            self._access.fill_if_worthwhile(known or total)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,
@@ -276,6 +277,7 @@ class Session:
             window_bytes=window_bytes,
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=self._access.io_mode_of,
+            whole_requests=self._access.fills,
         )
 
     @property

@@ -107,7 +107,8 @@ class Members(NamedTuple):
         ranges: The byte ranges in file order, without empty ones.
         target: The number of the target.
         base: The file offset of the target.
-        start: The file offset of the first transfer.
+        start: A file offset that the transfers are counted from: `first` reads the `step` bytes
+            there, or the last of them.
         first: The number of the first transfer.
         step: The size of the transfers in bytes.
     """
@@ -286,6 +287,7 @@ def plan_reads(
     window_bytes: int = 0,
     gap_bytes: int = GAP_BYTES,
     io_mode_of: Callable[[int, int, int], str] | None = None,
+    whole_requests: bool = False,
 ) -> ReadPlan:
     """Plans the reads of byte ranges.
 
@@ -298,6 +300,8 @@ def plan_reads(
         gap_bytes: The largest gap in bytes that is read rather than skipped.
         io_mode_of: Returns the I/O mode for (shard, offset, length), None for "direct". If it is
             "mapped", it is that of the whole shard.
+        whole_requests: Transfers start at multiples of the request size in the file, so that each
+            huge page of the page cache is read by one.
 
     Example:
         >>> plan = plan_reads([ByteRange("w", 0, 100, 5000)], [5100], Limits())
@@ -333,13 +337,15 @@ def plan_reads(
             target, base = len(targets) - 1, targets[-1].offset
             step = max(limits.max_request // align * align, align)
             size = sizes[shard]
-            for tag, offset in enumerate(range(start, end, step), number):
-                length = min(step, end - offset)
+            grid = start // step * step if whole_requests else start
+            for tag, place in enumerate(range(grid, end, step), number):
+                offset = max(place, start)
+                length = min(place + step, end) - offset
                 wanted = min(length, size - offset)
                 mode = io_mode_of(shard, offset, length) if io_mode_of else "direct"
                 row = (shard, offset, length, wanted, target, offset - base, mode, tag)
                 transfers.append(make(Transfer, row))
-            members.append(Members(inside, target, base, start, number, step))
+            members.append(Members(inside, target, base, grid, number, step))
         if len(transfers) > first:
             windows.append((first, len(transfers)))
     return ReadPlan(

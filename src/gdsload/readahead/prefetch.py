@@ -486,7 +486,7 @@ def prefetch(
     keep: bool = False,
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     verify: str | os.PathLike[str] = "size",

@@ -46,7 +46,7 @@ def from_pretrained(
     *args: Any,
     cls: Any = None,
     backend: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     group: ProcessGroup | None = None,
     readers: str = "node",
     verify: str | os.PathLike[str] = "size",
@@ -101,7 +101,7 @@ def from_pretrained(
     inherited = hooks.active() or Options()
     if backend != "auto":
         inherited = replace(inherited, backend=backend)
-    if page_cache != "keep":
+    if page_cache != "auto":
         inherited = replace(inherited, page_cache=page_cache)
     if group is not None:
         inherited = replace(inherited, group=group, readers=readers)
@@ -213,7 +213,7 @@ def accelerated(
     *,
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,
@@ -231,7 +231,7 @@ def accelerated(
     Args:
         backend: "auto" or the name of a backend.
         cache: "auto", "direct", "buffered" or "mapped", as for `gdsload.load_file`.
-        page_cache: "keep", "drop" or "fill", as for `gdsload.load_file`.
+        page_cache: "auto", "keep", "drop" or "fill", as for `gdsload.load_file`.
         options: Options of the backend, by name.
         stall_seconds: A load ends in StallError if no byte arrives for this many seconds.
         window_bytes: Bytes that are read together, of tensors that are converted or cast.
@@ -268,7 +268,7 @@ def install(
     *,
     backend: str = "auto",
     cache: str = "auto",
-    page_cache: str = "keep",
+    page_cache: str = "auto",
     options: Mapping[str, Any] | None = None,
     stall_seconds: float = STALL_SECONDS,
     window_bytes: int = WINDOW_BYTES,

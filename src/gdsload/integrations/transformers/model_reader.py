@@ -60,7 +60,7 @@ class Options:
 
     backend: str = "auto"
     cache: str = "auto"
-    page_cache: str = "keep"
+    page_cache: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     stall_seconds: float = STALL_SECONDS
     window_bytes: int = WINDOW_BYTES
