@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -24,7 +23,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
-from gdsload.loading.batch import Batch, assembled
+from gdsload.loading.batch import assembled
 from gdsload.loading.session import (
     STALL_SECONDS,
     Session,
@@ -34,13 +33,13 @@ from gdsload.loading.session import (
     require_verify,
     verifier_of,
 )
+from gdsload.loading.whole_tensors import load, load_in_windows
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
     GAP_BYTES,
     REMOTE_GAP_BYTES,
     Limits,
     ReadPlan,
-    grouped,
     plan_reads,
     ranges_of,
 )
@@ -137,57 +136,6 @@ def _target_of(device: object) -> str:
         if re.fullmatch(r"cuda(:\d+)?", text):
             return "cuda:0" if text == "cuda" else text  # torch begins with device 0
     return require_device(device)
-
-
-def post(session: Session, infos: Sequence[TensorInfo]) -> Batch:
-    """Posts the reads of whole tensors to the session's device and returns without waiting."""
-    if session.device == "cpu":
-        return Batch(session, *session.arrange(ranges_of(infos)))
-    from gdsload.loading.device_batch import start
-
-    return start(session, infos)
-
-
-def load(
-    session: Session,
-    infos: list[TensorInfo],
-    nbytes: int,
-    device: str,
-    advance: Callable[[int], None] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Tensors of `nbytes` bytes in all, by name, on the session's device, which is `device` or the
-    CPU on the way to it."""
-    groups: Iterable[list[TensorInfo]] = (infos,)
-    if session.device != "cpu":
-        from gdsload.loading.device_batch import starting_windows
-
-        groups = starting_windows(session, infos, nbytes)
-    posted: list[tuple[list[TensorInfo], Batch]] = []
-    try:
-        for group in groups:
-            posted.append((group, post(session, group)))
-        _import_torch(session, device)
-        for group, batch in posted:
-            batch.wait(advance, parts=group)
-        with session.report.phase("hand over"):
-            session.checkpoint.verify_unchanged()
-            if len(posted) == 1 and posted[0][0] is infos:
-                return posted[0][1].tensors_of(infos)
-            tensors: dict[str, torch.Tensor] = {}
-            for group, batch in posted:
-                tensors |= batch.tensors_of(group)
-            return {info.name: tensors[info.name] for info in infos}
-    finally:
-        for _, batch in posted:
-            batch.release()
-
-
-def _import_torch(session: Session, device: str) -> None:
-    """Imports torch while native threads read. Raises PlacementError if it cannot use `device`."""
-    with session.report.phase("import torch"):
-        import torch  # noqa: F401
-    if session.device != device:
-        require_device(device)
 
 
 @safetensors_errors()
@@ -309,7 +257,7 @@ def load_file(
     with opened() as (session, wanted, advance):
         infos = wanted.parts
         if session.device != settings.device:  # torch moves the tensors there
-            pairs = _windows(session, infos, WINDOW_BYTES, settings.device, advance)
+            pairs = load_in_windows(session, infos, WINDOW_BYTES, settings.device, advance)
             return dict(wanted.assembled(pairs))
         tensors = load(session, infos, wanted.read_bytes, settings.device, advance)
         if wanted.whole:
@@ -538,7 +486,7 @@ def stream(
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         with opened() as (session, wanted, advance):
-            pairs = _windows(session, wanted.parts, window_bytes, settings.device, advance)
+            pairs = load_in_windows(session, wanted.parts, window_bytes, settings.device, advance)
             with closing(pairs):
                 yield from wanted.assembled(pairs)
 
@@ -656,42 +604,11 @@ def _shared(
     return shared_tensors(
         sharing,
         whole,
-        post,
         partial(_arranged, order),
         window_bytes,
         settings.device,
         settings.stall_seconds,
     )
-
-
-def _windows(
-    session: Session,
-    infos: list[TensorInfo],
-    window_bytes: int,
-    device: str,
-    advance: Callable[[int], None],
-) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Reads window by window, one ahead of the window that is handed out."""
-    windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
-    posted = deque(islice(windows, 1))
-    try:
-        _import_torch(session, device)
-        while posted:
-            posted.extend(islice(windows, 1))
-            group, batch = posted[0]
-            batch.wait(advance, parts=group)
-            with session.report.phase("hand over"):
-                session.checkpoint.verify_unchanged()
-                tensors = batch.tensors_of(group)
-                batch.release()
-            del posted[0], batch
-            for info in group:
-                tensor = tensors.pop(info.name)
-                yield info.name, tensor if device == session.device else tensor.to(device)
-                del tensor
-    finally:
-        for _, batch in posted:
-            batch.release()
 
 
 def plan(

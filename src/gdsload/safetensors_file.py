@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
-from gdsload.api import ReadSettings, load
+from gdsload.api import ReadSettings
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
 from gdsload.loading.session import STALL_SECONDS
+from gdsload.loading.whole_tensors import load
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
 from gdsload.system.lifecycle import fork_safe_lock

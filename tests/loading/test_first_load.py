@@ -62,13 +62,14 @@ def test_wrong_device_fails_after_the_first_read_was_posted(tmp_path: Path, devi
     safetensors.torch.save_file({"a": torch.arange(4096)}, path)
     code = """
 import sys
-import gdsload.api
-post = gdsload.api.post
+import gdsload
+from gdsload.loading import whole_tensors
+post = whole_tensors.post
 def noted(*words):
     batch = post(*words)
     print("torch" in sys.modules)
     return batch
-gdsload.api.post = noted
+whole_tensors.post = noted
 path, device = sys.argv[1:]
 try:
     gdsload.load_file(path, int(device) if device.isdecimal() else device)

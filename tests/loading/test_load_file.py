@@ -21,10 +21,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import gdsload
-from gdsload import api
 from gdsload._native.memory import Region
 from gdsload.backends.posix import engines
 from gdsload.dtypes import DTYPES
+from gdsload.loading import whole_tensors
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
 from storage import kept_warm
@@ -326,7 +326,7 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
         def close(self) -> None:
             events.append(f"closed after {self.n} of {self.total}")
 
-    post = api.post
+    post = whole_tensors.post
 
     def noted(*args: Any) -> Any:
         batch = post(*args)
@@ -334,7 +334,7 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
         return batch
 
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bar))
-    monkeypatch.setattr(api, "post", noted)
+    monkeypatch.setattr(whole_tensors, "post", noted)
     for _ in getattr(gdsload, load)(path, cache="direct", progress=True):
         pass
     wanted = gdsload.last_report().wanted_bytes

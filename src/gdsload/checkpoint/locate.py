@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
@@ -57,26 +57,8 @@ class CheckpointFiles(NamedTuple):
 # --- directories ----------------------------------------------------------------------------------
 
 
-class Directory(Protocol):
-    """A directory in which files are looked for. `path` is for messages."""
-
-    path: str
-
-    def path_of(self, name: str) -> str:
-        """The path of one of its files."""
-
-    def has(self, name: str) -> bool:
-        """Whether it has an entry of this name."""
-
-    def names(self) -> Collection[str]:
-        """The names of its files. Raises CheckpointError."""
-
-    def read(self, name: str, limit: int) -> bytes:
-        """All of a small file. Raises CheckpointError if it is larger than `limit` bytes."""
-
-
 class LocalDirectory:
-    """A directory of this machine."""
+    """A directory of this machine, with the methods of `RemoteDirectory` that find files."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -100,6 +82,9 @@ class LocalDirectory:
 
     def read(self, name: str, limit: int) -> bytes:
         return _read_small(self.path_of(name), limit)
+
+
+Directory = LocalDirectory | RemoteDirectory
 
 
 # --- finding -----------------------------------------------------------------------------------

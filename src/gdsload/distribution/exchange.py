@@ -33,6 +33,7 @@ from gdsload.distribution.shares import (
 from gdsload.errors import CheckpointError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import packed_shape, torch_dtype_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 # What a rank wants of a tensor: a dimension of which it gets its part, an index of slices, or all.
 Shard = int | tuple[slice, ...] | None
 Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
-Post = Callable[[Session, Sequence[TensorInfo]], Batch]
 
 
 def box_of(info: TensorInfo, shard: Shard, number: int = 0, parts: int = 1) -> Box:
@@ -149,7 +149,6 @@ class Exchange:
         session: Session,
         layouts: Sequence[Layout],
         window_bytes: int,
-        post: Post,
     ) -> None:
         """Reads nothing before `windows`.
 
@@ -158,10 +157,8 @@ class Exchange:
             session: The open session of this rank.
             layouts: From `agreed_layouts`.
             window_bytes: Bytes that all ranks together read at a time.
-            post: Posts the reads of tensors, given a session.
         """
         self._readers, self._session, self._layouts = readers, session, layouts
-        self._post = post
         self._planned = windows_of(layouts, window_bytes)
         self._posted: deque[_Window] = deque()
         self._tensors: dict[int, torch.Tensor] = {}  # not yet complete
@@ -174,7 +171,7 @@ class Exchange:
         for window in islice(self._planned, 1):
             shares = shares_of(self._layouts, window, self._readers.size)
             infos = [info_of(self._layouts, rows) for rows in shares[self._readers.rank]]
-            self._posted.append(_Window(shares, infos, self._post(self._session, infos)))
+            self._posted.append(_Window(shares, infos, post(self._session, infos)))
 
     def windows(self) -> Iterator[list[tuple[Layout, torch.Tensor]]]:
         """Yields the tensors that are complete after each window, in the order of the layouts.

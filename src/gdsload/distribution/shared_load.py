@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.distribution.exchange import Exchange, Post, Shards, agreed_layouts, boxes_of
+from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.loading.session import Session
 
@@ -44,7 +44,6 @@ class Sharing:
 def shared_tensors(
     sharing: Sharing,
     opened: Callable[[], Opened],
-    post: Post,
     arrange: Callable[[Iterable[TensorInfo]], list[TensorInfo]],
     window_bytes: int,
     device: str,
@@ -55,7 +54,6 @@ def shared_tensors(
     Args:
         sharing: The group, and what this rank wants.
         opened: Opens the checkpoint: the session, the wanted tensors, a function for progress.
-        post: Posts the reads of tensors.
         arrange: Puts the tensors in order if not all ranks want the same ones.
         window_bytes: Bytes that the ranks of a node read at a time, together.
         device: Where the tensors are needed.
@@ -71,7 +69,7 @@ def shared_tensors(
         wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
         layouts = agreed_layouts(readers, session, wanted, arrange)
         session.report.wanted_bytes = sum(layout.wanted_bytes(rank) for layout in layouts)
-        exchange = Exchange(readers, session, layouts, window_bytes, post)
+        exchange = Exchange(readers, session, layouts, window_bytes)
         try:
             for complete in exchange.windows():
                 advance(sum(layout.wanted_bytes(rank) for layout, _ in complete))

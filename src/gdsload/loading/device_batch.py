@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,6 +191,23 @@ def memory_of(
     ]
 
 
+def memory_in(
+    session: Session,
+    plan: ReadPlan,
+    pairs: Iterable[tuple[TensorSlice, torch.Tensor]],
+    owners: object,
+) -> list[Memory]:
+    """The memory, in the tensors of these slices, of each target of a plan about to be posted."""
+    follow(session)
+    addresses = {}
+    for tensor_slice, tensor in pairs:
+        address = tensor.data_ptr()
+        for part in tensor_slice.parts:
+            addresses[part.name] = address
+            address += part.nbytes
+    return memory_of(session.device, plan, addresses, owners)
+
+
 class DeviceTensors:
     """Tensors of a device for some slices, by key, and the addresses of their byte ranges.
 
@@ -243,14 +260,8 @@ class DeviceTensors:
 
     def memory(self, plan: ReadPlan) -> list[Memory]:
         """The memory of each target of a plan whose reads are about to be posted."""
-        follow(self._session)
-        addresses = {}
-        for tensor_slice in self._slices:
-            address = self.tensors[tensor_slice.key].data_ptr()
-            for part in tensor_slice.parts:
-                addresses[part.name] = address
-                address += part.nbytes
-        return memory_of(self.device, plan, addresses, self.tensors)
+        pairs = ((each, self.tensors[each.key]) for each in self._slices)
+        return memory_in(self._session, plan, pairs, self.tensors)
 
     def give(
         self,
@@ -270,7 +281,7 @@ class DeviceTensors:
             if tensor is None:
                 staying.append(tensor_slice)
             else:
-                _copy_parts(tensor, tensor_slice, views)
+                copy_parts(tensor, tensor_slice, views)
                 tensors[tensor_slice.key] = tensor
         infos = [tensor_slice.parts[0] for tensor_slice in staying]
         tensors |= hand_over(infos, {info.name: views.pop(info.name) for info in infos})
@@ -348,10 +359,10 @@ def bytes_of(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     return tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + nbytes]
 
 
-def _copy_parts(
+def copy_parts(
     tensor: torch.Tensor, tensor_slice: TensorSlice, views: dict[str, BufferView]
 ) -> None:
-    """Copies the parts that are in blocks of the device into their tensor."""
+    """Copies the parts that are in memory already into their tensor, and frees that memory."""
     offset = 0
     for part in tensor_slice.parts:
         view = views.pop(part.name, None)

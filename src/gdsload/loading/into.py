@@ -21,7 +21,7 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import Destination
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Piece, WindowWriter
-from gdsload.memory.host_buffers import BufferView, bytes_at
+from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
 
 COMPLETE, UNDEFINED, UNCHANGED = "complete", "undefined", "unchanged"
@@ -42,16 +42,10 @@ class TargetBatch(Batch):
         super().__init__(session, plan, views)
 
     def _take_memory(self) -> list[Memory]:
-        from gdsload.loading.device_batch import follow, memory_of
+        from gdsload.loading.device_batch import memory_in
 
-        follow(self.session)
-        addresses = {}
-        for destination in self._destinations:
-            address = destination.tensor.data_ptr()
-            for part in destination.wanted.slice.parts:
-                addresses[part.name] = address
-                address += part.nbytes
-        return memory_of(self.session.device, self.plan, addresses, self._destinations)
+        pairs = ((each.wanted.slice, each.tensor) for each in self._destinations)
+        return memory_in(self.session, self.plan, pairs, self._destinations)
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         from gdsload.loading.device_batch import read_to_blocks
@@ -60,16 +54,10 @@ class TargetBatch(Batch):
 
     def copy_views(self) -> None:
         """Copies what a prefetch or the host pool had in memory already."""
-        import torch
+        from gdsload.loading.device_batch import copy_parts
 
-        for destination in self._destinations:
-            offset = 0
-            for part in destination.wanted.slice.parts:
-                view = self.views.pop(part.name, None)
-                if view is not None and part.nbytes:
-                    raw = destination.tensor.reshape(-1).view(torch.uint8)
-                    raw[offset : offset + part.nbytes].copy_(bytes_at(view, part.nbytes))
-                offset += part.nbytes
+        for each in self._destinations:
+            copy_parts(each.tensor, each.wanted.slice, self.views)
 
     def has(self, destination: Destination) -> bool:
         """Whether all bytes of a destination have arrived by reads."""

@@ -24,6 +24,7 @@ from gdsload.dtypes import known_dtype
 from gdsload.errors import GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
 from gdsload.planning.tensor_slices import rows_of
@@ -133,9 +134,7 @@ class WindowWriter:
     def _post(self, window: list[Piece]) -> Batch:
         infos = [piece.info for piece in window]
         if self.session.device != "cpu":
-            from gdsload.loading.device_batch import start
-
-            return start(self.session, infos)
+            return post(self.session, infos)
         found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes)
         return _WindowBatch(self.session, *found, self._pool)
 

@@ -1,9 +1,9 @@
-"""Entry points of gdsload in transformers, accelerate, diffusers and peft.
+"""Entry points of gdsload in transformers, and the options and the report of their loads.
 
     hook       `PreTrainedModel._load_pretrained_model` gets lazy slices instead of a state dict
     safe_open  `modeling_utils.safe_open` opens files read by gdsload (transformers 4.57)
     stock      transformers reads by itself
-    load_file  other libraries call functions of safetensors that gdsload replaces
+    load_file  other libraries call functions of safetensors (`other_libraries`)
 
 The first one that fits is used. The report says which and why; the log says it once if it is not
 the first. Callers that did not ask for gdsload (other threads, other loads) get the originals. Not
@@ -15,16 +15,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from gdsload.errors import BackendUnavailable, safetensors_errors
 from gdsload.integrations.transformers import module_callbacks
@@ -85,8 +83,6 @@ _logged: set[tuple[str, str]] = set()
 _logged_lock = fork_safe_lock(sys.modules[__name__], "_logged_lock")
 # Models that transformers 4.57 is loading. It may read their shards in threads of its own.
 _old_models: WeakKeyDictionary[Any, tuple[Options, LoadReport]] = WeakKeyDictionary()
-# Readers that replace those of other libraries. A module that is imported meanwhile may keep one.
-_readers: WeakSet[Call] = WeakSet()
 
 
 def active() -> Options | None:
@@ -106,7 +102,7 @@ def note(report: LoadReport, path: str, reason: str = "") -> None:
     log.warning("%s: %s: %s", report.source, reader, reason)
 
 
-def _unmapped(options: Options) -> Options:
+def unmapped(options: Options) -> Options:
     """The options for a caller that wants no file mapped."""
     return replace(options, cache="buffered") if options.cache == "auto" else options
 
@@ -143,7 +139,7 @@ def _load(
 ) -> Any:
     """`_load_pretrained_model` of transformers 5; `load(state_dict)` calls the original."""
     if getattr(config, "disable_mmap", False):
-        options = _unmapped(options)
+        options = unmapped(options)
     with ExitStack() as stack:
         try:
             reader = stack.enter_context(ModelReader(files, options, report))
@@ -339,112 +335,6 @@ def _patch_open(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, "safe_open", safe_open)
 
 
-def _reader(name: str, file: str) -> Patch:
-    """Reports the files that another library's function reads by itself.
-
-    `file` is its first parameter. Safetensors files it reads by functions that are replaced, too.
-    Arguments by which it would call them for each tensor, or not at all, are replaced by others
-    with the same result.
-    """
-
-    def replacements(module: ModuleType) -> Iterator[Replacement]:
-        original = function_of(module, name, file)
-        if original in _readers:
-            return
-        reason = f"it is not a .safetensors file: {module.__name__.partition('.')[0]} reads it"
-
-        @functools.wraps(original)
-        def read(*args: Any, **named: Any) -> Any:
-            options, path = active(), args[0] if args else named.get(file)
-            if options is None or not isinstance(path, (str, os.PathLike)):
-                return original(*args, **named)
-            if str(path).endswith(".safetensors"):
-                if named == {"disable_mmap": True}:
-                    # diffusers would have the bytes in memory twice.
-                    with held(chosen, _unmapped(options)):
-                        return original(*args, disable_mmap=False)
-                if set((named.get("device_map") or {}).values()) == {"cpu", "disk"}:
-                    # All goes to the CPU first. accelerate would ask for each tensor alone.
-                    named = {**named, "device_map": {"": "cpu"}}
-                return original(*args, **named)
-            if (outer := outer_report.get()) is not None:
-                outer.refusals[f"gdsload on {path}"] = reason
-                return original(*args, **named)
-            with reported(str(path)) as report:
-                note(report, STOCK, reason)
-                return original(*args, **named)
-
-        _readers.add(read)
-        yield Replacement(module, name, read)
-
-    return Patch(name, replacements)
-
-
-class _ThreadPool(ThreadPoolExecutor):
-    """Its threads have the context variables of the caller: `accelerated` applies to them."""
-
-    def submit(self, *call: Any, **named: Any) -> Any:
-        return super().submit(copy_context().run, *call, **named)
-
-
-def _patch_thread_pool(module: ModuleType) -> Iterator[Replacement]:
-    name = "ThreadPoolExecutor"
-    if function_of(module, name) is not ThreadPoolExecutor:
-        raise Misfit("it is not the one of the standard library")
-    yield Replacement(module, name, _ThreadPool)
-
-
-def _drop_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
-    """Replaces a function of safetensors, or one that another package imports from there."""
-    return Patch(
-        name, lambda module: [Replacement(module, name, drop_in(function_of(module, name)))]
-    )
-
-
-def _drop_in_open(original: Call) -> Call:
-    @functools.wraps(original)
-    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
-        arguments = _arguments(**rest)
-        if arguments is None or framework != "pt":
-            return original(filename, framework=framework, device=device, **rest)
-        from gdsload import safe_open as ours
-
-        return ours(original_of(filename), framework, device, **arguments)
-
-    return safe_open
-
-
-def _drop_in_load(original: Call) -> Call:
-    @functools.wraps(original)
-    def load_file(filename: Any, device: Any = "cpu", **rest: Any) -> Any:
-        arguments = _arguments(**rest)
-        if arguments is None:
-            return original(filename, device=device, **rest)
-        from gdsload import load_file as ours
-
-        return ours(original_of(filename), device, progress=False, **arguments)
-
-    return load_file
-
-
-def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
-    """Arguments for gdsload's functions, given `backend` of safetensors; None if the call is not
-    for gdsload. "mmap" is safetensors' default and means no wish."""
-    options = active()
-    if options is None or unknown or backend not in ("mmap", "pread"):
-        return None
-    cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
-    return {
-        "backend": options.backend,
-        "cache": cache,
-        "page_cache": options.page_cache,
-        "options": options.options,
-        "stall_seconds": options.stall_seconds,
-        "verify": options.verify,
-        "on_event": options.on_event,
-    }
-
-
 patcher = Patcher(
     {
         _MODELING: (
@@ -457,22 +347,5 @@ patcher = Patcher(
         ),
         _LOADING: LOADING_PATCHES,
         "transformers.models.auto.auto_factory": (_from_url("_BaseAutoModelClass"),),
-        "accelerate.utils.modeling": (
-            _reader("load_state_dict", "checkpoint_file"),
-            _drop_in("safe_open", _drop_in_open),
-            _drop_in("safe_load_file", _drop_in_load),
-        ),
-        "diffusers.models.model_loading_utils": (
-            _reader("load_state_dict", "checkpoint_file"),
-            Patch("ThreadPoolExecutor", _patch_thread_pool, optional=True),
-        ),
-        "diffusers.models.modeling_utils": (_reader("load_state_dict", "checkpoint_file"),),
-        "diffusers.loaders.single_file_utils": (_reader("load_state_dict", "checkpoint_file"),),
-        "peft.utils.save_and_load": (
-            _drop_in("safe_load_file", _drop_in_load),
-            _reader("torch_load", "args"),
-        ),
-        # diffusers and others call it by this name.
-        "safetensors.torch": (_drop_in("load_file", _drop_in_load),),
     }
 )

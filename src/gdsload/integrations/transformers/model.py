@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import CheckpointError
+from gdsload.integrations import other_libraries
 from gdsload.integrations.transformers import hooks
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, current
@@ -39,6 +40,7 @@ _CONFIG_WORDS = (
     "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
 _lock = fork_safe_lock(sys.modules[__name__])
+hooks.patcher.add(other_libraries.PATCHES)
 
 
 def from_pretrained(

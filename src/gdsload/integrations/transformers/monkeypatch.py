@@ -2,7 +2,8 @@
 
 The first user that enters a `Patcher` puts all replacements in place; the last one that leaves
 restores the originals. A module that is not imported yet is patched as soon as it is imported; the
-patcher never imports it. Not responsible for the content of the replacements (`patches`, `hooks`).
+patcher never imports it. Not responsible for the content of the replacements (`patches`, `hooks`,
+`other_libraries`).
 
 A function that is not as expected is left alone: `Patcher.misfits` gives the reason, and the log
 shows it once. The other functions are replaced all the same.
@@ -76,13 +77,17 @@ class Patcher:
     stays replaced, even if Ctrl-C arrives between two steps."""
 
     def __init__(self, patches: Mapping[str, Sequence[Patch]]) -> None:
-        self._patches = dict(patches)
+        self._patches: dict[str, Sequence[Patch]] = dict(patches)
         self._lock = fork_safe_lock(self)
         self._users: set[Hashable] = set()
         self._originals: list[tuple[Replacement, Any]] = []
         self._import_hook: _ImportHook | None = None
         self.misfits: dict[str, str] = {}  # "module.function" -> why it is not replaced
         self._logged: set[tuple[str, str]] = set()
+
+    def add(self, patches: Mapping[str, Sequence[Patch]]) -> None:
+        """Adds patches of other modules. Nobody may have entered yet."""
+        self._patches.update(patches)
 
     @property
     def in_place(self) -> bool:

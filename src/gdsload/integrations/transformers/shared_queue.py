@@ -13,7 +13,6 @@ import time
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
-from gdsload.api import post
 from gdsload.distribution.exchange import Exchange, agreed_layouts
 from gdsload.distribution.reader_group import ReaderGroup
 from gdsload.distribution.shares import Box, Layout
@@ -69,7 +68,7 @@ class SharedQueue(ReadaheadQueue):
         boxes = dict(wanted.values())
         with readers.together():
             layouts = agreed_layouts(readers, session, boxes, in_layers)
-            self._exchange = Exchange(readers, session, layouts, ahead_bytes, post)
+            self._exchange = Exchange(readers, session, layouts, ahead_bytes)
 
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if there is none to be had."""

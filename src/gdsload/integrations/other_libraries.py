@@ -1,0 +1,167 @@
+"""Entry points of gdsload in accelerate, diffusers, peft and safetensors.
+
+    safetensors files   read by functions of safetensors: gdsload's are called in their place
+    other files         read by the library itself: the report says so
+
+No library is imported here. Not responsible for transformers (`transformers.hooks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+from gdsload.integrations.transformers.hooks import (
+    STOCK,
+    Call,
+    active,
+    chosen,
+    note,
+    outer_report,
+    reported,
+    unmapped,
+)
+from gdsload.integrations.transformers.monkeypatch import (
+    Misfit,
+    Patch,
+    Replacement,
+    function_of,
+    held,
+)
+from gdsload.integrations.transformers.stand_ins import original as original_of
+
+# Readers that replace those of the libraries. A module that is imported meanwhile may keep one.
+_readers: WeakSet[Call] = WeakSet()
+
+
+def _reader(name: str, file: str) -> Patch:
+    """Reports the files that another library's function reads by itself.
+
+    `file` is its first parameter. Safetensors files it reads by functions that are replaced, too.
+    Arguments by which it would call them for each tensor, or not at all, are replaced by others
+    with the same result.
+    """
+
+    def replacements(module: ModuleType) -> Iterator[Replacement]:
+        original = function_of(module, name, file)
+        if original in _readers:
+            return
+        reason = f"it is not a .safetensors file: {module.__name__.partition('.')[0]} reads it"
+
+        @functools.wraps(original)
+        def read(*args: Any, **named: Any) -> Any:
+            options, path = active(), args[0] if args else named.get(file)
+            if options is None or not isinstance(path, (str, os.PathLike)):
+                return original(*args, **named)
+            if str(path).endswith(".safetensors"):
+                if named == {"disable_mmap": True}:
+                    # diffusers would have the bytes in memory twice.
+                    with held(chosen, unmapped(options)):
+                        return original(*args, disable_mmap=False)
+                if set((named.get("device_map") or {}).values()) == {"cpu", "disk"}:
+                    # All goes to the CPU first. accelerate would ask for each tensor alone.
+                    named = {**named, "device_map": {"": "cpu"}}
+                return original(*args, **named)
+            if (outer := outer_report.get()) is not None:
+                outer.refusals[f"gdsload on {path}"] = reason
+                return original(*args, **named)
+            with reported(str(path)) as report:
+                note(report, STOCK, reason)
+                return original(*args, **named)
+
+        _readers.add(read)
+        yield Replacement(module, name, read)
+
+    return Patch(name, replacements)
+
+
+class _ThreadPool(ThreadPoolExecutor):
+    """Its threads have the context variables of the caller: `accelerated` applies to them."""
+
+    def submit(self, *call: Any, **named: Any) -> Any:
+        return super().submit(copy_context().run, *call, **named)
+
+
+def _patch_thread_pool(module: ModuleType) -> Iterator[Replacement]:
+    name = "ThreadPoolExecutor"
+    if function_of(module, name) is not ThreadPoolExecutor:
+        raise Misfit("it is not the one of the standard library")
+    yield Replacement(module, name, _ThreadPool)
+
+
+def _drop_in(name: str, drop_in: Callable[[Call], Call]) -> Patch:
+    """Replaces a function of safetensors, or one that another package imports from there."""
+    return Patch(
+        name, lambda module: [Replacement(module, name, drop_in(function_of(module, name)))]
+    )
+
+
+def _drop_in_open(original: Call) -> Call:
+    @functools.wraps(original)
+    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **rest: Any) -> Any:
+        arguments = _arguments(**rest)
+        if arguments is None or framework != "pt":
+            return original(filename, framework=framework, device=device, **rest)
+        from gdsload import safe_open as ours
+
+        return ours(original_of(filename), framework, device, **arguments)
+
+    return safe_open
+
+
+def _drop_in_load(original: Call) -> Call:
+    @functools.wraps(original)
+    def load_file(filename: Any, device: Any = "cpu", **rest: Any) -> Any:
+        arguments = _arguments(**rest)
+        if arguments is None:
+            return original(filename, device=device, **rest)
+        from gdsload import load_file as ours
+
+        return ours(original_of(filename), device, progress=False, **arguments)
+
+    return load_file
+
+
+def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
+    """Arguments for gdsload's functions, given `backend` of safetensors; None if the call is not
+    for gdsload. "mmap" is safetensors' default and means no wish."""
+    options = active()
+    if options is None or unknown or backend not in ("mmap", "pread"):
+        return None
+    cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
+    return {
+        "backend": options.backend,
+        "cache": cache,
+        "page_cache": options.page_cache,
+        "options": options.options,
+        "stall_seconds": options.stall_seconds,
+        "verify": options.verify,
+        "on_event": options.on_event,
+    }
+
+
+PATCHES: dict[str, tuple[Patch, ...]] = {
+    "accelerate.utils.modeling": (
+        _reader("load_state_dict", "checkpoint_file"),
+        _drop_in("safe_open", _drop_in_open),
+        _drop_in("safe_load_file", _drop_in_load),
+    ),
+    "diffusers.models.model_loading_utils": (
+        _reader("load_state_dict", "checkpoint_file"),
+        Patch("ThreadPoolExecutor", _patch_thread_pool, optional=True),
+    ),
+    "diffusers.models.modeling_utils": (_reader("load_state_dict", "checkpoint_file"),),
+    "diffusers.loaders.single_file_utils": (_reader("load_state_dict", "checkpoint_file"),),
+    "peft.utils.save_and_load": (
+        _drop_in("safe_load_file", _drop_in_load),
+        _reader("torch_load", "args"),
+    ),
+    # diffusers and others call it by this name.
+    "safetensors.torch": (_drop_in("load_file", _drop_in_load),),
+}

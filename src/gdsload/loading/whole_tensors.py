@@ -1,0 +1,104 @@
+"""Loads whole tensors by a session: all at once (`load`), or window by window (`load_in_windows`).
+
+    infos ──► post: one `Batch` for each group ──► wait ──► tensors by name
+
+Torch is imported while the first reads are in flight. Not responsible for opening checkpoints or
+for parts of tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from gdsload.checkpoint import TensorInfo
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
+from gdsload.planning.read_plan import grouped, ranges_of
+from gdsload.system.device_name import require_device
+
+if TYPE_CHECKING:
+    import torch
+
+
+def post(session: Session, infos: Sequence[TensorInfo]) -> Batch:
+    """Posts the reads of whole tensors to the session's device and returns without waiting."""
+    if session.device == "cpu":
+        return Batch(session, *session.arrange(ranges_of(infos)))
+    from gdsload.loading.device_batch import start
+
+    return start(session, infos)
+
+
+def load(
+    session: Session,
+    infos: list[TensorInfo],
+    nbytes: int,
+    device: str,
+    advance: Callable[[int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors of `nbytes` bytes in all, by name, on the session's device, which is `device` or the
+    CPU on the way to it."""
+    groups: Iterable[list[TensorInfo]] = (infos,)
+    if session.device != "cpu":
+        from gdsload.loading.device_batch import starting_windows
+
+        groups = starting_windows(session, infos, nbytes)
+    posted: list[tuple[list[TensorInfo], Batch]] = []
+    try:
+        for group in groups:
+            posted.append((group, post(session, group)))
+        _import_torch(session, device)
+        for group, batch in posted:
+            batch.wait(advance, parts=group)
+        with session.report.phase("hand over"):
+            session.checkpoint.verify_unchanged()
+            if len(posted) == 1 and posted[0][0] is infos:
+                return posted[0][1].tensors_of(infos)
+            tensors: dict[str, torch.Tensor] = {}
+            for group, batch in posted:
+                tensors |= batch.tensors_of(group)
+            return {info.name: tensors[info.name] for info in infos}
+    finally:
+        for _, batch in posted:
+            batch.release()
+
+
+def load_in_windows(
+    session: Session,
+    infos: list[TensorInfo],
+    window_bytes: int,
+    device: str,
+    advance: Callable[[int], None],
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Reads window by window, one ahead of the window that is handed out."""
+    windows = ((group, post(session, group)) for group in grouped(infos, window_bytes))
+    posted = deque(islice(windows, 1))
+    try:
+        _import_torch(session, device)
+        while posted:
+            posted.extend(islice(windows, 1))
+            group, batch = posted[0]
+            batch.wait(advance, parts=group)
+            with session.report.phase("hand over"):
+                session.checkpoint.verify_unchanged()
+                tensors = batch.tensors_of(group)
+                batch.release()
+            del posted[0], batch
+            for info in group:
+                tensor = tensors.pop(info.name)
+                yield info.name, tensor if device == session.device else tensor.to(device)
+                del tensor
+    finally:
+        for _, batch in posted:
+            batch.release()
+
+
+def _import_torch(session: Session, device: str) -> None:
+    """Imports torch while native threads read. Raises PlacementError if it cannot use `device`."""
+    with session.report.phase("import torch"):
+        import torch  # noqa: F401
+    if session.device != device:
+        require_device(device)
