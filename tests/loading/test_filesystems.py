@@ -243,7 +243,9 @@ def test_load_under_a_limit_of_a_cgroup_is_complete(
 def test_unknown_page_cache_is_a_value_error(
     expected: tuple[Path, dict[str, torch.Tensor]], load: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ValueError, match="page_cache='empty' must be one of keep, drop"):
+    with pytest.raises(
+        ValueError, match="page_cache='empty' must be one of auto, keep, drop, fill"
+    ):
         load(expected[0] / NAME, page_cache="empty")
 
 

@@ -156,9 +156,9 @@ class ShardAccess:
         return bool(self._fills)
 
     def fill_if_worthwhile(self, nbytes: int) -> None:
-        """Decides once for all reads that follow whether they fill the page cache: on local storage,
-        if it has room for these bytes, and if this was asked for or is not the first load. The
-        reason is in the report."""
+        """Decides once for all reads that follow whether they fill the page cache, which needs room
+        for these bytes on local storage; and that this was asked for, or is not the first load.
+        The reason is in the report."""
         if self._fills is not None:
             return
         refusal = self._why_not_filled(nbytes)
