@@ -6,6 +6,7 @@ import hashlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,14 @@ from benchmarks.serve_process import serving
 from safetensors.torch import load_file as stock, save_file
 
 import gdsload
-from gdsload.errors import CheckpointNotFound, CheckpointUnreadable, FileChanged, RemoteError
+from gdsload.errors import (
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+    GdsloadError,
+    RemoteError,
+)
+from gdsload.peers.service import Service
 from gdsload.remote import peer
 from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
 from gdsload.remote.peer import PeerDirectory
@@ -296,3 +304,23 @@ def test_source_that_starts_again_with_the_same_bytes_is_the_same_version() -> N
     with gdsload.serve({"a": tensors["a"].clone()}, name="m", port=port) as server:
         assert file.read(0, file.size) == before
     file.close()
+
+
+def test_interrupted_close_ends_the_service_and_releases_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(service: Service) -> None:
+        raise KeyboardInterrupt
+
+    server = gdsload.serve({"a": torch.arange(1000)})
+    threads = threading.active_count()
+    monkeypatch.setattr(Service, "withdraw", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    assert threading.active_count() == threads - 1
+    with pytest.raises(CheckpointUnreadable):
+        PeerDirectory(server.url).names()
+    with pytest.raises(GdsloadError, match="closed"):
+        server.publish()
+    server.close()
+    assert server.status().nbytes == 0

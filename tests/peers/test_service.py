@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
@@ -81,6 +82,34 @@ def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
         Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
     assert threading.active_count() == before
+
+
+def test_readers_are_counted_while_one_connects(service: Service) -> None:
+    class Name(str):
+        """Another reader connects while this one is counted."""
+
+        def __hash__(self) -> int:
+            connections[len(connections)] = "late"
+            return 1
+
+    connections: Any = service.readers
+    connections.update(a=Name("reader"), b="", c=Name("reader"))
+    assert service.connected_readers() == 1
+    connections.clear()
+
+
+def test_call_that_does_not_end_in_time_is_an_error_and_is_cancelled(service: Service) -> None:
+    ended = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    with pytest.raises(GdsloadError, match="has not answered for 1 s"):
+        service.run(hang(), 0.9)
+    assert ended.wait(60)
 
 
 def test_empty_host_is_refused() -> None:

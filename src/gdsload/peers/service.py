@@ -16,6 +16,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError
@@ -77,8 +78,22 @@ class Service:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def run(self, coroutine: Any, seconds: float = _RUN_SECONDS) -> Any:
-        """Runs a coroutine in the event loop; returns its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+        """Runs a coroutine in the event loop; returns its result.
+
+        Raises:
+            GdsloadError: It has not ended in time.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            if futures.wait([future], seconds).not_done:
+                raise GdsloadError(f"the metadata service has not answered for {seconds:.0f} s")
+            return future.result()
+        finally:
+            future.cancel()  # if it has not ended
+
+    def connected_readers(self) -> int:
+        """The number of readers that are connected. For other threads than that of the loop."""
+        return len(set(self.readers.copy().values()) - {""})
 
     def publish(self, served: Served) -> None:
         """Serves this from now on."""
@@ -94,9 +109,11 @@ class Service:
         self.run(self.tickets.drained(), self.tickets.lease_seconds + _RUN_SECONDS)
 
     def close(self) -> None:
-        """Closes all connections and ends the thread."""
-        self.run(self._close())
-        self._end_loop()
+        """Closes all connections and ends the thread. Raises GdsloadError if it hangs."""
+        try:
+            self.run(self._close())
+        finally:
+            self._end_loop()
 
     async def _close(self) -> None:
         self._server.close()
