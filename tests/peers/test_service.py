@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -82,6 +83,15 @@ def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
         Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
     assert threading.active_count() == before
+
+
+def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    with pytest.raises(GdsloadError, match="Too many open files"):
+        Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
 
 
 def test_readers_are_counted_while_one_connects(service: Service) -> None:
