@@ -27,7 +27,7 @@ from gdsload.errors import (
 )
 from gdsload.peers.service import Service
 from gdsload.remote import peer
-from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
+from gdsload.remote.nixl_reader import ReaderFailed, RemoteBytes, shared_reader
 from gdsload.remote.peer import PeerDirectory
 
 pytest.importorskip("nixl_cu13")
@@ -186,6 +186,19 @@ def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> N
     assert file.read(0, file.size) == before
     file.close()
     assert children() == []
+
+
+def test_peer_that_nixl_refuses_does_not_end_the_reads_of_others(folder: Path, url: str) -> None:
+    file = PeerDirectory(url).open("model.safetensors")
+    reader = shared_reader("UCX", {}).current()
+    with (
+        pytest.raises(ReaderFailed, match="NIXL: "),
+        reader.read("other", b"no metadata", "DRAM", [RemoteBytes(0, 8, 0)]),
+    ):
+        pass
+    assert file.read(0, file.size) == (folder / "model.safetensors").read_bytes()
+    assert shared_reader("UCX", {}).current() is reader
+    file.close()
 
 
 def test_read_after_the_end_of_a_file_starts_no_process(url: str) -> None:
