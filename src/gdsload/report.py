@@ -93,7 +93,8 @@ class LoadReport:
         modules_ready: With `on_module_ready`, whether modules were reported during the load, or at
             its end and why.
         fates: For a model and `load_into`, the number of tensors by fate: "keep" (used as they
-            are), "convert" (converted or cast), "skip" (not read).
+            are), "convert" (converted or cast), "skip" (not read). Before transformers 5 it is not
+            known which tensors are converted: "materialised" are those that are read.
         missing: For `load_into`, the names of targets that nothing, or not all, was read for.
         unexpected: For `load_into`, the names in the checkpoint that belong to no target.
         spans: Time intervals for `trace`.

@@ -353,8 +353,9 @@ def test_no_thread_at_all_is_an_error(
 ) -> None:
     monkeypatch.setattr(remote_module, "start_thread", lambda *_: None)
     load = Load(backend, MemoryFile(DATA))
-    with pytest.raises(BackendUnavailable, match="no thread"):
+    with pytest.raises(BackendUnavailable, match="no thread") as caught:
         load.run()
+    assert caught.value.reasons == {"object_store": "no thread can be started"}
     backend.release(load.request)
 
 

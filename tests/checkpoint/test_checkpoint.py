@@ -13,12 +13,13 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdsload.checkpoint import Checkpoint, file_io
+from gdsload.checkpoint import Checkpoint, file_io, shard as shard_module
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.errors import (
     CheckpointError,
@@ -378,6 +379,27 @@ def test_quiesced_checkpoint_has_no_descriptor_until_it_is_used(two: Path) -> No
     assert checkpoint.closed
     checkpoint.quiesce()
     checkpoint.resume()
+    assert open_files() == before
+
+
+def test_threads_that_reopen_a_quiesced_file_share_a_descriptor(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def open_regular(*names: str, **words: Any) -> Any:
+        both.wait(60)
+        return file_io.open_regular(*names, **words)
+
+    monkeypatch.setattr(shard_module, "open_regular", open_regular)
+    before = open_files()
+    with Checkpoint.open(two) as checkpoint:
+        checkpoint.quiesce()
+        shard = checkpoint.shards[0]
+        with ThreadPoolExecutor(2) as pool:
+            fds = list(pool.map(lambda _: shard.fd, range(2)))
+        assert fds == [shard.fd] * 2
+        assert len(open_files()) == len(before) + 1
     assert open_files() == before
 
 

@@ -24,7 +24,9 @@ from equal import FIRST, NEW, names_replaced, open_files
 from gdsload.backends.base import Failure, Progress
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.registry import register_backend
+from gdsload.events import Event, LoadEnded
 from gdsload.integrations.transformers import hooks, load_plan
+from gdsload.integrations.transformers.model_reader import ModelReader
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +174,16 @@ def test_missing_hook_falls_back_to_safe_open(
     assert gdsload.last_report().integration == "safe_open"
     assert "model, weights, files, config" in gdsload.last_report().integration_reason
     assert tinymodels.differences(stock, ours) == []
+    ended: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, LoadEnded):
+            ended.append(event.report.tensors)
+
+    with gdsload.accelerated(on_event=note) as report:
+        transformers.AutoModelForCausalLM.from_pretrained(mixture)
+    assert report.tensors == sum(ended)
+    assert min(ended) > 0
     monkeypatch.undo()
     assert open_files(mixture) == []
 
@@ -209,11 +221,21 @@ def test_unavailable_backend_is_an_error_only_by_name(
         def none(*_: Any) -> Any:
             raise gdsload.BackendUnavailable("no backend can load to cpu")
 
+        steps: list[str] = []
+        close, opened = ModelReader.close, transformers.modeling_utils.safe_open
+        monkeypatch.setattr(ModelReader, "close", lambda self: steps.append("close") or close(self))
+        monkeypatch.setattr(
+            transformers.modeling_utils,
+            "safe_open",
+            lambda *names, **words: steps.append("open") or opened(*names, **words),
+        )
         monkeypatch.setattr("gdsload.loading.accounting.choose", none)
         with gdsload.accelerated(cache="buffered"):
             gdsload.from_pretrained(qwen)
         assert gdsload.last_report().integration == "stock"
         assert "no backend can load" in gdsload.last_report().integration_reason
+        # transformers reads when our files and buffers are closed
+        assert steps[0] == "close" and set(steps[1:]) == {"open"}
         monkeypatch.undo()
     with pytest.raises(gdsload.BackendUnavailable, match="nonsense"):
         gdsload.from_pretrained(qwen, backend="nonsense")

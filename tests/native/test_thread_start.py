@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import torch
 import gdsload
 from gdsload.checkpoint import file_io
 from gdsload.errors import GdsloadError
+from gdsload.peers.service import Service
+from gdsload.peers.tickets import Tickets
 from gdsload.system import threads
 from gdsload.system.threads import start_thread
 
@@ -102,6 +105,14 @@ def test_prefetch_without_a_thread_fails_and_the_load_reads(path: Path) -> None:
         with pytest.raises(GdsloadError, match="no thread could be started"):
             ahead.wait(60)
         assert torch.equal(gdsload.load_file(path)["a"], torch.arange(9000))
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_service_of_peers_without_a_thread_is_an_error_and_leaves_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(GdsloadError, match="no thread can be started"):
+        Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_parallel_map_thread_out_of_memory_raises() -> None:

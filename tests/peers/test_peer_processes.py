@@ -6,6 +6,7 @@ import hashlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,16 @@ from benchmarks.serve_process import serving
 from safetensors.torch import load_file as stock, save_file
 
 import gdsload
-from gdsload.errors import CheckpointNotFound, CheckpointUnreadable, FileChanged, RemoteError
+from gdsload.errors import (
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    FileChanged,
+    GdsloadError,
+    RemoteError,
+)
+from gdsload.peers.service import Service
 from gdsload.remote import peer
-from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
+from gdsload.remote.nixl_reader import ReaderFailed, RemoteBytes, shared_reader
 from gdsload.remote.peer import PeerDirectory
 
 pytest.importorskip("nixl_cu13")
@@ -180,6 +188,19 @@ def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> N
     assert children() == []
 
 
+def test_peer_that_nixl_refuses_does_not_end_the_reads_of_others(folder: Path, url: str) -> None:
+    file = PeerDirectory(url).open("model.safetensors")
+    reader = shared_reader("UCX", {}).current()
+    with (
+        pytest.raises(ReaderFailed, match="NIXL: "),
+        reader.read("other", b"no metadata", "DRAM", [RemoteBytes(0, 8, 0)]),
+    ):
+        pass
+    assert file.read(0, file.size) == (folder / "model.safetensors").read_bytes()
+    assert shared_reader("UCX", {}).current() is reader
+    file.close()
+
+
 def test_read_after_the_end_of_a_file_starts_no_process(url: str) -> None:
     file = PeerDirectory(url).open("model.safetensors")
     file.read(0, file.size)
@@ -296,3 +317,23 @@ def test_source_that_starts_again_with_the_same_bytes_is_the_same_version() -> N
     with gdsload.serve({"a": tensors["a"].clone()}, name="m", port=port) as server:
         assert file.read(0, file.size) == before
     file.close()
+
+
+def test_interrupted_close_ends_the_service_and_releases_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(service: Service) -> None:
+        raise KeyboardInterrupt
+
+    server = gdsload.serve({"a": torch.arange(1000)})
+    threads = threading.active_count()
+    monkeypatch.setattr(Service, "withdraw", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    assert threading.active_count() == threads - 1
+    with pytest.raises(CheckpointUnreadable):
+        PeerDirectory(server.url).names()
+    with pytest.raises(GdsloadError, match="closed"):
+        server.publish()
+    server.close()
+    assert server.status().nbytes == 0

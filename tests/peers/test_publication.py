@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -81,6 +82,17 @@ def test_manifest_has_a_checksum_of_each_block() -> None:
     tensor = torch.zeros((8 << 20) + 1, dtype=torch.uint8)
     manifest = json.loads(manifest_of({"m": file_with({"big": tensor})}))
     assert len(manifest["files"]["m"]["tensors"]["big"]) == 2 * 32
+
+
+def test_manifest_without_threads_equals_that_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tensors = {"a": torch.arange(3 << 20), "none": torch.zeros(0), "b": torch.ones(3)}
+    files = {"m": file_with(tensors), "n": file_with({"a": torch.zeros(9 << 20)})}
+    expected = manifest_of(files)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert manifest_of(files) == expected
 
 
 @pytest.mark.parametrize("tensor", [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -9,14 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import gdsload
 from gdsload.errors import GdsloadError
-from gdsload.peers.publication import Publication
+from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.messages import MessageError, receive, send
-from gdsload.remote.nixl_reader import ReaderFailed, shared_reader
+from gdsload.remote.nixl_reader import ReaderFailed, SharedReader, shared_reader
 from gdsload.remote.peer import PeerDirectory, _segments
 
 FILES = {"config.json": b"{}", "../outside": b"x", "/absolute": b"x", "a/b": b"x", "..": b"x"}
@@ -75,12 +78,76 @@ def test_late_thread_of_a_closed_file_starts_no_process(service: Service) -> Non
     assert shared is shared_reader("UCX", {})
 
 
+def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source has started again: segments are asked for while the ticket is held."""
+
+    def interrupt(shared: SharedReader) -> None:
+        raise KeyboardInterrupt
+
+    flat = torch.zeros(1 << 20, dtype=torch.uint8)
+    location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+    served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
+    publication = Publication("v", {"m.safetensors": served}, {})
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 600.0))
+    try:
+        service.publish(Served(publication, "before", b"", "UCX", None))
+        monkeypatch.setattr(SharedReader, "current", lambda shared: None)
+        file = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m").open("m.safetensors")
+        service.publish(Served(publication, "after", b"", "UCX", None))
+        monkeypatch.setattr(SharedReader, "current", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            file.read(0, file.size)
+        service.run(service.tickets.drained(), 60)
+        file.close()
+    finally:
+        service.close()
+
+
 @pytest.mark.parametrize("port", [65536, -1])
 def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     before = threading.active_count()
     with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
         Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
     assert threading.active_count() == before
+
+
+def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    with pytest.raises(GdsloadError, match="Too many open files"):
+        Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+
+
+def test_readers_are_counted_while_one_connects(service: Service) -> None:
+    class Name(str):
+        """Another reader connects while this one is counted."""
+
+        def __hash__(self) -> int:
+            connections[len(connections)] = "late"
+            return 1
+
+    connections: Any = service.readers
+    connections.update(a=Name("reader"), b="", c=Name("reader"))
+    assert service.connected_readers() == 1
+    connections.clear()
+
+
+def test_call_that_does_not_end_in_time_is_an_error_and_is_cancelled(service: Service) -> None:
+    ended = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    with pytest.raises(GdsloadError, match="has not answered for 1 s"):
+        service.run(hang(), 0.9)
+    assert ended.wait(60)
 
 
 def test_empty_host_is_refused() -> None:

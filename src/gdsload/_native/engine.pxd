@@ -64,7 +64,10 @@ cdef struct EngineOps:
     ) noexcept nogil
     # Asks for everything in flight to be cancelled. The completions still come through reap.
     void (*cancel)(void *engine) noexcept nogil
-    # Only with nothing in flight.
+    # Frees the engine. Nothing is in flight, or `reap` or `take_back` has failed: then nobody asks
+    # for the completions of the reads that still are. It may wait for those that end by themselves.
+    # Others may write to their memory afterwards, which the pump never frees; nothing else that
+    # they use may be freed.
     void (*close)(void *engine) noexcept nogil
     # Takes back what reads hold that ended for the pump when they were cancelled, and in fact later.
     # Returns the number of those that have not ended, or -errno of an engine that failed for good.

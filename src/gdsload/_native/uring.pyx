@@ -59,7 +59,7 @@ cdef extern from "<liburing.h>" nogil:
 cdef enum:
     SLOTS = 1024       # files in the ring's table; others are read by descriptor
     BACK_OFF_NS = 1000000
-    # Kernel threads for buffered reads, as many as `threads` has.
+    # Kernel threads for buffered reads: half of the depth, within these bounds.
     DISK_WORKERS = 16
     MOST_WORKERS = 128
 

@@ -16,7 +16,6 @@ from gdsload._native import threads
 from gdsload._native.pump import traffic
 from gdsload.backends.base import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
-from gdsload.backends.pump_request import DRAIN_SECONDS
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
 from gdsload.memory import staging_ring
@@ -31,7 +30,7 @@ _KIND = "host memory"  # of parked pipelines
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 _STALL_SECONDS = 60.0
 
-_kept: list[object] = []  # owners of memory that a thread may still copy from
+_kept: list[StagedRequest] = []  # a thread may still copy from the memory that they own
 
 
 class HostCopy(NamedTuple):
@@ -99,8 +98,7 @@ def _copy(
         _finish(request, device)
     finally:
         request.end()
-        if not request.native.quiet(DRAIN_SECONDS):
-            _kept.append(owners)
+        _kept[:] = [each for each in (*_kept, request) if not each.native.quiet(0.0)]
 
 
 def _finish(request: StagedRequest, device: str) -> None:

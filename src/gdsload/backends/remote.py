@@ -160,7 +160,7 @@ class RemoteBackend(PumpBackend):
         return self._pump
 
     def _new_crew(self) -> Crew:
-        crew = Crew(self._files, self._failures)
+        crew = Crew(self.name, self._files, self._failures)
         self._crews.append(crew)
         return crew
 
@@ -257,10 +257,14 @@ class Crew:
     """The threads of one engine. They end when the engine is closed."""
 
     def __init__(
-        self, files: Mapping[int, RemoteFile], failures: dict[tuple[int, int], RemoteError]
+        self,
+        name: str,
+        files: Mapping[int, RemoteFile],
+        failures: dict[tuple[int, int], RemoteError],
     ) -> None:
+        """`name` is that of the backend."""
         self.fetch = Fetch()
-        self._files, self._failures = files, failures
+        self._name, self._files, self._failures = name, files, failures
 
     def hire(self, wanted: int) -> None:
         """Starts threads, so that `wanted` reads, and all in flight, can be made at once. If the
@@ -274,7 +278,9 @@ class Crew:
             if start_thread(self._work, "gdsload-fetch") is None:
                 if self.fetch.dismiss(missing - started) == 0:
                     why = "no thread can be started"
-                    raise BackendUnavailable(f"files elsewhere cannot be read: {why}", {"": why})
+                    raise BackendUnavailable(
+                        f"files elsewhere cannot be read: {why}", {self._name: why}
+                    )
                 return
 
     def _work(self) -> None:

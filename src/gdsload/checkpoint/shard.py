@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,8 +23,10 @@ from gdsload.checkpoint.file_io import open_regular, read_exactly
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
+from gdsload.system.lifecycle import fork_safe_lock
 
 _openings = count(1)
+_lock = fork_safe_lock(sys.modules[__name__])
 
 
 class Identity(NamedTuple):
@@ -85,16 +88,24 @@ class Shard:
     def fd(self) -> int:
         """The descriptor, open for buffered reading. Raises CheckpointError if closed."""
         if self._quiesced:
-            self._fd, _ = open_regular(self._reopened_path, shown_as=self.path)
-            self._quiesced = False
-            try:
-                self.verify_unchanged()
-            except FileChanged:
-                self.close()
-                raise
+            self._reopen()
         if self._fd < 0:
             raise CheckpointError(f"{self.path}: the checkpoint is closed", path=self.path)
         return self._fd
+
+    def _reopen(self) -> None:
+        fd, status = open_regular(self._reopened_path, shown_as=self.path)
+        try:
+            self._require_same(status)
+            with _lock:  # another thread may have opened it meanwhile
+                if self._quiesced:
+                    self._fd, fd, self._quiesced = fd, -1, False
+        except FileChanged:
+            self.close()
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     @property
     def closed(self) -> bool:
@@ -165,6 +176,9 @@ class Shard:
             raise FileChanged(
                 f"{self.path}: fstat failed: {error.strerror}", path=self.path
             ) from error
+        self._require_same(status)
+
+    def _require_same(self, status: os.stat_result) -> None:
         now = Identity.of(status)
         if now == self.identity:
             return

@@ -16,9 +16,9 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.header import LENGTH_BYTES
 from gdsload.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -135,17 +135,21 @@ def manifest_of(files: Mapping[str, PublishedFile]) -> bytes:
     Raises GdsloadError if the library for checksums is not installed.
     """
     digest = hash_function(XXH3)
-
-    def checksums_of(tensor: PublishedTensor) -> list[Future[str]]:
-        blocks = tensor.flat.split(BLOCK_BYTES) if tensor.location.nbytes else ()
-        return [pool.submit(lambda block: digest(block.cpu().numpy()), each) for each in blocks]
-
     entries: dict[str, FileChecksums] = {}
-    with ThreadPoolExecutor(thread_name_prefix="gdsload-checksums") as pool:
-        for name, file in files.items():
-            found = {tensor.name: checksums_of(tensor) for tensor in file.tensors}
-            joined = {key: "".join(each.result() for each in found[key]) for key in found}
-            entries[name] = FileChecksums(file.size, digest(file.header), joined)
+    for name, file in files.items():
+        checksums = {tensor.name: "" for tensor in file.tensors}
+        blocks = [
+            (tensor.name, block)
+            for tensor in file.tensors
+            if tensor.location.nbytes
+            for block in tensor.flat.split(BLOCK_BYTES)
+        ]
+        found = parallel_map(
+            lambda block: digest(block[1].cpu().numpy()), blocks, path_of=lambda block: block[0]
+        )
+        for (tensor, _), checksum in zip(blocks, found, strict=True):
+            checksums[tensor] += checksum
+        entries[name] = FileChecksums(file.size, digest(file.header), checksums)
     manifest = {
         "format": FORMAT,
         "algorithm": XXH3,

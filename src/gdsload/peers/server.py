@@ -227,11 +227,10 @@ class WeightServer:
         seconds for a reader that hangs. May be called again.
         """
         service = self._open_service()
-        receiving, self._receiving = self._receiving, None
-        if receiving is not None:
-            receiving.stop()
+        if self._receiving is not None:
+            self._receiving.stop()
         service.withdraw()
-        self._memory = self._publication = self._arrivals = None
+        self._receiving = self._memory = self._publication = self._arrivals = None
 
     def status(self) -> ServerStatus:
         """The state of this server."""
@@ -246,18 +245,26 @@ class WeightServer:
             nbytes=sum(tensor.location.nbytes for tensor in tensors),
             staged_bytes=memory.staged_bytes if memory else 0,
             staged_reason=memory.staged_reason if memory else "",
-            readers=len({each for each in service.readers.values() if each}) if service else 0,
+            readers=service.connected_readers() if service else 0,
             in_flight=service.tickets.in_flight if service else 0,
             received_bytes=arrivals.nbytes if arrivals else sum(file.size for file in files),
             failure=arrivals.failure if arrivals else "",
         )
 
     def close(self) -> None:
-        """Stops serving and releases the memory. May be called again."""
-        if self._service is not None:
+        """Stops serving and releases the memory, also if the wait for a reader is interrupted. May
+        be called again."""
+        service = self._service
+        if service is None:
+            return
+        try:
             self.withdraw()
-            self._service.close()
-            self._service = None
+        finally:
+            try:
+                service.close()
+            finally:
+                self._service = self._receiving = None
+                self._memory = self._publication = self._arrivals = None
 
     def _open_service(self) -> Service:
         if self._service is None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from gdsload.errors import GdsloadError
@@ -24,6 +24,7 @@ from gdsload.peers.publication import Publication
 from gdsload.peers.tickets import Ticket, Tickets
 from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.messages import LENGTHS, MessageError, lengths, packed, parsed
+from gdsload.system.threads import start_thread
 
 REQUEST_LIMIT_BYTES = 16 << 10
 CONNECTIONS = 4096  # at the same time; further ones are closed at once
@@ -63,22 +64,39 @@ class Service:
         self.name, self.tickets = name, tickets
         self.readers: dict[asyncio.Task[None], str] = {}  # the connections
         self._served: Served | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="gdsload-serve", daemon=True
-        )
-        self._thread.start()
         try:
-            self._server = self.run(asyncio.start_server(self._connection, host, port))
-        except (OSError, OverflowError) as error:  # OverflowError: no port has this number
-            self._end_loop()
+            self._loop = asyncio.new_event_loop()
+            self._thread = start_thread(self._loop.run_forever, "gdsload-serve")
+            try:
+                if self._thread is None:
+                    raise RuntimeError("no thread can be started")
+                self._server = self.run(asyncio.start_server(self._connection, host, port))
+            except BaseException:
+                self._end_loop()
+                raise
+        except (OSError, OverflowError, RuntimeError) as error:
+            # OverflowError: no port has this number. RuntimeError: the system has no thread left.
             why = getattr(error, "strerror", None) or str(error)
             raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def run(self, coroutine: Any, seconds: float = _RUN_SECONDS) -> Any:
-        """Runs a coroutine in the event loop; returns its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+        """Runs a coroutine in the event loop; returns its result.
+
+        Raises:
+            GdsloadError: It has not ended in time.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            if futures.wait([future], seconds).not_done:
+                raise GdsloadError(f"the metadata service has not answered for {seconds:.0f} s")
+            return future.result()
+        finally:
+            future.cancel()  # if it has not ended
+
+    def connected_readers(self) -> int:
+        """The number of readers that are connected. For other threads than that of the loop."""
+        return len(set(self.readers.copy().values()) - {""})
 
     def publish(self, served: Served) -> None:
         """Serves this from now on."""
@@ -94,9 +112,11 @@ class Service:
         self.run(self.tickets.drained(), self.tickets.lease_seconds + _RUN_SECONDS)
 
     def close(self) -> None:
-        """Closes all connections and ends the thread."""
-        self.run(self._close())
-        self._end_loop()
+        """Closes all connections and ends the thread. Raises GdsloadError if it hangs."""
+        try:
+            self.run(self._close())
+        finally:
+            self._end_loop()
 
     async def _close(self) -> None:
         self._server.close()
@@ -106,10 +126,12 @@ class Service:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_RUN_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_RUN_SECONDS)
+            if self._thread.is_alive():
+                return
+        self._loop.close()
 
     # --- in the event loop ---------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The child process that holds the NIXL agent of a reader, because NIXL may crash its process.
 
     parent ── slot's socket: {"peer", "kind", "remote": [[address, nbytes, device], ...]} ──► child
-           ◄─────────────── {"done": true}, {"unknown": true} or {"error": text} ───────────
+           ◄───── {"done": true}, {"unknown": true}, {"refused": text} or {"error": text} ───
                                      bytes: in the slot of the shared ring
 
 `remote.nixl_reader` starts it. It serves one request of each slot at a time, and it ends with its
@@ -87,14 +87,18 @@ def _serve(agent: Any, sockets: list[socket.socket], addresses: list[int]) -> No
             number = key.data
             fields, metadata = receive(sockets[number])
             if metadata:
-                agent.add_remote_agent(metadata)
+                try:
+                    agent.add_remote_agent(metadata)
+                except Exception as error:  # the classes of NIXL derive from Exception
+                    send(sockets[number], {"refused": str(error) or type(error).__name__})
+                    continue
                 peers.add(fields["peer"])
             if fields["peer"] not in peers:
                 send(sockets[number], {"unknown": True})
                 continue
             try:
                 active[number] = _begin(agent, addresses[number], fields)
-            except Exception as error:  # the classes of NIXL derive from Exception
+            except Exception as error:
                 send(sockets[number], {"error": str(error) or type(error).__name__})
         ended = [number for number in active if _has_ended(agent, active[number], sockets[number])]
         for number in ended:

@@ -53,6 +53,10 @@ class ReaderFailed(Exception):
     """A read through NIXL failed. Its child process is not used again."""
 
 
+class PeerRefused(ReaderFailed):
+    """NIXL does not accept a peer. Nothing was read; the process goes on with other peers."""
+
+
 class _Slot:
     """One slot of the ring, and the socket on which its reads are asked for."""
 
@@ -149,6 +153,8 @@ class NixlReader:
             fields: dict[str, object] = {"peer": peer, "kind": kind, "remote": pieces}
             try:
                 self._ask(slot, fields, metadata)
+            except PeerRefused:
+                raise
             except BaseException:
                 # The read may still be under way: nothing may write to this slot any more.
                 self.give_up()
@@ -174,6 +180,8 @@ class NixlReader:
             raise ReaderFailed(f"NIXL has not answered for {seconds:.0f} s") from None
         except (OSError, EOFError, MessageError) as error:
             raise ReaderFailed(f"the process that runs NIXL has ended{self._reason()}") from error
+        if "refused" in answer:
+            raise PeerRefused(f"NIXL: {answer['refused']}")
         if "done" not in answer:
             raise ReaderFailed(f"NIXL: {answer.get('error', 'it does not know the peer')}")
 

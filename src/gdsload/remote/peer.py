@@ -94,24 +94,28 @@ class _Refused(Exception):
 
 
 class _Connection:
-    """A connection to the metadata service. One thread uses it at a time.
-
-    Attributes:
-        idle: It owes no answer and holds no ticket.
-    """
+    """A connection to the metadata service. One thread uses it at a time."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        self.idle = True
+        self._owes_answer = False
+        self._holds_ticket = False
         self._socket = socket.create_connection(address, CONNECT_SECONDS)
         self._socket.settimeout(ANSWER_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def idle(self) -> bool:
+        """Whether the next user can have it: it owes no answer and holds no ticket."""
+        return not self._owes_answer and not self._holds_ticket
+
     def ask(self, op: str, **fields: Any) -> tuple[dict[str, Any], bytes]:
         """Sends a request; returns the answer. Raises OSError, EOFError, MessageError, _Refused."""
-        self.idle = False
+        self._owes_answer = True
+        self._holds_ticket = self._holds_ticket or op == "acquire"
         send(self._socket, {"op": op, **fields})
         answer, payload = receive(self._socket)
-        self.idle = op not in ("acquire", "renew")
+        self._owes_answer = False
+        self._holds_ticket = self._holds_ticket and op != "release"
         if "error" in answer:
             raise _Refused(str(answer["error"]), str(answer.get("reason", "")))
         return answer, payload

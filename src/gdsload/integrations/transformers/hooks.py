@@ -140,19 +140,21 @@ def _load(
     """`_load_pretrained_model` of transformers 5; `load(state_dict)` calls the original."""
     if getattr(config, "disable_mmap", False):
         options = unmapped(options)
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             reader = stack.enter_context(ModelReader(files, options, report))
             reader.start(model, config)
-        except BackendUnavailable as error:
-            if options.backend != "auto" or original_of(files[0]) != files[0]:
-                raise
-            note(report, STOCK, str(error))
+            stack.pop_all()
+    except BackendUnavailable as error:
+        if options.backend != "auto" or original_of(files[0]) != files[0]:
+            raise
+        note(report, STOCK, str(error))
+        return load(None)
+    except Misfit as misfit:
+        note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
+        with _opening(options, report):
             return load(None)
-        except Misfit as misfit:
-            note(report, SAFE_OPEN, f"transformers' inner parts are not as expected: {misfit}")
-            with _opening(options, report):
-                return load(None)
+    with reader:
         note(report, HOOK)
         callbacks = module_callbacks.current.get()
         if callbacks is not None and f"{_LOADING}.{SET_PARAM}" not in patcher.misfits:
@@ -170,8 +172,9 @@ def _opening(options: Options, report: LoadReport) -> Iterator[None]:
         readers: list[ModelReader] = []
 
         def open_file(path: str, device: Any) -> OpenedFile:
-            readers.append(stack.enter_context(ModelReader([path], options, report)))
-            return readers[-1].opened(device)
+            reader = stack.enter_context(ModelReader([path], options, report))
+            readers.append(reader)
+            return reader.opened(device)
 
         with held(_opener, open_file):
             yield
@@ -327,10 +330,14 @@ def _patch_open(module: ModuleType) -> Iterator[Replacement]:
         if options is None or (misfit is None and not stands_in):
             return original(filename, framework=framework, device=device, **rest)
         # The files that it opens are the only entry point left in this transformers.
-        with reported(str(shown_source(original_of(filename)))) as report:
+        with ExitStack() as stack:
+            report = stack.enter_context(reported(str(shown_source(original_of(filename)))))
             if misfit is not None:
                 note(report, SAFE_OPEN, f"transformers' {_LOAD} is {misfit}")
-            return ModelReader([str(filename)], options, report).opened(device, owned=True)
+            reader = stack.enter_context(ModelReader([str(filename)], options, report))
+            leave = stack.pop_all()
+            leave.callback(reader.finish)
+            return reader.opened(device, leave.close)
 
     yield Replacement(module, "safe_open", safe_open)
 

@@ -8,7 +8,7 @@ queue, so that all devices are filled at the same time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -322,10 +322,8 @@ class ModelReader:
                 slices[name] = LazySlice(queue, info)
         return StateDict(slices, self.begin_device_reads)
 
-    def opened(self, device: Any = "cpu", *, owned: bool = False) -> OpenedFile:
-        """The checkpoint as an opened file. If `owned`, its `with` block finishes and closes this
-        reader."""
-        leave = self._finish_and_close if owned else None
+    def opened(self, device: Any = "cpu", leave: Callable[[], None] | None = None) -> OpenedFile:
+        """The checkpoint as an opened file. `leave` is called at the end of its `with` block."""
         return OpenedFile(self.checkpoint, self.queue, device, leave)
 
     def finish(self) -> None:
@@ -340,12 +338,6 @@ class ModelReader:
             report.tensors += one.taken_tensors
             report.wanted_bytes += one.taken_bytes
             report.phases["wait"] = report.phases.get("wait", 0.0) + one.waited_seconds
-
-    def _finish_and_close(self) -> None:
-        try:
-            self.finish()
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Ends all reads and releases memory and descriptors. May be called again."""

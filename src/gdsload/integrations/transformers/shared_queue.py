@@ -21,6 +21,7 @@ from gdsload.integrations.transformers.readahead_queue import QueueClosed, Reada
 from gdsload.loading.session import Session
 from gdsload.planning.layer_order import in_layers
 from gdsload.planning.tensor_slices import TensorSlice
+from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -74,12 +75,9 @@ class SharedQueue(ReadaheadQueue):
         """Starts the thread that reads. Raises GdsloadError if there is none to be had."""
         if self._thread is not None:
             return
-        thread = threading.Thread(target=self._read, name="gdsload-exchange", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise GdsloadError(f"no thread can be started to exchange tensors: {error}") from error
-        self._thread = thread
+        self._thread = start_thread(self._read, "gdsload-exchange")
+        if self._thread is None:
+            raise GdsloadError("no thread can be started to exchange tensors")
 
     def _read(self) -> None:
         try:

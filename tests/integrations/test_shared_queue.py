@@ -1,0 +1,47 @@
+"""The queue of slices that ranks read together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gdsload
+import tinymodels
+from gdsload.errors import GdsloadError
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_exchange_without_a_thread_is_an_error(
+    one_rank: dist.ProcessGroup,
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "gdsload-exchange":
+            raise error
+        start(thread)
+
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    wanted = gdsload.from_pretrained(tmp_path, group=one_rank).state_dict()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(GdsloadError, match="no thread can be started to exchange tensors"):
+        gdsload.from_pretrained(tmp_path, group=one_rank)
+    monkeypatch.undo()
+    found = gdsload.from_pretrained(tmp_path, group=one_rank).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
