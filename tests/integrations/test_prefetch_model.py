@@ -30,6 +30,7 @@ def test_model_claims_a_prefetch(tiny_checkpoint: Path, tmp_path: Path) -> None:
         model = gdsload.from_pretrained(checkpoint, dtype="auto")
         report = gdsload.last_report()
         assert report.paths == {"prefetched": ahead.progress().wanted_bytes}
+        assert ahead.wait(PATIENCE_SECONDS)  # its thread ends after its last byte was read
         assert prefetches() == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     got, wanted = model.state_dict(), stock.state_dict()
