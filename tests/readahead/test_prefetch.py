@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -123,6 +124,19 @@ def test_a_second_load_reads_for_itself_and_shares_nothing(checkpoint: Path) -> 
     for name in first:
         first[name].view(torch.uint8).zero_()
     assert_same(second, reference(checkpoint))
+
+
+@pytest.mark.parametrize("names", [None, []])
+def test_prefetch_that_nobody_closes_is_withdrawn_when_all_is_claimed(
+    checkpoint: Path, names: list[str] | None
+) -> None:
+    ahead = gdsload.prefetch(checkpoint, names=names, **READ)
+    assert ahead.wait(PATIENCE_SECONDS)
+    batches = weakref.WeakSet(each._batch for each in claims.offered() if each._batch is not None)
+    tensors = gdsload.load_file(checkpoint)
+    gc.collect()
+    assert claims.offered() == [] and not batches
+    assert_same(tensors, reference(checkpoint))
 
 
 def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:

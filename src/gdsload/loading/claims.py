@@ -93,9 +93,9 @@ class Offer:
         self._known.set()
 
     def clear(self) -> None:
-        """Drops all ranges that nobody has claimed."""
+        """Drops all ranges that nobody has claimed, and the batch that read them."""
         with self._lock:
-            self._free = {}
+            self._free, self._batch = {}, None
         self._known.set()
 
     def leave(self, files: Iterable[Identity]) -> None:

@@ -19,7 +19,7 @@ from gdsload._native.memory import Region
 from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
-from gdsload.loading.claims import Claim, Offer, claim_ranges
+from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import (
     CACHES,
     ShardAccess,
@@ -310,6 +310,8 @@ class Session:
         """
         for offer in self._offers:
             offer.leave(shard.identity for shard in self.checkpoint.shards)
+            if offer.empty:
+                withdraw(offer)
         self._offers.clear()
         quiesce.unregister(self)
         self.quiesce()

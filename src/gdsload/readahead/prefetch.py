@@ -324,7 +324,7 @@ class Prefetch(quiesce.Holder):
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
             # Loads find the bytes of the page cache and of a pool without an offer.
-            withdraws = self._state != COMPLETE or self.tier != "memory"
+            withdraws = self._state != COMPLETE or self.tier != "memory" or self._offer.empty
         if withdraws:
             self._withdraw()
         self._posted.set()
