@@ -272,14 +272,29 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
             assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_one_that_relied_on_another_tells_what_became_of_it(checkpoint: Path, gate: Gate) -> None:
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_one_that_relied_on_another_tells_what_became_of_it(
+    checkpoint: Path, gate: Gate, end: str
+) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
         gate.request(0)
         with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
             assert again.wait(0.1) is False
-            first.cancel()
+            getattr(first, end)()
             with pytest.raises(PrefetchCancelled, match="another"):
                 again.wait(PATIENCE_SECONDS)
+
+
+def test_one_that_is_closed_while_another_reads_for_it_is_not_complete(
+    checkpoint: Path, gate: Gate
+) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ):
+        gate.request(0)
+        again = gdsload.prefetch(checkpoint, backend="gated", **READ)
+        assert again.wait(0.1) is False
+        again.close()
+        with pytest.raises(PrefetchCancelled, match="closed"):
+            again.wait(PATIENCE_SECONDS)
 
 
 def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:
