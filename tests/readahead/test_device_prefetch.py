@@ -1,6 +1,5 @@
-"""ModelReader that a prefetch brings into the memory of a GPU that is none, and the loads that
-adopt
-them: exact bytes, nothing read twice, a few allocations, all of them given back."""
+"""Weights that a prefetch reads into the memory of a simulated GPU, and the loads that claim them:
+exact bytes, nothing read twice, few allocations, and all of them freed."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def require_memory(doubles: Doubles, before: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_landed_is_adopted(
+def test_what_landed_is_claimed(
     backend: str, face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
 ) -> None:
     gc.collect()
@@ -677,7 +676,7 @@ def test_nothing_is_freed_when_the_process_ends() -> None:
 
 
 def test_a_child_leaves_the_device_alone(doubles: Doubles, source: Path, expected: Loaded) -> None:
-    """It has nothing of its parent's to adopt, its copies of tensors free nothing (the double ends
+    """It has nothing of its parent's to claim, its copies of tensors free nothing (the double ends
     a child that calls it), and what it prefetches waits in host memory."""
     with ahead_of(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

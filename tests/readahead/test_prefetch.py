@@ -1,4 +1,4 @@
-"""Bytes read ahead: adopted once, never read twice, and never from another version of a file."""
+"""Bytes read ahead: claimed once, never read twice, and never from another version of a file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
         assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_what_has_landed_is_adopted_and_not_read_again(checkpoint: Path) -> None:
+def test_what_has_landed_is_claimed_and_not_read_again(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         wanted = ahead.progress().wanted_bytes
@@ -139,7 +139,7 @@ def test_prefetch_that_nobody_closes_is_withdrawn_when_all_is_claimed(
     assert_same(tensors, reference(checkpoint))
 
 
-def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
+def test_stream_and_safe_open_claim(checkpoint: Path) -> None:
     wanted = reference(checkpoint)
     with gdsload.prefetch(checkpoint, **READ):
         assert_same(dict(gdsload.stream(checkpoint, window_bytes=100_000)), wanted)
@@ -149,7 +149,7 @@ def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
     assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_rows_are_adopted_one_by_one(checkpoint: Path) -> None:
+def test_rows_are_claimed_one_by_one(checkpoint: Path) -> None:
     name = "model.embed_tokens.weight"
     wanted = reference(checkpoint)[name]
     ahead = gdsload.prefetch(checkpoint, names=[name], **READ)
@@ -175,7 +175,7 @@ def test_what_the_first_load_leaves_is_let_go_unless_kept(checkpoint: Path) -> N
         assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_another_version_of_the_file_is_not_adopted(checkpoint: Path) -> None:
+def test_another_version_of_the_file_is_not_claimed(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         changed = []
@@ -202,7 +202,7 @@ def test_a_change_under_the_reads_is_noticed(checkpoint: Path, gate: Gate) -> No
     assert ahead.progress().state == "failed"
 
 
-def test_a_load_that_adopted_from_a_file_that_changes_gives_nothing(
+def test_a_load_that_claimed_from_a_file_that_changes_gives_nothing(
     checkpoint: Path, gate: Gate, claimed: threading.Event
 ) -> None:
     errors: list[BaseException] = []

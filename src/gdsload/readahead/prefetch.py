@@ -194,7 +194,7 @@ class Prefetch(quiesce.Holder):
                     checkpoint,
                     self.report,
                     device=device,
-                    adopt=False,
+                    claim=False,
                     maps=self.tier != "pool",
                     expected_bytes=sum(one.nbytes for one in ranges),
                     verifier=verifier,

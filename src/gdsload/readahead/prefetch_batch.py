@@ -179,18 +179,18 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     ends: list[tuple[int, int]] = []
     merged_ranges = merged_ranges_of(ranges, 0)
     slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
-    for extent in merged_ranges:
-        fd = session.checkpoint.shards[extent.shard].fd
-        for offset in range(extent.offset, extent.end, WARM_REQUEST_BYTES):
-            length = min(WARM_REQUEST_BYTES, extent.end - offset)
+    for merged in merged_ranges:
+        fd = session.checkpoint.shards[merged.shard].fd
+        for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):
+            length = min(WARM_REQUEST_BYTES, merged.end - offset)
             if page_cache.wholly_resident(fd, offset, length):
                 continue
             tag = len(transfers)
             place = tag % slots * WARM_REQUEST_BYTES
             transfers.append(
-                Transfer(extent.shard, offset, length, length, 0, place, "buffered", tag)
+                Transfer(merged.shard, offset, length, length, 0, place, "buffered", tag)
             )
-            ends.append((extent.shard, offset + length))
+            ends.append((merged.shard, offset + length))
     locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]
     for name, shard, offset, nbytes in ranges:
