@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch
 import gdsload
 import gpudoubles
 from devicetensors import TorchCuda, odd_tensors, raw
-from gdsload.backends import host_copies, staging
+from gdsload.backends import Progress, host_copies, staging
 from gdsload.backends.auto import benchmark
 from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
@@ -268,6 +269,12 @@ def test_copies_from_host_memory_that_fail_raise_read_error(doubles: Doubles, so
             by_load_file(source)
     doubles.set()
     assert staging._kept == host_copies._kept == []
+
+
+def test_copies_from_host_memory_in_a_stopped_process_do_not_report_a_stall() -> None:
+    looks = iter([Progress([], [], False, 1e6), Progress([0], [], True)])
+    request = SimpleNamespace(check=lambda: next(looks), wait=lambda *_: None, transfers=[None])
+    host_copies._finish(request, "cuda:0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("why", ["few bytes", "nothing can be pinned", "limited rate"])

@@ -20,12 +20,17 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
+from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 from gdsload.loading import claims
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory import page_cache
+from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.readahead import prefetch
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.readahead.prefetch_batch import PrefetchBatch
+from gdsload.report import LoadReport
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -259,6 +264,34 @@ def test_cancelling_one_leaves_the_others_alone(checkpoint: Path, gate: Gate) ->
             assert first.progress().state == "cancelled"
             gate.open(1)
             assert second.wait(PATIENCE_SECONDS) and prefetches() == [second]
+
+
+def test_prefetch_of_a_stopped_process_does_not_report_a_stall(
+    checkpoint: Path, gate: Gate
+) -> None:
+    gate.stopped = True
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert not gate.stopped
+
+
+def test_claim_in_a_stopped_process_does_not_report_a_stall(checkpoint: Path, gate: Gate) -> None:
+    with (
+        Checkpoint.open(checkpoint) as opened,
+        Session(opened, LoadReport("ahead"), backend="gated", claim=False, **READ) as first,
+        Session(opened, LoadReport("load"), **READ) as second,
+    ):
+        ranges = byte_ranges_of(opened, None)
+        ahead = PrefetchBatch.of(first, ranges)
+        offer = claims.Offer("ahead")
+        claims.offer(offer)
+        offer.fill(ahead, ahead.offered_ranges(ranges))
+        batch = Batch(second, *second.arrange(ranges))
+        gate.stopped = True
+        batch.wait()
+        assert not gate.stopped and second.report.paths["prefetched"] > 0
+        batch.release()
+        ahead.release()
 
 
 def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -> None:

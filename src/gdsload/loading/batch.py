@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import FileChanged, GdsloadError, ReadError, StallError
+from gdsload.errors import FileChanged, GdsloadError, ReadError
 from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
 from gdsload.loading.claims import LOST, READING
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
-from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
+from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.system.stall import StallWatch
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,7 @@ class Batch:
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
         self._failure: Failure | None = None  # the first one
+        self._read_watch, self._claim_watch = StallWatch(), StallWatch()
         self._lost_error: ReadError | FileChanged | None = (
             None  # of reading what a prefetch had lost
         )
@@ -139,7 +141,7 @@ class Batch:
         state = claim.state()
         if state == READING:
             idle_seconds = claim.batch.idle_seconds()
-            if idle_seconds > self.session.stall_seconds:
+            if self._claim_watch.stalled(idle_seconds, self.session.stall_seconds):
                 reader = f"to the prefetch that reads tensor {name!r}"
                 where = claim.range[1:]
                 raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
@@ -237,8 +239,7 @@ class Batch:
             self._check_arrived(to_check, watch)
             self._verified |= bool(parts)
             return
-        transfers, stall_seconds = self.plan.transfers, self.session.stall_seconds
-        silent = False
+        transfers = self.plan.transfers
         with self.session.report.phase("read"):
             while True:
                 progress = self._note_progress()
@@ -249,12 +250,7 @@ class Batch:
                 if progress is None or progress.finished:
                     self._verified |= bool(parts)
                     return
-                # An error only at the second look: a process that was stopped (SIGSTOP) sees a long
-                # silence when it continues, although bytes are about to be counted.
-                was_silent = silent
-                silent = progress.idle_seconds > stall_seconds and not self.complete
-                if silent and was_silent:
-                    raise self._stall(transfers[self._arrived.find(0)], progress.idle_seconds)
+                self._require_bytes(progress)
                 watch()
                 first, last = to_check[0][:2] if to_check else (0, -1)
                 backend.wait(request, _POLL_SECONDS, first, last)
@@ -297,11 +293,16 @@ class Batch:
     def _error(self, failure: Failure) -> ReadError | FileChanged:
         return read_error(self.session.checkpoint, self.plan, failure)
 
-    def _stall(self, transfer: Transfer, idle_seconds: float) -> StallError:
-        where = transfer.shard, transfer.offset, transfer.wanted
-        reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
-        reader += f" {tensor_at(self.plan, transfer)!r}"
-        return stall_error(self.session.checkpoint, *where, idle_seconds, reader)
+    def _require_bytes(self, progress: Progress) -> None:
+        """Raises StallError if the reads in flight have stalled."""
+        idle_seconds = progress.idle_seconds
+        stalled = self._read_watch.stalled(idle_seconds, self.session.stall_seconds)
+        if stalled and not self.complete:
+            transfer = self.plan.transfers[self._arrived.find(0)]
+            where = transfer.shard, transfer.offset, transfer.wanted
+            reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
+            reader += f" {tensor_at(self.plan, transfer)!r}"
+            raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
 
     def release(self) -> None:
         """Ends the request, finished or not, and adds its counts to the report. Gives memory back,

@@ -41,6 +41,7 @@ from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.gc_control import ease_imports, imports_done
+from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -260,8 +261,9 @@ class Prefetch(quiesce.Holder):
             self._posted.set()
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
+            watch = StallWatch()
             while self._state == READING and not batch.look():
-                if batch.idle_seconds() > session.stall_seconds:
+                if watch.stalled(batch.idle_seconds(), session.stall_seconds):
                     raise StallError(
                         f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
                         path=self.source,

@@ -69,8 +69,8 @@ class ReadWindow(Batch):
         self._require_progress(progress)
         if self.complete:
             self._finish_reads()
-        elif progress is not None and progress.idle_seconds > self.session.stall_seconds:
-            raise self._stall(self.plan.transfers[self._arrived.find(0)], progress.idle_seconds)
+        elif progress is not None:
+            self._require_bytes(progress)
 
     def _finish_reads(self) -> None:
         """Releases the request, and returns the pages between the parts that were read.
