@@ -132,7 +132,7 @@ def test_queue_close_wakes_waiting_threads(
     feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()
     monkeypatch.setattr(ReadWindow, "has", lambda *_: False)
-    monkeypatch.setattr(ReadWindow, "poll", lambda _: waiting.set())
+    monkeypatch.setattr(ReadWindow, "poll", lambda *_: waiting.set())
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, slices[0])
         assert waiting.wait(60)

@@ -173,7 +173,7 @@ class Session:
     ) -> tuple[ReadPlan, dict[str, BufferView]]:
         """The reads for ranges that are not in memory, and views of those that are.
 
-        A view may belong to a prefetch that is still reading: `Batch.settled` tells when its bytes
+        A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window.
         """
         with self.report.phase("plan"):

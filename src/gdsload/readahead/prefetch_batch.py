@@ -10,11 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from gdsload._native.memory import Region
-from gdsload.backends import Memory
+from gdsload.backends import Memory, Progress
 from gdsload.checkpoint import Identity
 from gdsload.errors import FileChanged, ReadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.claims import LOST, READ, READING, OfferedRange
+from gdsload.loading.claims import OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView, HostBuffers
@@ -49,8 +49,6 @@ class PrefetchBatch(Batch):
         self.error: ReadError | FileChanged | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
-        self._failed: set[int] = set()
-        self._idle_seconds = 0.0
         super().__init__(session, plan, views, memory)
 
     @classmethod
@@ -96,35 +94,18 @@ class PrefetchBatch(Batch):
 
     def _look(self) -> bool:
         progress = self._note_progress()
-        if progress is None:
-            return True
-        self._failed.update(failure.transfer for failure in progress.failures)
+        return progress is None or progress.finished
+
+    def _note_progress(self) -> Progress | None:
+        progress = super()._note_progress()
         if self._failure is not None and self.error is None:
             self.error = self._error(self._failure)
-        self._idle_seconds = progress.idle_seconds
-        return progress.finished
+        return progress
 
     def state(self, first: int, last: int) -> str:
-        """READING, READ or LOST for these transfers."""
+        """As of any batch. Any thread may ask."""
         with self._lock:
-            ended = self._look()
-            place = self._arrived.find(0, first, last + 1)
-            if place < 0:
-                return READ
-            if ended or any(first <= failed <= last for failed in self._failed):
-                return LOST
-            return READING
-
-    def pause(self, first: int, last: int, seconds: float) -> None:
-        """Waits until these transfers have ended, at most `seconds`."""
-        # Another thread may release it at any time: then this returns at once.
-        request, backend = self._request, self._backend
-        if request is not None and backend is not None:
-            backend.wait(request, seconds, first, last)
-
-    def idle_seconds(self) -> float:
-        """Seconds without a byte read, as of the last `look`."""
-        return self._idle_seconds
+            return super().state(first, last)
 
     def hurry(self) -> None:
         """A load waits for it now: it no longer yields to loads."""
