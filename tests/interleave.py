@@ -565,7 +565,7 @@ class LoadsRun(Run):
         checkpoint()
         return super().execute()
 
-    def session(self, program: random.Random, adopt: bool) -> Any:
+    def session(self, program: random.Random, claim: bool) -> Any:
         report = modules().LoadReport("explored")
         return modules().Session(
             checkpoint()[0],
@@ -573,7 +573,7 @@ class LoadsRun(Run):
             backend="posix",
             cache=program.choice(("buffered", "direct", "auto")),
             options={"request_bytes": 4096 * program.randint(1, 4), "depth": program.randint(1, 6)},
-            adopt=adopt,
+            claim=claim,
             maps=False,
         )
 
@@ -593,7 +593,7 @@ class LoadsRun(Run):
 
     def prefetch(self, program: random.Random) -> None:
         claims = modules().claims
-        with self.session(program, adopt=False) as session:
+        with self.session(program, claim=False) as session:
             ranges = self.ranges(program)
             batch = modules().PrefetchBatch.of(session, ranges)
             offer = claims.Offer("explored")
@@ -619,7 +619,7 @@ class LoadsRun(Run):
                 raise Interrupted
 
         truth = checkpoint()[1]
-        with self.session(program, adopt=True) as session:
+        with self.session(program, claim=True) as session:
             ranges = self.ranges(program)
             batch = modules().Batch(session, *session.arrange(ranges))
             try:

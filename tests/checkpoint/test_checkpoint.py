@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -686,6 +687,24 @@ def test_parallel_map_with_hung_item_raises_stall_error() -> None:
     for thread in threading.enumerate():
         if thread.name == "gdsload-open":
             thread.join(60)
+
+
+def test_parallel_map_in_a_stopped_process_does_not_report_a_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock jumps, and the item is finished after the caller has looked at it."""
+    release = threading.Event()
+    looks: list[int] = []
+
+    def monotonic() -> float:
+        looks.append(1)
+        if len(looks) == 2:
+            release.set()
+        return 0.0 if len(looks) == 1 else 1e6
+
+    monkeypatch.setattr(file_io, "time", SimpleNamespace(monotonic=monotonic))
+    found = file_io.parallel_map(lambda item: (release.wait(60), item)[1], ["a"], path_of=str)
+    assert list(found) == ["a"]
 
 
 def test_parallel_map_with_hung_item_is_interrupted_by_ctrl_c() -> None:

@@ -289,8 +289,8 @@ def test_ctrl_c_in_a_load_closes_the_files(qwen: Path, monkeypatch: pytest.Monke
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReadWindow, "poll", lambda _: None)
-    monkeypatch.setattr(ReadWindow, "pause", interrupted)
+    monkeypatch.setattr(ReadWindow, "poll", lambda *_: None)
+    monkeypatch.setattr(ReadWindow, "await_slice", interrupted)
     with pytest.raises(KeyboardInterrupt), gdsload.accelerated(cache="buffered"):
         transformers.AutoModelForCausalLM.from_pretrained(qwen)
     assert open_files(qwen) == []

@@ -367,8 +367,8 @@ def test_partly_prefetched_model_reads_only_the_rest(
             assert ahead.wait()
             ours = loaded(qwen, "posix")
         report = gdsload.last_report()
-        adopted = report.paths.pop("prefetched", 0)
-        assert adopted == (0 if device == "cuda:1" else ahead.progress().wanted_bytes)
+        claimed = report.paths.pop("prefetched", 0)
+        assert claimed == (0 if device == "cuda:1" else ahead.progress().wanted_bytes)
         assert report.paths and report.read_bytes > 0
         assert tinymodels.differences(stock, ours) == []
         for name, parameter in ours.named_parameters():

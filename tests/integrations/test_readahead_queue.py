@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gated import gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.integrations.transformers.lazy_slices import MappedSlice
 from gdsload.integrations.transformers.readahead_queue import (
@@ -108,6 +109,22 @@ def test_queue_mapped_tensor_has_the_bytes_of_the_file(
     assert torch.equal(tensor, expected[info.name])
 
 
+def test_queue_in_a_stopped_process_does_not_report_a_stall(
+    tiny_moe_checkpoint: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    with (
+        gated() as gate,
+        Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
+        Session(checkpoint, LoadReport("tiny"), backend="gated", cache="buffered") as session,
+        ReadaheadQueue(session, wholes(session), window_bytes=0) as feed,
+    ):
+        feed.start()
+        gate.stopped = True
+        wanted = wholes(session)[0]
+        assert torch.equal(feed.take(wanted), expected[wanted.key])
+        assert not gate.stopped
+
+
 def test_queue_close_wakes_waiting_threads(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +132,7 @@ def test_queue_close_wakes_waiting_threads(
     feed = ReadaheadQueue(session, slices, window_bytes=1)
     waiting = threading.Event()
     monkeypatch.setattr(ReadWindow, "has", lambda *_: False)
-    monkeypatch.setattr(ReadWindow, "poll", lambda _: waiting.set())
+    monkeypatch.setattr(ReadWindow, "poll", lambda *_: waiting.set())
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(feed.take, slices[0])
         assert waiting.wait(60)

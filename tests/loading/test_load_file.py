@@ -282,7 +282,7 @@ def test_invalid_arguments_raise(path: Path) -> None:
 
 
 def test_invalid_arguments_of_streams_and_prefetches_raise_at_the_call(path: Path) -> None:
-    for seconds in (0, -1.0, float("nan")):
+    for seconds in (0, -1.0, float("nan"), float("inf"), 1e300):
         for use in (gdsload.load_file, gdsload.stream, gdsload.safe_open, gdsload.prefetch):
             with pytest.raises(ValueError, match=r"stall_seconds=.* must be greater than 0"):
                 use(path, stall_seconds=seconds)  # type: ignore[operator]

@@ -154,7 +154,9 @@ MUTANTS = (
     Mutant(
         "a range that a prefetch lost and nobody could read succeeds later", "loads",
         "loading/batch.py",
-        "self._lost_error = error\n", "self._lost_error = None if MUTANT else error\n",
+        "            if anew:\n",
+        "            if anew and MUTANT: del self.claims[name]; return True\n"
+        "            if anew:\n",
     ),
     Mutant(
         "a load that failed succeeds when it is asked again", "loads", "loading/batch.py",

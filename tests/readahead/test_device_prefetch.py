@@ -1,6 +1,5 @@
-"""ModelReader that a prefetch brings into the memory of a GPU that is none, and the loads that
-adopt
-them: exact bytes, nothing read twice, a few allocations, all of them given back."""
+"""Weights that a prefetch reads into the memory of a simulated GPU, and the loads that claim them:
+exact bytes, nothing read twice, few allocations, and all of them freed."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ import torch
 import gdsload
 import gpudoubles
 from devicetensors import TorchCuda, odd_tensors, raw
-from gdsload.backends import host_copies, staging
+from gdsload.backends import Progress, host_copies, staging
 from gdsload.backends.auto import benchmark
 from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
@@ -110,7 +110,7 @@ def require_memory(doubles: Doubles, before: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_landed_is_adopted(
+def test_what_landed_is_claimed(
     backend: str, face: Callable[[Path], Loaded], doubles: Doubles, source: Path, expected: Loaded
 ) -> None:
     gc.collect()
@@ -269,6 +269,12 @@ def test_copies_from_host_memory_that_fail_raise_read_error(doubles: Doubles, so
             by_load_file(source)
     doubles.set()
     assert staging._kept == host_copies._kept == []
+
+
+def test_copies_from_host_memory_in_a_stopped_process_do_not_report_a_stall() -> None:
+    looks = iter([Progress([], [], False, 1e6), Progress([0], [], True)])
+    request = SimpleNamespace(check=lambda: next(looks), wait=lambda *_: None, transfers=[None])
+    host_copies._finish(request, "cuda:0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("why", ["few bytes", "nothing can be pinned", "limited rate"])
@@ -677,7 +683,7 @@ def test_nothing_is_freed_when_the_process_ends() -> None:
 
 
 def test_a_child_leaves_the_device_alone(doubles: Doubles, source: Path, expected: Loaded) -> None:
-    """It has nothing of its parent's to adopt, its copies of tensors free nothing (the double ends
+    """It has nothing of its parent's to claim, its copies of tensors free nothing (the double ends
     a child that calls it), and what it prefetches waits in host memory."""
     with ahead_of(source) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

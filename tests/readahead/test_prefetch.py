@@ -1,8 +1,9 @@
-"""Bytes read ahead: adopted once, never read twice, and never from another version of a file."""
+"""Bytes read ahead: claimed once, never read twice, and never from another version of a file."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -19,12 +20,17 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gated import Gate, gated
+from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, FileChanged, ReadError
 from gdsload.loading import claims
+from gdsload.loading.batch import Batch
+from gdsload.loading.session import Session
 from gdsload.memory import page_cache
+from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.readahead import prefetch
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.readahead.prefetch_batch import PrefetchBatch
+from gdsload.report import LoadReport
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -64,7 +70,7 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
         assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_what_has_landed_is_adopted_and_not_read_again(checkpoint: Path) -> None:
+def test_what_has_landed_is_claimed_and_not_read_again(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         wanted = ahead.progress().wanted_bytes
@@ -125,7 +131,20 @@ def test_a_second_load_reads_for_itself_and_shares_nothing(checkpoint: Path) -> 
     assert_same(second, reference(checkpoint))
 
 
-def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
+@pytest.mark.parametrize("names", [None, []])
+def test_prefetch_that_nobody_closes_is_withdrawn_when_all_is_claimed(
+    checkpoint: Path, names: list[str] | None
+) -> None:
+    ahead = gdsload.prefetch(checkpoint, names=names, **READ)
+    assert ahead.wait(PATIENCE_SECONDS)
+    batches = weakref.WeakSet(each._batch for each in claims.offered() if each._batch is not None)
+    tensors = gdsload.load_file(checkpoint)
+    gc.collect()
+    assert claims.offered() == [] and not batches
+    assert_same(tensors, reference(checkpoint))
+
+
+def test_stream_and_safe_open_claim(checkpoint: Path) -> None:
     wanted = reference(checkpoint)
     with gdsload.prefetch(checkpoint, **READ):
         assert_same(dict(gdsload.stream(checkpoint, window_bytes=100_000)), wanted)
@@ -135,7 +154,7 @@ def test_stream_and_safe_open_adopt(checkpoint: Path) -> None:
     assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_rows_are_adopted_one_by_one(checkpoint: Path) -> None:
+def test_rows_are_claimed_one_by_one(checkpoint: Path) -> None:
     name = "model.embed_tokens.weight"
     wanted = reference(checkpoint)[name]
     ahead = gdsload.prefetch(checkpoint, names=[name], **READ)
@@ -161,7 +180,7 @@ def test_what_the_first_load_leaves_is_let_go_unless_kept(checkpoint: Path) -> N
         assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_another_version_of_the_file_is_not_adopted(checkpoint: Path) -> None:
+def test_another_version_of_the_file_is_not_claimed(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
         changed = []
@@ -188,7 +207,7 @@ def test_a_change_under_the_reads_is_noticed(checkpoint: Path, gate: Gate) -> No
     assert ahead.progress().state == "failed"
 
 
-def test_a_load_that_adopted_from_a_file_that_changes_gives_nothing(
+def test_a_load_that_claimed_from_a_file_that_changes_gives_nothing(
     checkpoint: Path, gate: Gate, claimed: threading.Event
 ) -> None:
     errors: list[BaseException] = []
@@ -247,6 +266,34 @@ def test_cancelling_one_leaves_the_others_alone(checkpoint: Path, gate: Gate) ->
             assert second.wait(PATIENCE_SECONDS) and prefetches() == [second]
 
 
+def test_prefetch_of_a_stopped_process_does_not_report_a_stall(
+    checkpoint: Path, gate: Gate
+) -> None:
+    gate.stopped = True
+    with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    assert not gate.stopped
+
+
+def test_claim_in_a_stopped_process_does_not_report_a_stall(checkpoint: Path, gate: Gate) -> None:
+    with (
+        Checkpoint.open(checkpoint) as opened,
+        Session(opened, LoadReport("ahead"), backend="gated", claim=False, **READ) as first,
+        Session(opened, LoadReport("load"), **READ) as second,
+    ):
+        ranges = byte_ranges_of(opened, None)
+        ahead = PrefetchBatch.of(first, ranges)
+        offer = claims.Offer("ahead")
+        claims.offer(offer)
+        offer.fill(ahead, ahead.offered_ranges(ranges))
+        batch = Batch(second, *second.arrange(ranges))
+        gate.stopped = True
+        batch.wait()
+        assert not gate.stopped and second.report.paths["prefetched"] > 0
+        batch.release()
+        ahead.release()
+
+
 def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ):
         gate.request(0)
@@ -258,14 +305,29 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
             assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
-def test_one_that_relied_on_another_tells_what_became_of_it(checkpoint: Path, gate: Gate) -> None:
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_one_that_relied_on_another_tells_what_became_of_it(
+    checkpoint: Path, gate: Gate, end: str
+) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
         gate.request(0)
         with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
             assert again.wait(0.1) is False
-            first.cancel()
+            getattr(first, end)()
             with pytest.raises(PrefetchCancelled, match="another"):
                 again.wait(PATIENCE_SECONDS)
+
+
+def test_one_that_is_closed_while_another_reads_for_it_is_not_complete(
+    checkpoint: Path, gate: Gate
+) -> None:
+    with gdsload.prefetch(checkpoint, backend="gated", **READ):
+        gate.request(0)
+        again = gdsload.prefetch(checkpoint, backend="gated", **READ)
+        assert again.wait(0.1) is False
+        again.close()
+        with pytest.raises(PrefetchCancelled, match="closed"):
+            again.wait(PATIENCE_SECONDS)
 
 
 def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:

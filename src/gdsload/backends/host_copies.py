@@ -21,6 +21,7 @@ from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallE
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.stall import StallWatch
 
 # Fewer bytes are copied by the driver before threads have been woken up. If there is no ring yet,
 # pinning one takes longer than the driver needs for fewer bytes than the second. Not measured.
@@ -102,6 +103,7 @@ def _copy(
 
 
 def _finish(request: StagedRequest, device: str) -> None:
+    watch = StallWatch()
     while True:
         progress = request.check()
         for failure in progress.failures:
@@ -112,7 +114,7 @@ def _finish(request: StagedRequest, device: str) -> None:
             )
         if progress.finished:
             return
-        if progress.idle_seconds > _STALL_SECONDS:
+        if watch.stalled(progress.idle_seconds, _STALL_SECONDS):
             raise StallError(
                 f"{device}: nothing was copied from host memory for {_STALL_SECONDS:.0f} s",
                 path="host memory",

@@ -23,6 +23,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
+from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
 
 Item = TypeVar("Item")
@@ -243,14 +244,14 @@ def parallel_map(
             return
         for number, item in enumerate(items):
             with changed:
-                before, deadline = finished, time.monotonic() + stall_seconds
+                before, start, watch = finished, time.monotonic(), StallWatch()
                 while number not in outcomes:
                     changed.wait(min(_WAKE_SECONDS, stall_seconds))
                     if crashes:
                         raise crashes[0]
                     if finished != before:
-                        before, deadline = finished, time.monotonic() + stall_seconds
-                    elif time.monotonic() > deadline:
+                        before, start = finished, time.monotonic()
+                    if watch.stalled(time.monotonic() - start, stall_seconds):
                         join_seconds = 0.0
                         path = path_of(item)
                         raise StallError(

@@ -107,7 +107,7 @@ def _bar(checkpoint: Checkpoint, title: str) -> Any:
 def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], None]) -> None:
     """Reads all tensors, window by window, and lets the verifier check them."""
     report = LoadReport(checkpoint.source)
-    with Session(checkpoint, report, adopt=False, verifier=verifier) as session:
+    with Session(checkpoint, report, claim=False, verifier=verifier) as session:
         for window in grouped(_parts(checkpoint), _WINDOW_BYTES):
             batch = Batch(session, *session.arrange(window))
             try:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import FileChanged, GdsloadError, ReadError, StallError
+from gdsload.errors import FileChanged, GdsloadError, ReadError
 from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
-from gdsload.loading.claims import LOST, READING
+from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
-from gdsload.planning.read_plan import ByteRange, ReadPlan, Transfer
+from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.system.stall import StallWatch
 
 if TYPE_CHECKING:
     import torch
@@ -85,9 +86,10 @@ class Batch:
         self._request: Any = None
         self._arrived = bytearray(len(plan.transfers))  # 1: all bytes of the transfer are there
         self._failure: Failure | None = None  # the first one
-        self._lost_error: ReadError | FileChanged | None = (
-            None  # of reading what a prefetch had lost
-        )
+        self._read_watch, self._claim_watch = StallWatch(), StallWatch()
+        self._failed: set[int] = set()  # transfers
+        self._idle_seconds = 0.0
+        self._anew: list[Batch] = []  # that read what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
@@ -127,45 +129,83 @@ class Batch:
         backend.post(request)
         describe(self.session.report, backend)  # the engine may be another one since `prepare`
 
-    def settled(self, name: str) -> bool:
-        """Whether the bytes of a range that a prefetch reads are there; True for other ranges.
+    def state(self, first: int, last: int) -> str:
+        """READING, READ or LOST for these transfers."""
+        if self._arrived.find(0, first, last + 1) < 0:
+            return READ
+        progress = self._note_progress()
+        if self._arrived.find(0, first, last + 1) < 0:
+            return READ
+        ended = progress is None or progress.finished
+        lost = ended or any(first <= failed <= last for failed in self._failed)
+        return LOST if lost else READING
 
-        Ranges that the prefetch has lost (it failed or was cancelled) are read here, before this
-        returns. Raises StallError when the prefetch has read nothing for `stall_seconds`.
+    def pause(self, first: int, last: int, seconds: float) -> None:
+        """Waits, without the GIL, until these transfers have ended, at most `seconds`."""
+        # Another thread may release it at any time: then this returns at once.
+        request, backend = self._request, self._backend
+        if request is not None and backend is not None:
+            backend.wait(request, seconds, first, last)
+
+    def idle_seconds(self) -> float:
+        """Seconds without a byte read, when the backend was last asked."""
+        return self._idle_seconds
+
+    def is_there(self, name: str) -> bool:
+        """Whether a prefetch has read a range; True for ranges that no prefetch reads."""
+        claim = self.claims.get(name)
+        return claim is None or claim.state() == READ
+
+    def settle(self, name: str) -> bool:
+        """Takes a range over from its prefetch if its bytes are there. Does not wait.
+
+        If the prefetch has lost ranges (it failed or was cancelled), their reads are posted anew.
+
+        Returns:
+            Whether the bytes are there; True for ranges that no prefetch reads.
+
+        Raises:
+            ReadError: The range was lost, and reading it anew failed; later calls raise it again.
+            StallError: No byte was read for the session's `stall_seconds`.
         """
         claim = self.claims.get(name)
         if claim is None:
             return True
-        state = claim.state()
+        state, anew = claim.state(), claim.batch in self._anew
         if state == READING:
             idle_seconds = claim.batch.idle_seconds()
-            if idle_seconds > self.session.stall_seconds:
-                reader = f"to the prefetch that reads tensor {name!r}"
+            if self._claim_watch.stalled(idle_seconds, self.session.stall_seconds):
+                reader = f"to the {'load' if anew else 'prefetch'} that reads tensor {name!r}"
                 where = claim.range[1:]
                 raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
             return False
         if state == LOST:
-            self._read_lost()
-        else:
-            del self.claims[name]
+            if anew:
+                claim.batch._require_progress(None)
+            self._post_anew()
+            return False
+        del self.claims[name]
+        if not anew:
             self.session.count_bytes("prefetched", claim.range.nbytes)
+        elif claim.batch.complete:
+            claim.batch.release()
         return True
 
-    def _read_lost(self) -> None:
-        if self._lost_error is not None:
-            raise self._lost_error
-        lost = [claim.range for claim in self.claims.values() if claim.state() == LOST]
-        again = self._start_anew(lost)
-        try:
-            again.wait()
-            self.views.update(again.views)
-        except (ReadError, FileChanged) as error:
-            self._lost_error = error
-            raise
-        finally:
-            again.release()
-        for lost_range in lost:
-            del self.claims[lost_range.name]
+    def _post_anew(self) -> None:
+        """Posts the reads of all ranges that prefetches have lost. They stay claims: on a batch of
+        their own."""
+        lost = [
+            name
+            for name, claim in self.claims.items()
+            if claim.batch not in self._anew and claim.state() == LOST
+        ]
+        batch = self._start_anew([self.claims[name].range for name in lost])
+        self._anew.append(batch)
+        for name in lost:
+            first, last = batch.plan.locations[name][2:]
+            self.claims[name] = self.claims[name]._replace(batch=batch, first=first, last=last)
+        self.views.update(batch.views)
+        batch.views.clear()  # a tensor that is freed must free its memory
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         return Batch(self.session, self.session.plan(ranges), {})
@@ -184,9 +224,10 @@ class Batch:
         if request is None or backend is None:
             return None
         progress = backend.check(request)
-        failed = {failure.transfer for failure in progress.failures}
+        self._idle_seconds = progress.idle_seconds
+        self._failed.update(failure.transfer for failure in progress.failures)
         for number in progress.settled:
-            if number not in failed:
+            if number not in self._failed:
                 self._arrived[number] = 1
         if progress.failures and self._failure is None:
             self._failure = progress.failures[0]
@@ -224,10 +265,10 @@ class Batch:
             StallError: No byte arrived for the session's `stall_seconds`.
         """
         with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
-            for claim in list(self.claims.values()):
-                while not self.settled(claim.range.name):
+            for name, claim in list(self.claims.items()):
+                while not self.settle(name):
                     watch()
-                    claim.pause(_POLL_SECONDS)
+                    self.claims[name].pause(_POLL_SECONDS)
                 if moved is not None:
                     moved(claim.range.nbytes)
         to_check = self._to_check(parts)
@@ -237,8 +278,7 @@ class Batch:
             self._check_arrived(to_check, watch)
             self._verified |= bool(parts)
             return
-        transfers, stall_seconds = self.plan.transfers, self.session.stall_seconds
-        silent = False
+        transfers = self.plan.transfers
         with self.session.report.phase("read"):
             while True:
                 progress = self._note_progress()
@@ -249,12 +289,7 @@ class Batch:
                 if progress is None or progress.finished:
                     self._verified |= bool(parts)
                     return
-                # An error only at the second look: a process that was stopped (SIGSTOP) sees a long
-                # silence when it continues, although bytes are about to be counted.
-                was_silent = silent
-                silent = progress.idle_seconds > stall_seconds and not self.complete
-                if silent and was_silent:
-                    raise self._stall(transfers[self._arrived.find(0)], progress.idle_seconds)
+                self._require_bytes(progress)
                 watch()
                 first, last = to_check[0][:2] if to_check else (0, -1)
                 backend.wait(request, _POLL_SECONDS, first, last)
@@ -297,13 +332,26 @@ class Batch:
     def _error(self, failure: Failure) -> ReadError | FileChanged:
         return read_error(self.session.checkpoint, self.plan, failure)
 
-    def _stall(self, transfer: Transfer, idle_seconds: float) -> StallError:
-        where = transfer.shard, transfer.offset, transfer.wanted
-        reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
-        reader += f" {tensor_at(self.plan, transfer)!r}"
-        return stall_error(self.session.checkpoint, *where, idle_seconds, reader)
+    def _require_bytes(self, progress: Progress) -> None:
+        """Raises StallError if the reads in flight have stalled."""
+        idle_seconds = progress.idle_seconds
+        stalled = self._read_watch.stalled(idle_seconds, self.session.stall_seconds)
+        if stalled and not self.complete:
+            transfer = self.plan.transfers[self._arrived.find(0)]
+            where = transfer.shard, transfer.offset, transfer.wanted
+            reader = f"while {transfer.wanted} bytes at {transfer.offset} were read for tensor"
+            reader += f" {tensor_at(self.plan, transfer)!r}"
+            raise stall_error(self.session.checkpoint, *where, idle_seconds, reader)
 
     def release(self) -> None:
+        """Ends all reads, finished or not. May be called again."""
+        try:
+            for batch in self._anew:
+                batch.release()
+        finally:
+            self._end_request()
+
+    def _end_request(self) -> None:
         """Ends the request, finished or not, and adds its counts to the report. Gives memory back,
         also if no request was made. May be called again."""
         session, backend = self.session, self._backend

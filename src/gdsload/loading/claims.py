@@ -26,6 +26,7 @@ from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 
 if TYPE_CHECKING:
+    from gdsload.loading.batch import Batch
     from gdsload.readahead.prefetch_batch import PrefetchBatch
 
 # The state of prefetched bytes: being read, read, or lost (cancelled or failed: to be read anew).
@@ -46,11 +47,12 @@ class OfferedRange(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A range that a load has claimed, and the transfers of the prefetch that read it."""
+    """A range that a load has claimed, and the transfers that read it: those of the prefetch, or,
+    if it has lost the range, of the load."""
 
     range: ByteRange
     view: BufferView | None
-    batch: PrefetchBatch
+    batch: Batch
     first: int
     last: int
 
@@ -93,9 +95,9 @@ class Offer:
         self._known.set()
 
     def clear(self) -> None:
-        """Drops all ranges that nobody has claimed."""
+        """Drops all ranges that nobody has claimed, and the batch that read them."""
         with self._lock:
-            self._free = {}
+            self._free, self._batch = {}, None
         self._known.set()
 
     def leave(self, files: Iterable[Identity]) -> None:
@@ -104,6 +106,12 @@ class Offer:
             with self._lock:
                 for file in files:
                     self._free.pop(file, None)
+
+    def hurry(self) -> None:
+        """A load waits for it now: it no longer yields to loads."""
+        batch = self._batch
+        if batch is not None:
+            batch.hurry()
 
     @property
     def empty(self) -> bool:
@@ -233,8 +241,8 @@ def claim_ranges(
                     claims[wanted.name] = claim
         if len(claims) > before:
             used.append(each)
-    for batch in {id(claim.batch): claim.batch for claim in claims.values()}.values():
-        batch.hurry()
+    for each in used:
+        each.hurry()
     return claims, used
 
 

@@ -53,6 +53,8 @@ MOST_SHARE = 0.9
 # Up to this size a cold checkpoint is read into the page cache and mapped: opening a backend and
 # its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
 SMALL_BYTES = 2 << 20
+# Timeouts of Python's threads and of torch.distributed overflow above 9e9 seconds.
+MOST_STALL_SECONDS = 1e9
 _COPY_BYTES = 128 << 10
 
 
@@ -301,9 +303,10 @@ def require_cache(cache: str, page_cache: str) -> None:
 
 
 def require_stall_seconds(stall_seconds: float) -> None:
-    """Raises ValueError for a limit that every load exceeds."""
-    if not stall_seconds > 0:
-        raise ValueError(f"stall_seconds={stall_seconds!r} must be greater than 0")
+    """Raises ValueError for a limit that every load exceeds, or none."""
+    if not 0 < stall_seconds <= MOST_STALL_SECONDS:
+        most = f"{MOST_STALL_SECONDS:.0e}"
+        raise ValueError(f"stall_seconds={stall_seconds!r} must be greater than 0, at most {most}")
 
 
 def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:

@@ -19,7 +19,7 @@ from gdsload._native.memory import Region
 from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.accounting import describe, open_backend
-from gdsload.loading.claims import Claim, Offer, claim_ranges
+from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import (
     CACHES,
     ShardAccess,
@@ -98,7 +98,7 @@ class Session:
         page_cache: str = "keep",
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
-        adopt: bool = True,
+        claim: bool = True,
         maps: bool = True,
         expected_bytes: int = 0,
         verifier: Verifier | None = None,
@@ -114,7 +114,7 @@ class Session:
             page_cache: One of `PAGE_CACHES`, as for `load_file`.
             options: Options of the backend.
             stall_seconds: Without a byte for this long, a read has failed.
-            adopt: Take over what a prefetch has read of these files, or is reading.
+            claim: Take over what a prefetch has read of these files, or is reading.
             maps: Map ranges that the page cache holds, instead of reading them.
             expected_bytes: Bytes that will be read in all; 0 means `report.wanted_bytes`. Backends
                 that take long to open are not used for small loads.
@@ -138,7 +138,7 @@ class Session:
         self._remote = remote_backend_of(checkpoint)
         self._options = dict(options or {})
         self._expected_bytes = expected_bytes
-        self._adopts = adopt and cache != "mapped"
+        self._claiming = claim and cache != "mapped"
         self.verifier = verifier
         self._maps = maps and verifier is None
         self._may_fill = page_cache in ("auto", "fill") and self._maps and device == "cpu"
@@ -173,7 +173,7 @@ class Session:
     ) -> tuple[ReadPlan, dict[str, BufferView]]:
         """The reads for ranges that are not in memory, and views of those that are.
 
-        A view may belong to a prefetch that is still reading: `Batch.settled` tells when its bytes
+        A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window.
         """
         with self.report.phase("plan"):
@@ -191,9 +191,9 @@ class Session:
     @collector_paused()
     def _views_of(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         """Views of the ranges that need no read: prefetched, in the host pool, or mapped."""
-        views = self._prefetched(ranges) if self._adopts else {}
+        views = self._prefetched(ranges) if self._claiming else {}
         pool = current_pool()
-        if pool is not None and self.cache != "mapped" and (self.device == "cpu" or self._adopts):
+        if pool is not None and self.cache != "mapped" and (self.device == "cpu" or self._claiming):
             views |= self._in_pool(pool, [each for each in ranges if each.name not in views])
         # For a device, reading warm ranges through the staging ring is faster than mapping them.
         if self._maps and self.device == "cpu":
@@ -312,6 +312,8 @@ class Session:
         """
         for offer in self._offers:
             offer.leave(shard.identity for shard in self.checkpoint.shards)
+            if offer.empty:
+                withdraw(offer)
         self._offers.clear()
         quiesce.unregister(self)
         self.quiesce()

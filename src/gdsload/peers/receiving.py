@@ -101,7 +101,7 @@ class Receiving:
                 report,
                 cache="buffered",
                 page_cache="drop",
-                adopt=False,
+                claim=False,
                 maps=False,  # what is served must not change with the file
                 verifier=self._verifier,
             )

@@ -41,6 +41,7 @@ from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.gc_control import ease_imports, imports_done
+from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Prefetch(quiesce.Holder):
         self._state = OPENING
         self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
         self._warm_bytes = 0  # in the page cache before the prefetch
+        self._others: list[Prefetch] = []  # that read the rest of the ranges
+        self._complete = False  # once it has ended: whether all bytes had been read
         self._start = time.monotonic()
         self._seconds = 0.0
         self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
@@ -192,7 +195,7 @@ class Prefetch(quiesce.Holder):
                     checkpoint,
                     self.report,
                     device=device,
-                    adopt=False,
+                    claim=False,
                     maps=self.tier != "pool",
                     expected_bytes=sum(one.nbytes for one in ranges),
                     verifier=verifier,
@@ -244,7 +247,7 @@ class Prefetch(quiesce.Holder):
                 own = threading.get_native_id()
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
-        ranges, others = self._without_others(session, ranges)
+        ranges, self._others = self._without_others(session, ranges)
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
             with self._lock:
@@ -258,8 +261,9 @@ class Prefetch(quiesce.Holder):
             self._posted.set()
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
+            watch = StallWatch()
             while self._state == READING and not batch.look():
-                if batch.idle_seconds() > session.stall_seconds:
+                if watch.stalled(batch.idle_seconds(), session.stall_seconds):
                     raise StallError(
                         f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
                         path=self.source,
@@ -274,10 +278,10 @@ class Prefetch(quiesce.Holder):
                 self._fill_offer(batch, ranges, session.device)
         finally:
             batch.release()
-        for other in others:
+        for other in self._others:
             while self._state == READING and not other._ended.wait(_OTHER_POLL_SECONDS):
                 pass
-            if other._state in (CANCELLED, FAILED):
+            if not other._complete:
                 raise PrefetchCancelled(
                     f"{self.source}: another prefetch was reading the same, and was {other._state}"
                 )
@@ -321,10 +325,16 @@ class Prefetch(quiesce.Holder):
             if self._batch is not None:
                 self._landed_bytes = self._warm_bytes + self._batch.landed_bytes
                 self._batch = None  # loads that still take from it have it in their claims
+                self._complete = (
+                    self._state != FAILED
+                    and self._landed_bytes >= self._wanted_bytes
+                    and all(other._complete for other in self._others)
+                )
+            self._others.clear()
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
             # Loads find the bytes of the page cache and of a pool without an offer.
-            withdraws = self._state != COMPLETE or self.tier != "memory"
+            withdraws = self._state != COMPLETE or self.tier != "memory" or self._offer.empty
         if withdraws:
             self._withdraw()
         self._posted.set()
@@ -380,7 +390,7 @@ class Prefetch(quiesce.Holder):
             self._ended.wait(min(left, _POLL_SECONDS))
         if self._error is not None:
             raise copy(self._error)  # the original would collect the frames of every caller
-        if self._state != COMPLETE and self._landed_bytes < self._wanted_bytes:
+        if not self._complete:
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         return True
 

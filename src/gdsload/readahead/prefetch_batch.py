@@ -10,11 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from gdsload._native.memory import Region
-from gdsload.backends import Memory
+from gdsload.backends import Memory, Progress
 from gdsload.checkpoint import Identity
 from gdsload.errors import FileChanged, ReadError
 from gdsload.loading.batch import Batch
-from gdsload.loading.claims import LOST, READ, READING, OfferedRange
+from gdsload.loading.claims import OfferedRange
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import BufferView, HostBuffers
@@ -49,8 +49,6 @@ class PrefetchBatch(Batch):
         self.error: ReadError | FileChanged | None = None
         # Reentrant: a signal handler may interrupt the thread that holds it.
         self._lock = fork_safe_lock(self)
-        self._failed: set[int] = set()
-        self._idle_seconds = 0.0
         super().__init__(session, plan, views, memory)
 
     @classmethod
@@ -96,35 +94,18 @@ class PrefetchBatch(Batch):
 
     def _look(self) -> bool:
         progress = self._note_progress()
-        if progress is None:
-            return True
-        self._failed.update(failure.transfer for failure in progress.failures)
+        return progress is None or progress.finished
+
+    def _note_progress(self) -> Progress | None:
+        progress = super()._note_progress()
         if self._failure is not None and self.error is None:
             self.error = self._error(self._failure)
-        self._idle_seconds = progress.idle_seconds
-        return progress.finished
+        return progress
 
     def state(self, first: int, last: int) -> str:
-        """READING, READ or LOST for these transfers."""
+        """As of any batch. Any thread may ask."""
         with self._lock:
-            ended = self._look()
-            place = self._arrived.find(0, first, last + 1)
-            if place < 0:
-                return READ
-            if ended or any(first <= failed <= last for failed in self._failed):
-                return LOST
-            return READING
-
-    def pause(self, first: int, last: int, seconds: float) -> None:
-        """Waits until these transfers have ended, at most `seconds`."""
-        # Another thread may release it at any time: then this returns at once.
-        request, backend = self._request, self._backend
-        if request is not None and backend is not None:
-            backend.wait(request, seconds, first, last)
-
-    def idle_seconds(self) -> float:
-        """Seconds without a byte read, as of the last `look`."""
-        return self._idle_seconds
+            return super().state(first, last)
 
     def hurry(self) -> None:
         """A load waits for it now: it no longer yields to loads."""
@@ -179,18 +160,18 @@ def _warming_plan(session: Session, ranges: Sequence[ByteRange]) -> ReadPlan:
     ends: list[tuple[int, int]] = []
     merged_ranges = merged_ranges_of(ranges, 0)
     slots = SCRATCH_BYTES // WARM_REQUEST_BYTES
-    for extent in merged_ranges:
-        fd = session.checkpoint.shards[extent.shard].fd
-        for offset in range(extent.offset, extent.end, WARM_REQUEST_BYTES):
-            length = min(WARM_REQUEST_BYTES, extent.end - offset)
+    for merged in merged_ranges:
+        fd = session.checkpoint.shards[merged.shard].fd
+        for offset in range(merged.offset, merged.end, WARM_REQUEST_BYTES):
+            length = min(WARM_REQUEST_BYTES, merged.end - offset)
             if page_cache.wholly_resident(fd, offset, length):
                 continue
             tag = len(transfers)
             place = tag % slots * WARM_REQUEST_BYTES
             transfers.append(
-                Transfer(extent.shard, offset, length, length, 0, place, "buffered", tag)
+                Transfer(merged.shard, offset, length, length, 0, place, "buffered", tag)
             )
-            ends.append((extent.shard, offset + length))
+            ends.append((merged.shard, offset + length))
     locations = {}
     starts = [(transfer.shard, transfer.offset) for transfer in transfers]
     for name, shard, offset, nbytes in ranges:

@@ -12,9 +12,9 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload.backends import VRAM, Memory, OpenFile, Registration, staging, tuning_cache
+from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, staging, tuning_cache
 from gdsload.backends.auto import backend as backend_module
-from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate
+from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate, Part
 from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline
@@ -137,6 +137,26 @@ def test_hanging_read_is_read_by_the_next_backend(
     report = load(checkpoint)
     assert "no byte has arrived for" in report.refusals["gds_mt"]
     assert report.failovers["gds_mt -> posix"] > 0
+
+
+def test_backend_of_a_stopped_process_is_not_left(
+    doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes may be about to be counted."""
+    rates_are(monkeypatch, gds_mt=0.1, posix=0.2, gds=0.2)
+    silent: list[str] = []
+    real = Part.check
+
+    def check(self: Part) -> Progress:
+        if self.candidate.name != "gds_mt" or silent:
+            return real(self)
+        silent.append(self.candidate.name)
+        self.idle_seconds = 1e6
+        return Progress([], [], False, self.idle_seconds)
+
+    monkeypatch.setattr(Part, "check", check)
+    report = load(checkpoint)
+    assert silent and report.backend == "gds_mt" and not report.failovers
 
 
 @pytest.mark.parametrize(

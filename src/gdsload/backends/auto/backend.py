@@ -49,6 +49,7 @@ from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
 
 FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
@@ -198,6 +199,7 @@ class Candidate:
         read_bytes: All bytes that it has read, in parts that have ended.
         compat_bytes: Those that cuFile read in compatibility mode.
         fixed_seconds: The time to open it; -1 if it was never opened.
+        watch: Notices that its reads have stalled.
         working: A thread that opens or closes the backend, or None.
     """
 
@@ -207,6 +209,7 @@ class Candidate:
         self.left, self.failures = "", list[str]()
         self.read_bytes = self.compat_bytes = 0
         self.fixed_seconds = -1.0
+        self.watch = StallWatch()
         self.working: threading.Thread | None = None
 
     def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
@@ -576,7 +579,8 @@ class AutoBackend(Backend):
         # Its parts share a queue: progress of any of them proves that it is alive.
         mine = [part.idle_seconds for _, part in self._active() if part.candidate is candidate]
         idle = min(mine, default=0.0)
-        return f"no byte has arrived for {idle:.0f} s" if idle > SILENT_SECONDS else ""
+        stalled = candidate.watch.stalled(idle, SILENT_SECONDS)
+        return f"no byte has arrived for {idle:.0f} s" if stalled else ""
 
     def _leave(self, candidate: Candidate, why: str) -> None:
         """Leaves a candidate: the next one reads what it has in flight."""

@@ -23,7 +23,6 @@ from gdsload.backends.base import Memory
 from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
 from gdsload.loading.batch import Batch, assembled
-from gdsload.loading.claims import READ
 from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
@@ -61,16 +60,19 @@ class ReadWindow(Batch):
         self._compared: set[str] = set()  # parts that are equal to their checksums
         super().__init__(session, plan, views, slices=slices)
 
-    def poll(self) -> None:
-        """Updates what has arrived. Raises as `Batch.wait` does, and again with each later call."""
+    def poll(self, tensor_slice: TensorSlice) -> None:
+        """Updates which bytes have arrived: all that the window reads, and what prefetches read of
+        a slice. Raises as `Batch.wait` does, and again with each later call."""
+        for part in tensor_slice.parts:
+            self.settle(part.name)
         if self.arrived:
             return
         progress = self._note_progress()
         self._require_progress(progress)
         if self.complete:
             self._finish_reads()
-        elif progress is not None and progress.idle_seconds > self.session.stall_seconds:
-            raise self._stall(self.plan.transfers[self._arrived.find(0)], progress.idle_seconds)
+        elif progress is not None:
+            self._require_bytes(progress)
 
     def _finish_reads(self) -> None:
         """Releases the request, and returns the pages between the parts that were read.
@@ -81,7 +83,7 @@ class ReadWindow(Batch):
         self._compare([info for info in self._infos if info.name in self.plan.locations])
         self._verified = True
         regions = [entry.what.region for entry in self._memory if isinstance(entry.what, Memory)]
-        self.release()
+        self._end_request()
         self.arrived = True
         ends = [0] * len(regions)
         gaps = []
@@ -100,26 +102,26 @@ class ReadWindow(Batch):
         return all(part.name in self._made or self._has(part) for part in tensor_slice.parts)
 
     def _has(self, info: TensorInfo) -> bool:
-        if not self.settled(info.name):  # a prefetch is still reading it
+        if not self.is_there(info.name):  # a prefetch is still reading it
             return False
         location = self.plan.locations.get(info.name)
         return location is None or self._arrived.find(0, location.first, location.last + 1) < 0
 
-    def pause(self, tensor_slice: TensorSlice, seconds: float) -> None:
+    def await_slice(self, tensor_slice: TensorSlice, seconds: float) -> None:
         """Waits, without the GIL, until a slice may have arrived; at most `seconds`."""
         for part in tensor_slice.parts:
             claim = self.claims.get(part.name)
             if claim is not None:
                 claim.pause(seconds)
                 return
-        request, backend, locations = self._request, self._backend, self.plan.locations
-        if request is None or backend is None or self.session.checkpoint.closed:
+        locations = self.plan.locations
+        if self.session.checkpoint.closed:
             return
         spans = [locations[part.name] for part in tensor_slice.parts if part.name in locations]
         first = min((location.first for location in spans), default=0)
         last = max((location.last for location in spans), default=-1)
         if last >= first:
-            backend.wait(request, seconds, first, last)
+            self.pause(first, last, seconds)
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensors of a slice's parts, once. Each owns its memory."""
@@ -142,6 +144,8 @@ class ReadWindow(Batch):
         if not infos:
             name = self._infos[number].name
             raise GdsloadError(f"tensor {name!r} was lost: its hand-over was interrupted")
+        for info in infos:
+            self.settle(info.name)
         self._compare(infos)
         # Removed first: if this is interrupted, tensors that were made release their bytes.
         views = {info.name: self.views.pop(info.name) for info in infos if info.nbytes}
@@ -181,14 +185,16 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
     _difference: IntegrityError | None = None
 
     def _finish_reads(self) -> None:
-        self.release()
+        self._end_request()
         self.arrived = True
 
     def give(self, tensor_slice: TensorSlice) -> list[torch.Tensor]:
         """The tensor of a slice, once: its parts are adjacent already."""
         if self._difference is not None:
             raise copy(self._difference)
-        given = [*self._tensors.give([tensor_slice], self.views, self._is_there).values()]
+        for part in tensor_slice.parts:
+            self.settle(part.name)
+        given = [*self._tensors.give([tensor_slice], self.views, self.is_there).values()]
         if self.session.verifier is not None:
             try:
                 compared = self.session.verifier.check_tensor(tensor_slice.parts, given[0])
@@ -198,11 +204,6 @@ class DeviceReadWindow(DeviceBatch, ReadWindow):
             self.session.report.verified_bytes += compared
         self.left -= 1
         return given
-
-    def _is_there(self, name: str) -> bool:
-        """Whether the bytes of a range that is not read by this window have arrived."""
-        claim = self.claims.get(name)
-        return claim is None or claim.state() == READ
 
     def end(self) -> None:
         """Releases the request and all tensors that were not taken."""
@@ -296,7 +297,7 @@ class ReadaheadQueue:
                 parts = self._given(window, reads, tensor_slice)
             while parts is None:
                 start = start or time.monotonic()
-                reads.pause(tensor_slice, _POLL_SECONDS)
+                reads.await_slice(tensor_slice, _POLL_SECONDS)
                 with self._lock:
                     self._require_open()
                     parts = self._given(window, reads, tensor_slice)
@@ -321,7 +322,7 @@ class ReadaheadQueue:
         """The parts of a slice; None if not all have arrived. Called with the lock held."""
         # `arrived` means the reads of the window: a prefetch may still be reading the slice.
         if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
-            reads.poll()
+            reads.poll(tensor_slice)
             if not ((window.kept or reads.arrived) and reads.has(tensor_slice)):
                 return None
         self.taken_tensors += 1
