@@ -177,10 +177,10 @@ def test_several_devices_are_filled_concurrently(
         begin(self)
         deadline = time.monotonic() + 60
         for device, feed in self._device_queues.items():
-            (stage,) = [window.reads for window in feed._posted]
-            while not stage.arrived:
+            (window,) = feed._posted
+            while not window.reads.arrived:
                 assert time.monotonic() < deadline
-                stage.poll()
+                window.reads.poll(window.slices[0])
             assert feed.taken_tensors == 0
             filled.append(device)
 
