@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import ReadError
 from gdsload.loading import io_mode
@@ -49,6 +50,15 @@ def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
         gdsload.load_file(path)
         assert gdsload.last_report().paths == {"mapped": report.wanted_bytes}
         assert gdsload.last_report().page_cache == ""
+
+
+@pytest.mark.parametrize("pages", MODES)
+def test_file_is_read_by_folios_of_each_size(path: Path, pages: str) -> None:
+    options = {"pages": pages, "request_bytes": 3 << 20}
+    got = gdsload.load_file(path, page_cache="fill", options=options)
+    assert io_modes(gdsload.last_report()) == {"mapped"}
+    assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
 def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> None:
