@@ -35,4 +35,3 @@ cdef void free_bounce(Bounce *self) noexcept nogil
 cdef int64_t cpu_ns() noexcept nogil
 cdef int chosen_huge(FirstTouch *self) noexcept nogil
 cdef void huge_took(FirstTouch *self, int64_t took) noexcept nogil
-cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil

@@ -21,9 +21,7 @@ from posix.unistd cimport getpid, pread
 
 from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
-from gdsload._native.first_touch cimport (
-    FirstTouch, chosen_huge, cpu_ns, huge_took,
-)
+from gdsload._native.first_touch cimport FirstTouch, chosen_huge, cpu_ns, huge_took
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.pages cimport page_bytes, page_floor
 
@@ -133,4 +131,3 @@ cdef int64_t read_mapped(FirstTouch *self, const Read *read, int64_t cancels) no
         if <uint64_t>got < length or gds_load(&self.cancels) != cancels:
             break
     return <int64_t>done
-
