@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -88,8 +88,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
     pytest.fail("the condition did not become true")
 
 
-def is_sealed(directory: Path) -> bool:
-    return any(b"\nsealed " in path.read_bytes() for path in directory.rglob("pieces"))
+def sealed_files(directory: Path) -> int:
+    return sum(b"\nsealed " in path.read_bytes() for path in directory.rglob("pieces"))
 
 
 def data_of(directory: Path) -> Path:
@@ -117,7 +117,7 @@ def test_second_load_fetches_nothing(tmp_path: Path) -> None:
 def test_whole_file_is_a_local_file(tmp_path: Path) -> None:
     file = MemoryFile()
     load(tmp_path, file)
-    wait_for(lambda: is_sealed(tmp_path))
+    wait_for(lambda: sealed_files(tmp_path) == 1)
     cached = opened(tmp_path, MemoryFile())
     copy = cached.local_copy()
     assert copy is not None and Path(copy.path).name == "model.safetensors"
@@ -130,9 +130,9 @@ def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) ->
     first = opened(tmp_path, file)
     first.read(0, file.size)
     del first  # as if the process had been killed
-    assert not is_sealed(tmp_path)
+    assert sealed_files(tmp_path) == 0
     assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
-    assert is_sealed(tmp_path)
+    assert sealed_files(tmp_path) == 1
 
 
 def test_partly_filled_file_is_no_local_file_and_fetches_the_rest(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_random_ranges_are_exact_and_each_byte_is_fetched_once(tmp_path: Path, s
 def test_flipped_byte_of_a_whole_file_is_fetched_again(tmp_path: Path) -> None:
     file = MemoryFile()
     load(tmp_path, file)
-    wait_for(lambda: is_sealed(tmp_path))
+    wait_for(lambda: sealed_files(tmp_path) == 1)
     flip(data_of(tmp_path), BLOCK_BYTES + 77)
     again = MemoryFile()
     cached = opened(tmp_path, again)
@@ -466,11 +466,16 @@ def names_in(directory: Path) -> set[str]:
 
 
 def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
-    for name in ("a", "b", "a", "c"):
-        file = MemoryFile(name, 1_000_000)
+    def is_cached(file: MemoryFile) -> bool:
+        """False while a thread still seals a file that has to be removed."""
         cached = opened(tmp_path, file, limit_bytes=2_500_000)
         assert cached.read(0, file.size) == file.content
         cached.close()
+        return not cached.refusal
+
+    for name, sealed in (("a", 1), ("b", 2), ("a", 2), ("c", 2)):
+        wait_for(partial(is_cached, MemoryFile(name, 1_000_000)))
+        wait_for(lambda sealed=sealed: sealed_files(tmp_path) == sealed)
         time.sleep(0.02)  # the clock of the filesystem ticks
     assert names_in(tmp_path) == {"a", "c"}
 

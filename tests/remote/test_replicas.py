@@ -77,11 +77,11 @@ def test_all_sources_work_at_once() -> None:
     thread.start()
     for each in files:
         each.wait_hung(2)
+    # Later, a request counts until its thread has noticed the end of it.
+    assert all(each.most <= 8 for each in files)
     gate.set()
     thread.join()
     assert loading[0].failures == [] and loading[0].bytes == DATA
-    # A request counts until its thread has noticed the end of it.
-    assert all(each.most <= 8 for each in files)
 
 
 def test_requests_before_the_first_bytes_do_not_count_for_the_rate() -> None:
