@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import gdsload
 import tinymodels
+from equal import NEW
 from gdsload.errors import GdsloadError
 
 
@@ -23,6 +24,7 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
 def test_exchange_without_a_thread_is_an_error(
     one_rank: dist.ProcessGroup,
