@@ -236,7 +236,12 @@ def test_source_without_readers_sleeps(folder: Path) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while threads and time.monotonic() < deadline:
             for thread in list(threads):
-                status = Path(f"/proc/{process.pid}/task/{thread}/stat").read_text()
+                try:
+                    status = Path(f"/proc/{process.pid}/task/{thread}/stat").read_text()
+                except (FileNotFoundError, ProcessLookupError):  # it has ended
+                    assert process.poll() is None
+                    threads.remove(thread)
+                    continue
                 if status.rpartition(")")[2].split()[0] == "S":
                     threads.remove(thread)
             time.sleep(0.001)
