@@ -11,8 +11,8 @@ Files elsewhere, such as in an object store, are not in the page cache and are n
 A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
 takes no more memory than one into buffers, and longer than direct reads: so it is done for
 checkpoints that are loaded more than once. The first load leaves the last page of each file in the
-page cache, as a mark: whoever finds it there is not the first. It disappears with all other pages
-if memory runs short, or somebody drops the page cache.
+page cache, as a mark: a load that finds this page is not the first one. The kernel removes the mark
+like all other pages, when memory runs short or when the page cache is dropped.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -158,11 +158,14 @@ class ShardAccess:
         return bool(self._fills)
 
     def fill_if_worthwhile(self, nbytes: int) -> None:
-        """Decides once for all reads that follow whether they fill the page cache, which needs room
-        for these bytes on local storage; and that this was asked for, or is not the first load.
-        The reason is in the report."""
+        """Decides once whether all later reads fill the page cache. The reason is in the report.
+
+        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory; and
+        the caller has asked for it, or this is not the first load.
+        """
         if self._fills is not None:
             return
+        nbytes = nbytes or self._total_bytes
         refusal = self._why_not_filled(nbytes)
         if not refusal and not self._asked:
             refusal = self._why_not_worthwhile(nbytes)

@@ -265,9 +265,7 @@ class Session:
         if reads > _FEW_READS:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
-            known = self._expected_bytes or self.report.wanted_bytes
-            total = sum(one.size for one in self.checkpoint.shards)
-            self._access.fill_if_worthwhile(known or total)
+            self._access.fill_if_worthwhile(self._expected_bytes or self.report.wanted_bytes)
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,
