@@ -132,6 +132,17 @@ def test_stream_fills_the_page_cache_window_by_window(path: Path) -> None:
     assert io_modes(report) == {"mapped"}
 
 
+def test_pool_that_is_opened_during_a_stream_takes_no_mapped_bytes(path: Path) -> None:
+    loaded = gdsload.stream(path, page_cache="fill", window_bytes=1 << 20)
+    got = dict([next(loaded)])
+    with gdsload.warmup.HostPool(64 << 20) as pool:
+        got.update(loaded)
+        assert pool.held_bytes == 0
+        again = gdsload.load_file(path)
+    for tensors in (got, again):
+        assert all(bool((tensors[f"t{i}"] == i).all()) for i in range(10))
+
+
 def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:
     with gdsload.prefetch(path, page_cache="fill") as ahead:
         ahead.wait()

@@ -262,12 +262,13 @@ class HostPool(quiesce.Holder):
             )
 
     def allocate(self, plan: ReadPlan) -> PoolBuffers | None:
-        """Buffers for these reads, or None if the pool has no room for them.
+        """Buffers for these reads. None if the pool has no room for them, or if they fill the page
+        cache: then their memory is a mapping of the file.
 
         Raises:
             PlacementError: the machine has too little memory.
         """
-        if not plan.transfers:
+        if not plan.transfers or plan.mapped_targets:
             return None
         with self._lock:
             self.make_room(plan.read_bytes)
