@@ -220,7 +220,7 @@ def test_exit_with_open_backend_ends_its_thread(tmp_path: Path) -> None:
 
 
 DRIVER_HANGS = """
-cufile.EXIT_SECONDS = 0.05
+cufile.CLOSE_SECONDS = 0.05
 cufile.opened("cuda:0", False)
 hang(cufile_library, b"cuFileDriverClose_v2")
 """

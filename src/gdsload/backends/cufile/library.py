@@ -27,11 +27,12 @@ NVFS, P2P, COMPAT = "nvfs", "p2p", "compat"
 ROOT = "/"  # the directory that stands for the machine's root
 # cuFileDriverOpen takes 50 to 180 ms, and longer on machines with many GPUs.
 OPEN_SECONDS = 30.0
+# Closing takes milliseconds, and seconds on a starved machine. A process that ended meanwhile would
+# meet libcufile's own exit handlers.
 CLOSE_SECONDS = 10.0
 # Registering a file or a ring takes 1 ms to 0.3 s. With nvidia-fs built for another driver, or with
 # storage that does not answer, it hangs for ever.
 REGISTER_SECONDS = 10.0
-EXIT_SECONDS = 3.0  # for closing the driver when the process ends
 
 # The largest part of one read, as in NVIDIA's file. cuFile before 1.20 splits a read into parts of
 # 1 MiB, one after the other.
@@ -172,23 +173,23 @@ class Driver(quiesce.Holder):
                     f"cuFile's driver cannot be closed: {self._registered} files and buffers are"
                     " registered with it"
                 )
-            self._close(CLOSE_SECONDS)
+            self._close()
 
-    def _close(self, seconds: float) -> None:
+    def _close(self) -> None:
         _driver.clear()
         try:
-            closed = self.library.close_driver(seconds)
+            closed = self.library.close_driver(CLOSE_SECONDS)
         except CuFileFailure as error:
             raise _latch(f"cuFile does not close: {explain(error.code) or error}") from error
         if not closed:
-            raise _latch(f"cuFileDriverClose has not come back in {seconds:g} s")
+            raise _latch(f"cuFileDriverClose has not come back in {CLOSE_SECONDS:g} s")
 
     def end(self) -> None:
         """Closes it at the end of the process, unless something is registered with it. Otherwise
         libcufile closes it in an exit handler of its own, when CUDA may be closed already."""
         if self.pid == os.getpid() and not self._registered:
             with suppress(BackendUnavailable):  # nobody is left to handle it
-                self._close(EXIT_SECONDS)
+                self._close()
 
     def paths(self) -> dict[str, int]:
         """Reads that cuFile has counted so far, by path; empty if it does not count."""
