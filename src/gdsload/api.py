@@ -189,13 +189,14 @@ def load_file(
             reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
             error, the others are the same.
         page_cache: What stays in the page cache, for later loads and other processes. "auto" reads
-            past it at the first load of a checkpoint. The next load that does not find it there
-            reads it into the page cache and maps it, if it has room, is on local storage and is
-            loaded into host memory with `cache` "auto"; later ones read nothing. "fill" does so at
-            the first load, which takes longer than direct reads (1.2 times, 1.5 GB); "keep" never
-            does. "drop" removes at the end of the load what was read through the page cache, except
-            for bytes that were there before, and for mapped files. The kernel allows it only for
-            files that the user owns or may write to; `report.refusals` names others.
+            past it at the first load of a checkpoint. The next load that does not find it there, or
+            one beside another load, reads it into the page cache and maps it, if it has room, is on
+            local storage and is loaded into host memory with `cache` "auto"; later ones read
+            nothing. "fill" does so at the first load, which takes longer than direct reads (1.2
+            times, 1.5 GB); "keep" never does. "drop" removes at the end of the load what was
+            read through the page cache, except for bytes that were there before, and for mapped
+            files. The kernel allows it only for files that the user owns or may write to;
+            `report.refusals` names others.
             `report.page_cache` tells what was decided, and why.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import transformers
 
@@ -16,6 +19,7 @@ from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
 from gdsload.memory import page_cache
 from gdsload.readahead.prefetch import prefetches
+from gdsload.system import load_locks
 
 
 @pytest.fixture
@@ -86,6 +90,67 @@ def test_model_claims_the_prefetch_and_parses_each_header_once(
     stock = transformers.AutoModelForCausalLM.from_pretrained(cold, dtype="auto").state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, stock[name]), name
+
+
+@pytest.fixture
+def larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cold checkpoint of 40 MB: its headers bring little of it into the page cache."""
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(speculative_prefetch, "LIMIT_BYTES", 8 << 20)
+    small = {"num_hidden_layers": 20, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
+    config = transformers.LlamaConfig(**small, **sizes, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "larger")
+    if page_cache.evict(tmp_path / "larger" / "model.safetensors"):
+        pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+    return tmp_path / "larger"
+
+
+def io_modes_of_a_start(source: Path) -> set[str]:
+    """The I/O modes of a load whose weights are right."""
+    model = gdsload.from_pretrained(source, dtype="auto")
+    report = gdsload.last_report()
+    with safetensors.safe_open(source / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    return {path.rpartition("/")[2] for path, nbytes in report.paths.items() if nbytes}
+
+
+def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larger: Path) -> None:
+    assert io_modes_of_a_start(larger) <= {"direct", "direct bounced", "buffered"}
+    file = larger / "model.safetensors"
+    assert not page_cache.evict(file)
+    with file.open("rb") as weights:  # the mark of an earlier load
+        os.posix_fadvise(weights.fileno(), file.stat().st_size - 1, 1, os.POSIX_FADV_WILLNEED)
+        while not page_cache.wholly_resident(weights.fileno(), file.stat().st_size - 1, 1):
+            time.sleep(0.01)
+        assert io_modes_of_a_start(larger) == {"mapped"}
+
+
+def test_first_load_of_a_model_leaves_the_rest_to_the_page_cache_if_another_one_begins(
+    larger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 1 << 40)
+    asked: list[int] = []
+
+    def others(fd: int) -> bool:
+        asked.append(fd)
+        if len(asked) < 4:  # one read goes, and the next one would go in an hour
+            return False
+        gdsload.warmup.limit_bandwidth(None, of="all")
+        return True
+
+    monkeypatch.setattr(load_locks, "others", others)
+    gdsload.warmup.limit_bandwidth(1, of="all")
+    try:
+        with gdsload.accelerated(options={"request_bytes": 1 << 20}):
+            found = io_modes_of_a_start(larger)
+    finally:
+        gdsload.warmup.limit_bandwidth(None, of="all")
+    assert "mapped" in found  # the first read may end after the switch, and counts for nothing
+    assert gdsload.last_report().page_cache.startswith("filled in part: another load began")
 
 
 def test_warm_checkpoint_is_not_prefetched(cold: Path) -> None:

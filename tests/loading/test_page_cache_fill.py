@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import safetensors.torch
 import torch
 
 import gdsload
+from gdsload import api
 from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import ReadError
@@ -20,6 +26,7 @@ from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system import load_locks
 from storage import kept_warm
 
 
@@ -103,6 +110,70 @@ def test_load_after_the_page_cache_was_dropped_counts_as_the_first(path: Path) -
         report = gdsload.last_report()
         assert report.page_cache.startswith("not filled: the first load")
         assert page_cache.evict(path) == 0
+
+
+def test_first_loads_at_the_same_time_share_what_they_read(path: Path) -> None:
+    with closing(gdsload.stream(path, window_bytes=1 << 20)) as first:
+        next(first)
+        page_cache.evict(path)
+        with closing(gdsload.stream(path, window_bytes=1 << 20)) as second:
+            next(second)
+            assert all(bool((tensor == int(name[1:])).all()) for name, tensor in first)
+            report = gdsload.last_report()
+            assert report.page_cache.startswith("filled in part: another load began")
+            assert {"direct", "mapped"} <= io_modes(report)
+            assert all(bool((tensor == int(name[1:])).all()) for name, tensor in second)
+        report = gdsload.last_report()
+        assert report.page_cache.startswith("filled: ")
+        assert io_modes(report) == {"mapped"}
+    page_cache.evict(path)
+    gdsload.load_file(path)
+    assert gdsload.last_report().page_cache.startswith("not filled: the first load")
+
+
+@pytest.fixture
+def one_read_at_once() -> Iterator[None]:
+    """The second read would go in an hour."""
+    gdsload.warmup.limit_bandwidth(1, of="all")
+    yield
+    gdsload.warmup.limit_bandwidth(None, of="all")
+
+
+def test_first_load_reads_the_rest_into_the_page_cache_if_another_one_begins(
+    path: Path, one_read_at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched = threading.Event()
+    plain = Session.fill_if_joined
+
+    def fill_if_joined(self: Session) -> bool:
+        joined = plain(self)
+        if joined:
+            switched.set()
+        return joined
+
+    monkeypatch.setattr(Session, "fill_if_joined", fill_if_joined)
+    moved: list[int] = []
+    monkeypatch.setattr(api, "progress_bar", lambda *_: nullcontext(moved.append))
+    options = {"request_bytes": 1 << 20}
+    with ThreadPoolExecutor(1) as pool, path.open("rb") as other:
+        load = pool.submit(
+            lambda: (gdsload.load_file(path, options=options), gdsload.last_report())
+        )
+        try:
+            while not moved:
+                assert not load.done()
+                time.sleep(0.01)
+            assert load_locks.others(other.fileno())
+            load_locks.announce(other.fileno())
+            assert switched.wait(60)
+        finally:
+            gdsload.warmup.limit_bandwidth(None, of="all")
+        got, report = load.result()
+    assert report.page_cache.startswith("filled in part: another load began")
+    assert {"direct", "mapped"} <= io_modes(report)
+    assert not report.refusals
+    assert 0 <= sum(moved) - report.wanted_bytes < 4096  # the header, which one read reads, too
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
 def test_loads_of_a_part_read_their_share_past_the_page_cache(path: Path) -> None:

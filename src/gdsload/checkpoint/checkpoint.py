@@ -65,6 +65,8 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata)
         self.total_bytes = bytes_of(list(self.tensors.values()))
+        # Whether its load began as the first and the only one; None: not known yet.
+        self.first_load: bool | None = None
         quiesce.register(self)
 
     @classmethod

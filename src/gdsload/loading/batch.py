@@ -20,7 +20,7 @@ from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import FileChanged, GdsloadError, ReadError
 from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
-from gdsload.loading.claims import LOST, READ, READING
+from gdsload.loading.claims import LOST, READ, READING, Claim
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
@@ -89,7 +89,10 @@ class Batch:
         self._read_watch, self._claim_watch = StallWatch(), StallWatch()
         self._failed: set[int] = set()  # transfers
         self._idle_seconds = 0.0
-        self._anew: list[Batch] = []  # that read what a prefetch had lost
+        # Batches that read what a prefetch had lost, or the rest of this one. Of the rest, these
+        # bytes had arrived already.
+        self._anew: list[Batch] = []
+        self._read_twice = 0
         self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
@@ -129,12 +132,16 @@ class Batch:
         backend.post(request)
         describe(self.session.report, backend)  # the engine may be another one since `prepare`
 
+    def has_arrived(self, first: int, last: int) -> bool:
+        """Whether all bytes of these transfers are there."""
+        return self._arrived.find(0, first, last + 1) < 0
+
     def state(self, first: int, last: int) -> str:
         """READING, READ or LOST for these transfers."""
-        if self._arrived.find(0, first, last + 1) < 0:
+        if self.has_arrived(first, last):
             return READ
         progress = self._note_progress()
-        if self._arrived.find(0, first, last + 1) < 0:
+        if self.has_arrived(first, last):
             return READ
         ended = progress is None or progress.finished
         lost = ended or any(first <= failed <= last for failed in self._failed)
@@ -199,16 +206,36 @@ class Batch:
             for name, claim in self.claims.items()
             if claim.batch not in self._anew and claim.state() == LOST
         ]
-        batch = self._start_anew([self.claims[name].range for name in lost])
+        self._read_anew([self.claims[name].range for name in lost])
+
+    def _read_anew(self, ranges: Sequence[ByteRange]) -> None:
+        """Posts the reads of these ranges to a batch of their own, and claims them from it."""
+        batch = self._start_anew(ranges)
         self._anew.append(batch)
-        for name in lost:
-            first, last = batch.plan.locations[name][2:]
-            self.claims[name] = self.claims[name]._replace(batch=batch, first=first, last=last)
+        for each in ranges:
+            self.claims[each.name] = Claim(each, None, batch, *batch.plan.locations[each.name][2:])
         self.views.update(batch.views)
         batch.views.clear()  # a tensor that is freed must free its memory
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         return Batch(self.session, self.session.plan(ranges), {})
+
+    def share_with_others(self) -> bool:
+        """If another load of the checkpoint has begun since this one: ends the reads, leaves what
+        has not arrived to a batch that fills the page cache for both, and returns True."""
+        if not self.session.fill_if_joined():
+            return False
+        locations = self.plan.locations
+        rest = [
+            each for each in self.plan.ranges if not self.has_arrived(*locations[each.name][2:])
+        ]
+        transfers = self.plan.transfers
+        unread = sum(each.wanted for n, each in enumerate(transfers) if not self._arrived[n])
+        self._read_twice = max(sum(each.nbytes for each in rest) - unread, 0)
+        self._end_request()
+        self._read_anew(rest)
+        self._arrived[:] = b"\1" * len(transfers)  # or claimed
+        return True
 
     @property
     def complete(self) -> bool:
@@ -265,12 +292,7 @@ class Batch:
             StallError: No byte arrived for the session's `stall_seconds`.
         """
         with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
-            for name, claim in list(self.claims.items()):
-                while not self.settle(name):
-                    watch()
-                    self.claims[name].pause(_POLL_SECONDS)
-                if moved is not None:
-                    moved(claim.range.nbytes)
+            self._wait_for_claims(moved, watch)
         to_check = self._to_check(parts)
         backend, request = self._backend, self._request
         if backend is None or request is None or self.complete:
@@ -291,8 +313,23 @@ class Batch:
                     return
                 self._require_bytes(progress)
                 watch()
+                if not self.ahead and self.share_with_others():
+                    return self._wait_for_claims(moved, watch)
                 first, last = to_check[0][:2] if to_check else (0, -1)
                 backend.wait(request, _POLL_SECONDS, first, last)
+
+    def _wait_for_claims(
+        self, moved: Callable[[int], None] | None, watch: Callable[[], None]
+    ) -> None:
+        """Waits until all claimed ranges have arrived. Raises as `wait` does."""
+        for name, claim in list(self.claims.items()):
+            while not self.settle(name):
+                watch()
+                self.claims[name].pause(_POLL_SECONDS)
+            new = max(claim.range.nbytes - self._read_twice, 0)
+            self._read_twice -= claim.range.nbytes - new
+            if moved is not None:
+                moved(new)
 
     def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:
         """The blocks of these parts, and the transfers that read each, in the order of arrival."""
@@ -316,7 +353,7 @@ class Batch:
         verifier = self.session.verifier
         while checks and verifier is not None:
             first, last, block, part = checks[0]
-            if self._arrived.find(0, first, last + 1) >= 0:
+            if not self.has_arrived(first, last):
                 return
             verifier.check_in_memory(block, part, self.views[part.name])
             self.session.report.verified_bytes += block.nbytes

@@ -65,7 +65,7 @@ class TargetBatch(Batch):
             location = self.plan.locations.get(part.name)
             if location is None and part.nbytes:
                 return False
-            if location and self._arrived.find(0, location.first, location.last + 1) >= 0:
+            if location and not self.has_arrived(location.first, location.last):
                 return False
         return True
 

@@ -12,7 +12,9 @@ A load into a mapping leaves the bytes to processes that load them later, or at 
 takes no more memory than one into buffers, and longer than direct reads: so it is done for
 checkpoints that are loaded more than once. The first load leaves the last page of each file in the
 page cache, as a mark: a load that finds this page is not the first one. The kernel removes the mark
-like all other pages, when memory runs short or when the page cache is dropped.
+like all other pages, when memory runs short or when the page cache is dropped. Loads that go on at
+the same time know of one another by a lock (`system.load_locks`), and all of them fill the page
+cache; one that had begun alone reads the rest into it.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -38,6 +40,7 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
+from gdsload.system import load_locks
 from gdsload.system.available import available_bytes
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
@@ -85,6 +88,7 @@ class ShardAccess:
         local = cache == "auto" and not self._drops and not self._remote
         self._small = local and self._total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
+        self._first = False  # not filled for this reason alone: it is the first load
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
 
@@ -158,32 +162,54 @@ class ShardAccess:
         return bool(self._fills)
 
     def fill_if_worthwhile(self, nbytes: int) -> None:
-        """Decides once whether all later reads fill the page cache. The reason is in the report.
+        """Decides whether all later reads fill the page cache: once, and again in a first load that
+        another one joins. The reason is in the report.
 
         It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory; and
-        the caller has asked for it, or this is not the first load.
+        the caller has asked for it, or this is not the first load, or not the only one.
         """
         if self._fills is not None:
+            self.fill_if_joined()
             return
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not_filled(nbytes)
-        if not refusal and not self._asked:
-            refusal = self._why_not_worthwhile(nbytes)
+        if not refusal and nbytes < MOST_SHARE * self._total_bytes and not self._asked:
+            refusal = f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+        if not refusal:
+            self._first = self._is_first() and not self._asked
+            if self._first:
+                refusal = "the first load since it was evicted; the next one fills it"
         self._fills = not refusal
         self._report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
         )
 
-    def _why_not_worthwhile(self, nbytes: int) -> str:
-        if nbytes < MOST_SHARE * self._total_bytes:
-            return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+    def fill_if_joined(self) -> bool:
+        """Decides once more during a first load: whether another load has begun meanwhile, so that
+        all later reads fill the page cache for both."""
+        if not self._first or not load_locks.others(self._checkpoint.shards[0].fd):
+            return False
+        self._first, self._fills = False, True
+        self._report.page_cache = "filled in part: another load began during this one"
+        return True
+
+    def _is_first(self) -> bool:
+        """Whether this is the first load, and no other goes on. Others learn of this one. Later
+        sessions of this checkpoint belong to the same load."""
+        others = load_locks.announce(self._checkpoint.shards[0].fd)
+        if self._checkpoint.first_load is None:
+            self._checkpoint.first_load = not others and not self._marked()
+        return self._checkpoint.first_load
+
+    def _marked(self) -> bool:
+        """Whether an earlier load has left its mark. Otherwise this one leaves it."""
         marks = [(each.fd, max(each.size - 1, 0)) for each in self._checkpoint.shards]
         if all(page_cache.wholly_resident(fd, offset, 1) for fd, offset in marks):
-            return ""
+            return True
         for fd, offset in marks:
             with suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, offset, 1, os.POSIX_FADV_WILLNEED)
-        return "the first load since it was evicted; the next one fills it"
+        return False
 
     def _why_not_filled(self, nbytes: int) -> str:
         if self._remote:

@@ -278,6 +278,11 @@ class Session:
             whole_requests=self._access.fills,
         )
 
+    def fill_if_joined(self) -> bool:
+        """Whether another load of the checkpoint has begun since this one. True once: from then on
+        all reads that are planned fill the page cache for both."""
+        return self._access.fill_if_joined()
+
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""

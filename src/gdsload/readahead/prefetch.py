@@ -128,6 +128,8 @@ class Prefetch(quiesce.Holder):
         self.tier = tier
         self.report = LoadReport(source, device=device, on_event=on_event, kind="prefetch")
         self._session, self._where = session, where
+        # A load follows that wants all of a checkpoint that it has opened already.
+        self._whole_bytes = 0 if checkpoint is None else checkpoint.total_bytes
         # A list may change, and an iterator end, before the thread reads it.
         self._names = names if names is None or is_single(names) else tuple(names)  # type: ignore[arg-type]
         self._limit_bytes = limit_bytes
@@ -197,7 +199,7 @@ class Prefetch(quiesce.Holder):
                     device=device,
                     claim=False,
                     maps=self.tier != "pool",
-                    expected_bytes=sum(one.nbytes for one in ranges),
+                    expected_bytes=self._whole_bytes or sum(one.nbytes for one in ranges),
                     verifier=verifier,
                     **self._session,
                 ) as session:

@@ -73,6 +73,7 @@ class ReadWindow(Batch):
             self._finish_reads()
         elif progress is not None:
             self._require_bytes(progress)
+            self.arrived = self.share_with_others()
 
     def _finish_reads(self) -> None:
         """Releases the request, and returns the pages between the parts that were read.
@@ -105,7 +106,7 @@ class ReadWindow(Batch):
         if not self.is_there(info.name):  # a prefetch is still reading it
             return False
         location = self.plan.locations.get(info.name)
-        return location is None or self._arrived.find(0, location.first, location.last + 1) < 0
+        return location is None or self.has_arrived(location.first, location.last)
 
     def await_slice(self, tensor_slice: TensorSlice, seconds: float) -> None:
         """Waits, without the GIL, until a slice may have arrived; at most `seconds`."""
