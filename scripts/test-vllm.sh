@@ -63,5 +63,5 @@ bytes over those of the checkpoint
 END
 trap 'cat "$VLLM_CHECK_TABLE"; printf "\n%b\n" "$summary"' EXIT
 step "compare with vLLM's own loader" 7200 \
-    "$python" -m pytest -x -v -p no:cacheprovider -o tmp_path_retention_policy=none \
+    "$python" -m pytest -x -v -p no:cacheprovider --basetemp "$where/tests" \
     -c /dev/null --rootdir . scripts/vllm_check.py
