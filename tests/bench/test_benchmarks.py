@@ -661,7 +661,7 @@ def test_result_json_has_one_line_per_arm() -> None:
     text = records.written(result)
     assert json.loads(text) == {
         "kind": "loads",
-        "arms": [{"seconds": [0.3333333333]}, {"seconds": []}],
+        "arms": [{"seconds": [0.333333]}, {"seconds": []}],
         "files": [1, 2],
     }
     assert len(text.splitlines()) == 8

@@ -20,7 +20,7 @@ def test_loads_under_failing_calls_end_in_exact_bytes_or_one_error(tmp_path: Pat
         pytest.skip(f"system calls cannot be injected here: {why}")
     output = tmp_path / "faults.json"
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.faults", "--sample", "--every", "3", "--output", output],
+        [sys.executable, "-m", "benchmarks.faults", "--sample", "--every", "8", "--output", output],
         cwd=ROOT,
         capture_output=True,
         text=True,

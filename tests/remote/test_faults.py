@@ -164,7 +164,7 @@ def test_lasting_fault_is_one_error(
     fault: str,
     first: int,
 ) -> None:
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", 3.0)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.4)
     server.script(fault, first=first, count=None)
     with pytest.raises(gdsload.GdsloadError) as caught:
         bounded(lambda: load_file(server.url("s3", "model"), wanted))

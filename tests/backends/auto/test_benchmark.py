@@ -139,6 +139,7 @@ def test_load_goes_on_while_losers_are_closed(
 ) -> None:
     """Freeing a ring of VRAM waits for the device. It hangs here until all bytes have arrived."""
     monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(staging_ring, "IDLE_SECONDS", 0.02)
     rates_are(monkeypatch, gds_mt=0.2, posix=0.1, gds=0.2)
     doubles.fault("cuFileBufDeregister", HANG)
     with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
