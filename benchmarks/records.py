@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from . import layout, machine, places, values
 
 FORMAT = 2
-DIGITS = 10  # of a stored number: no table shows as many
+DIGITS = 6  # of a stored number: no table shows as many
 T = TypeVar("T")
 
 
