@@ -12,6 +12,7 @@ import resource
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -662,6 +663,36 @@ def test_parallel_map_closed_early_discards_results() -> None:
     results.close()
     assert sorted(discarded) == sorted(done)[1:]
     assert len(done) < 100
+
+
+def test_parallel_map_leaves_no_cycles_of_errors() -> None:
+    """What the work held, such as connections, goes when its errors have been handled."""
+    release = threading.Event()
+    errors: list[weakref.ref[BaseException]] = []
+
+    def work(number: int) -> int:
+        if number:  # it fails when the caller has gone
+            release.wait()
+        error = CheckpointError(f"item {number}")
+        errors.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(CheckpointError, match="item 0") as caught:
+            list(file_io.parallel_map(work, range(2), path_of=str))
+        del caught
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "gdsload-open":
+                thread.join(60)
+        assert [error() for error in errors] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_parallel_map_with_hung_item_raises_stall_error() -> None:

@@ -208,13 +208,15 @@ def parallel_map(
         nonlocal finished
         try:
             while True:
+                # An error refers to this frame. If the frame went on to refer to it, what the work
+                # held, such as connections, would stay until the garbage is collected.
+                result: Result | None = None
+                error: BaseException | None = None
                 with changed:
                     changed.wait_for(lambda: stopped or len(outcomes) < _AHEAD)
                     job = None if stopped else next(jobs, None)
                 if job is None:
                     return
-                result: Result | None = None
-                error: BaseException | None = None
                 try:
                     result = work(job[1])
                 except BaseException as caught:
@@ -261,7 +263,10 @@ def parallel_map(
                 result, error = outcomes.pop(number)
                 changed.notify_all()
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # as in `run`
             yield result  # type: ignore[misc]
     except KeyboardInterrupt:
         join_seconds = 0.2  # the user waits for the prompt
@@ -276,3 +281,4 @@ def parallel_map(
         for result, error in outcomes.values():
             if error is None:
                 discard(result)  # type: ignore[arg-type]
+        outcomes.clear()
