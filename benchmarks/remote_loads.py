@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ class RemoteLoads:
             names: Some of `NAMES`.
             words: Arguments of every load.
         """
+        from transformers import LlamaConfig
+
         self._folder, self._words, self._stack = folder, words, ExitStack()
+        self._config = LlamaConfig.from_pretrained(folder / "model")
         try:
             self._url = self._peer = ""
             if set(names) - {PEER}:
@@ -116,14 +120,14 @@ class RemoteLoads:
         return dict(gdsload.stream(f"{self._url}/plain", window_bytes=1 << 20, **self._words))
 
     def _from_pretrained(self) -> Mapping[str, Any]:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         import gdsload
 
-        config = LlamaConfig.from_pretrained(self._folder / "model")  # as in `faults.loads_of`
         with gdsload.accelerated(stall_seconds=self._words["stall_seconds"]):
             url = f"{self._url}/model"
-            made = gdsload.from_pretrained(url, cls=LlamaForCausalLM, config=config)
+            # With its config, as in `faults.loads_of`.
+            made = gdsload.from_pretrained(url, cls=LlamaForCausalLM, config=deepcopy(self._config))
             return dict(made.state_dict())
 
     def _replicas(self) -> Mapping[str, Any]:

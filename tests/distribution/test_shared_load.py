@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, build(folder)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[4])
 def found(
     request: pytest.FixtureRequest,
     checkpoint: tuple[Path, int],

@@ -164,8 +164,11 @@ def test_requests_at_once_are_counted(server: ObjectServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda _: read(store, 0, 10), range(8)))
     assert server.most_at_once > 1
-    server.forget()
-    assert (server.requests, server.most_at_once) == ([], 0)
+    limit = time.monotonic() + 60
+    while server.most_at_once:  # a client has its answer before the server is done with it
+        assert time.monotonic() < limit
+        server.forget()
+    assert server.requests == []
 
 
 def test_silent_connections_end_with_the_server(server: ObjectServer) -> None:
