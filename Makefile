@@ -72,7 +72,8 @@ gpu-bundle: setup  ## build/gpu-bundle: gpu-check for a machine with a GPU and w
 
 .PHONY: faults
 faults: setup  ## loads under failing system calls, the k-th for every k; ARGS='--every 20' for a part
-	$(PY) -m benchmarks.faults --replace --publish $(ARGS)
+	$(PY) -m benchmarks.faults --replace --publish --sources here $(ARGS)
+	$(PY) -m benchmarks.faults --replace --publish --sources elsewhere --jobs 10 $(ARGS)
 
 .PHONY: sanitize malformed
 sanitize: setup  ## native code under address, undefined and thread sanitizers; ARGS=--quick for a part

@@ -103,6 +103,7 @@ SETTLE_SECONDS = 5.0  # until threads have ended, and connections are closed
 KEPT_BYTES = 2 << 20  # of memory more than after two clean loads: less than any region of a load
 REQUEST_BYTES = 256 << 10
 UNIT_BYTES = 2 << 20  # of memory that threads touch at once: a huge page
+SOURCES = HERE, ELSEWHERE = "here", "elsewhere"  # files of this machine; other processes
 GROUP = 24  # cases of one load and call that share a child: a fork takes as long as two loads
 DOCUMENT = places.RESULTS.parents[1] / "docs" / "reliability.md"
 
@@ -192,6 +193,8 @@ def write_model(folder: Path) -> dict[str, bytes]:
     import torch
     import transformers
 
+    # Bars have a lock that all processes share: a child that is killed may hold it.
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -299,12 +302,15 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
 class Server:
     """A process that has imported everything and done each load once. It forks a child per case."""
 
-    def __init__(self, folder: Path, patterns: Sequence[str], sample: bool) -> None:
+    def __init__(
+        self, folder: Path, patterns: Sequence[str], sources: Sequence[str], sample: bool
+    ) -> None:
         """Imports, writes and loads. `close` ends the processes that it has started.
 
         Args:
             folder: An empty directory.
             patterns: The loads that are wanted, by name.
+            sources: Where they may load from: some of SOURCES.
             sample: Whether to leave out loads that take seconds.
         """
         plain, large, model = folder / "plain", folder / "large", folder / "model"
@@ -316,7 +322,7 @@ class Server:
         self.loads = {
             name: load
             for name, load in loads_of(plain, large, model).items()
-            if is_wanted(name, patterns)
+            if HERE in sources and is_wanted(name, patterns)
         }
         self.files = [*plain.glob("*"), *large.glob("*"), *model.glob("*.safetensors")]
         for file in self.files:  # dirty pages cannot be evicted
@@ -327,7 +333,11 @@ class Server:
             ended, text = self._attempt(name, "")
             if ended != "exact":
                 raise records.Refused(f"{name} without a fault: {text}")
-        names = [name for name in remote_loads.NAMES if is_wanted(name, patterns)]
+        names = [
+            name
+            for name in remote_loads.NAMES
+            if ELSEWHERE in sources and is_wanted(name, patterns)
+        ]
         self.left_out = {name: why for name in names if (why := remote_loads.why_not(name))}
         if sample and remote_loads.PEER in names:
             self.left_out[remote_loads.PEER] = "not in a sample"
@@ -646,10 +656,14 @@ def swept(
 
 
 def summed(found: Sequence[tuple[Case, Outcome]]) -> dict[str, dict[str, str]]:
-    """How the cases ended, by load, and by call and error: one line each."""
+    """How the cases ended, by load, and by call with its errors: one line each."""
+    errors: dict[tuple[str, str], set[str]] = {}
+    for case, _ in found:
+        errors.setdefault((case.load, case.call), set()).add(case.error)
     rows: dict[str, dict[str, Counter[str]]] = {}
     for case, outcome in found:
-        row = rows.setdefault(case.load, {}).setdefault(f"{case.call} {case.error}", Counter())
+        names = ",".join(sorted(errors[case.load, case.call]))
+        row = rows.setdefault(case.load, {}).setdefault(f"{case.call} {names}", Counter())
         row[outcome.kind] += 1
     return {
         load: {
@@ -669,12 +683,12 @@ def table(result: Mapping[str, Any]) -> str:
     errors: dict[str, set[str]] = {}
     for some in result["rows"].values():
         for one, counts in some.items():
-            call, error = one.split()
+            call, names = one.split()
             words = counts.split()
             row = rows.setdefault(call, Counter())
             row.update({kind: int(n) for kind, n in zip(words[::2], words[1::2], strict=True)})
             row.pop("unmet", None)
-            errors.setdefault(call, set()).add(error)
+            errors.setdefault(call, set()).update(names.split(","))
     rows = {call: row for call, row in rows.items() if row.total()}
     rows["all"] = sum(rows.values(), Counter())
     lines = [
@@ -682,10 +696,10 @@ def table(result: Mapping[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for call, row in rows.items():
-        names = ", ".join(sorted(errors.get(call, ())))
+        shown = ", ".join(sorted(errors.get(call, ())))
         counts = " | ".join(f"{row[kind]:,}" for kind in KINDS)
-        shown = f"`{call}`" if names else call
-        lines.append(f"| {shown} | {names} | {row.total():,} | {counts} |")
+        name = f"`{call}`" if shown else call
+        lines.append(f"| {name} | {shown} | {row.total():,} | {counts} |")
     return "\n".join(lines) + "\n"
 
 
@@ -694,12 +708,15 @@ def publish(result: Mapping[str, Any]) -> None:
     part = "" if result["every"] == 1 else f", one case in {result['every']}"
     machine = records.described(dict(result))
     shown = f"All k of {result['loads']} kinds of loads{part}; {machine}.\n\n"
-    records.fill(DOCUMENT, "faults", shown + table(result))
+    records.fill(DOCUMENT, result["kind"], shown + table(result))
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = records.parser_of("benchmarks.faults", __doc__)
     parser.add_argument("--loads", nargs="+", default=["*"], metavar="PATTERN", help="kinds: all")
+    parser.add_argument(
+        "--sources", nargs="+", default=[*SOURCES], choices=SOURCES, help="of the loads: both"
+    )
     parser.add_argument(
         "--calls",
         nargs="+",
@@ -756,7 +773,8 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(dir=options.dir, prefix="gdsload-faults-")
         )
-        server = stack.enter_context(closing(Server(Path(folder), options.loads, options.sample)))
+        wanted = Path(folder), options.loads, options.sources, options.sample
+        server = stack.enter_context(closing(Server(*wanted)))
         for name, why in server.left_out.items():
             say(f"{name}: left out: {why}")
         chosen = list(server.loads)
@@ -769,8 +787,9 @@ def main(words: Sequence[str] | None = None) -> int:
         gc.unfreeze()
         seconds = time.monotonic() - began
         bad = [f"{case}: {outcome.text}" for case, outcome in found if outcome.kind == "violation"]
+        name = "faults" if HERE in options.sources else "faults-elsewhere"
         result = records.record(
-            "faults",
+            name,
             Path(folder),
             loads=len(chosen),
             cases=len(found),
@@ -785,7 +804,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.publish:
         publish(result)
     if not options.sample or options.output:
-        say(f"result: {records.keep(result, options, 'faults')}")
+        say(f"result: {records.keep(result, options, name)}")
     return 1 if bad else 0
 
 

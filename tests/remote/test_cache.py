@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import gc
 import os
 import random
 import subprocess
@@ -412,6 +414,31 @@ def test_cache_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     cached = opened(tmp_path / "file", file)
     assert "Not a directory" in cached.refusal
     assert cached.read(5, 100) == file.content[5:105]
+
+
+def test_status_that_cannot_be_read_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(tmp_path, MemoryFile("other"))
+    plain, failing, calls = os.fstat, 0, 0
+
+    def fstat(fd: int) -> os.stat_result:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return plain(fd)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    opened(tmp_path, MemoryFile()).close()
+    last = calls
+    assert last > 3
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(1, last + 1):
+        calls, failing = 0, number
+        opened(tmp_path, MemoryFile()).close()
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_lock_that_another_process_holds_is_waited_for_and_then_an_error(

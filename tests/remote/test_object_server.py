@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -150,8 +151,6 @@ def test_header_of_a_status_reaches_the_client(server: ObjectServer) -> None:
 
 
 def test_bandwidth_is_limited(server: ObjectServer) -> None:
-    import time
-
     server.bytes_per_second = 400_000
     begin = time.monotonic()
     assert read(client(server, "s3"), 0, 100_000) == DATA[:100_000]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
     CheckpointNotFound,
+    CheckpointUnreadable,
     FileChanged,
     RemoteError,
 )
@@ -120,6 +123,24 @@ def test_directory_that_may_not_be_listed_is_opened(server: ObjectServer) -> Non
     server.script("403", path="", count=None)
     with Checkpoint.open(server.url("s3", "model")) as opened:
         assert len(opened.shards) == 2
+
+
+def test_refused_listing_leaves_no_cycle(server: ObjectServer) -> None:
+    """The connections of a directory that nobody uses any more are closed at once."""
+    server.script("403", path="", count=None)
+    directory = ObjectDirectory(server.url("s3", "model"))
+    gone = weakref.ref(directory)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(CheckpointUnreadable, match="403"):
+                directory.names()
+        assert directory.has("model-00001-of-00002.safetensors")
+        del directory
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_web_server_that_refuses_head_is_read(server: ObjectServer, tiny_checkpoint: Path) -> None:

@@ -36,6 +36,7 @@ SIZE_VARIABLE = "GDSLOAD_CACHE_BYTES"
 # Below `cache_dir`, which may hold other files. The number is that of the format.
 _DIRECTORY = "gdsload-files-1"
 _PIECES = "pieces"
+_FACTS_BYTES = 1 << 20  # at most, of its first line
 _FREE_SHARE = 10  # a tenth of the filesystem stays free by default
 _LOCK_SECONDS = 10.0  # for making and removing entries; it is held for milliseconds
 # Another process that fetches the same bytes is waited for so long. Then both fetch them.
@@ -402,10 +403,13 @@ def _reason(error: BaseException) -> str:
 def _opened(path: str, flags: int) -> int:
     """A descriptor of a regular file. Raises OSError, and does not wait for the end of a FIFO."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _NotCached(f"{path} is not a regular file")
+        os.set_blocking(fd, True)
+    except BaseException:
         os.close(fd)
-        raise _NotCached(f"{path} is not a regular file")
-    os.set_blocking(fd, True)
+        raise
     return fd
 
 
@@ -451,9 +455,12 @@ def _allocated(directory: str) -> int:
 def _cached(directory: str) -> Cached:
     url, version, size, used = "", "", 0, 0.0
     with suppress(OSError, ValueError, KeyError, TypeError):
-        with open(_opened(os.path.join(directory, _PIECES), os.O_RDONLY), "rb") as pieces:
-            facts = json.loads(pieces.readline(1 << 20))
-            used = os.fstat(pieces.fileno()).st_mtime
+        fd = _opened(os.path.join(directory, _PIECES), os.O_RDONLY)
+        try:
+            facts = json.loads(os.pread(fd, _FACTS_BYTES, 0).partition(b"\n")[0])
+            used = os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
         url, version, size = str(facts["url"]), str(facts["version"]), int(facts["size"])
     with os.scandir(directory) as files:
         busy = any(_is_locked(each.path) for each in files)

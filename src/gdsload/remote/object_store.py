@@ -13,6 +13,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator
+from copy import copy
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -134,6 +135,8 @@ class ObjectDirectory(RemoteDirectory):
         self._url = url
         self._opened: Any = _opened_store(url, self.kind)  # None after `quiesce`
         self._names: frozenset[str] | None = None
+        # A copy: the traceback of an error refers to this object, and such a cycle would keep its
+        # connections open until the garbage is collected.
         self._list_error: CheckpointError | None = None
         self._lock = threading.Lock()
 
@@ -158,12 +161,12 @@ class ObjectDirectory(RemoteDirectory):
     def names(self) -> Collection[str]:
         with self._lock:
             if self._list_error is not None:
-                raise self._list_error
+                raise copy(self._list_error)
             if self._names is None:
                 try:
                     self._names = self._list()
                 except CheckpointError as error:
-                    self._list_error = error
+                    self._list_error = copy(error)
                     raise
             return self._names
 
@@ -196,7 +199,7 @@ class ObjectDirectory(RemoteDirectory):
             except Exception as failed:
                 error = self.open_error(self.path_of(name), failed)
                 if isinstance(error, CheckpointAccessError):
-                    self._list_error = error
+                    self._list_error = copy(error)
                 elif not isinstance(error, CheckpointNotFound):
                     raise error from None
                 return False
