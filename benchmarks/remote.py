@@ -5,11 +5,15 @@
 versitygw serves a copy of the checkpoint by S3 on loopback (`make test-remote` builds it); with a
 latency, a proxy in a process of its own delays each request. The loaders take turns, each in a
 fresh process whose imports are not counted; every byte is read inside the clock. The server and
-its disk cache share the machine with the loader. The sums of all tensors must be equal.
+its disk cache share the machine with the loader. The sums of all tensors must be equal. An arm of
+gdsload may have options of its backend:
+
+    python -m benchmarks.remote DIRECTORY --arms gdsload gdsload:depth=64,request_bytes=4194304
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -37,15 +41,16 @@ LATENCIES_MS = (0, 20)
 
 def loaded(arm: str, store: ObjectStore, shards: Sequence[str]) -> dict[str, Any]:
     """The result of one fresh process. Raises Refused if it fails."""
-    ours = ARMS[arm] == OURS
-    python = sys.executable if ours else places.python_of(ARMS[arm])
+    kind = arm.partition(":")[0]
+    ours = ARMS[kind] == OURS
+    python = sys.executable if ours else places.python_of(ARMS[kind])
     runai = {
         "RUNAI_STREAMER_S3_ENDPOINT": store.environment["AWS_ENDPOINT_URL"],
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
     }
     told = {**store.environment, **({} if ours else runai)}
     environment = places.own_environment(**told) if ours else places.environment(**told)
-    urls = [store.url()] if arm in DIRECTORY_URL else [store.url(shard) for shard in shards]
+    urls = [store.url()] if kind in DIRECTORY_URL else [store.url(shard) for shard in shards]
     with subprocess.Popen(
         [*places.command(python, "remote_worker"), arm, *urls],
         env=environment,
@@ -118,11 +123,19 @@ def notes(result: dict[str, Any]) -> str:
     )
 
 
+def arm_of(text: str) -> str:
+    """An arm of the command line. Raises ArgumentTypeError."""
+    kind, _, settings = text.partition(":")
+    if kind not in ARMS or (settings and kind not in DIRECTORY_URL):
+        raise argparse.ArgumentTypeError(f"{text!r}: the arms are {', '.join(ARMS)}")
+    return text
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = records.parser_of("python -m benchmarks.remote", __doc__)
     records.add_source(parser)
     parser.add_argument("--repeats", type=values.whole, default=5, metavar="N")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS], default=[*ARMS])
+    parser.add_argument("--arms", nargs="+", type=arm_of, default=[*ARMS])
     parser.add_argument(
         "--latency-ms", nargs="+", type=int, default=[*LATENCIES_MS], metavar="MILLISECONDS"
     )

@@ -2,6 +2,8 @@
 store, and reads every byte. It runs in the environment of its loader, which may be without gdsload.
 
     remote_worker ARM URL...      the URL of the directory, or those of the shards
+
+An arm of gdsload may have options of the backend: `gdsload:depth=64,request_bytes=4194304`.
 """
 
 from __future__ import annotations
@@ -27,20 +29,24 @@ def _timed(pairs: Iterator[tuple[str, Any]], began: float) -> Loaded:
     return tensors(state, first_s=first)
 
 
-def open_gdsload() -> Callable[[list[str]], Loaded]:
+def open_gdsload(**options: int) -> Callable[[list[str]], Loaded]:
     import torch  # noqa: F401 - its import is not what is measured
 
     import gdsload
 
-    return lambda urls: tensors(gdsload.load_file(urls[0], progress=False))
+    return lambda urls: tensors(gdsload.load_file(urls[0], options=options, progress=False))
 
 
-def open_gdsload_stream() -> Callable[[list[str]], Loaded]:
+def open_gdsload_stream(**options: int) -> Callable[[list[str]], Loaded]:
     import torch  # noqa: F401
 
     import gdsload
 
-    return lambda urls: _timed(iter(gdsload.stream(urls[0], progress=False)), time.monotonic())
+    def load(urls: list[str]) -> Loaded:
+        began = time.monotonic()
+        return _timed(iter(gdsload.stream(urls[0], options=options, progress=False)), began)
+
+    return load
 
 
 def open_runai() -> Callable[[list[str]], Loaded]:
@@ -123,7 +129,7 @@ def open_obstore_ranges() -> Callable[[list[str]], Loaded]:
     return load
 
 
-OPENERS = {
+OPENERS: dict[str, Callable[..., Callable[[list[str]], Loaded]]] = {
     "gdsload": open_gdsload,
     "gdsload.stream": open_gdsload_stream,
     "runai": open_runai,
@@ -134,7 +140,9 @@ OPENERS = {
 
 def main() -> None:
     arm, *urls = sys.argv[1:]
-    load = OPENERS[arm]()
+    kind, _, settings = arm.partition(":")
+    pairs = (pair.partition("=") for pair in settings.split(",") if pair)
+    load = OPENERS[kind](**{name: int(value) for name, _, value in pairs})
     print("ready", flush=True)
     sys.stdin.readline()
     source: Any = urls

@@ -242,6 +242,7 @@ def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
         (0, 0, 4096, 1, 0, (1 << 21) - 1, "buffered"),  # exceeds its region
         (0, 0, 1 << 63, 1, 0, 0, "buffered"),
         (0, 0, 0, 4096, 0, (1 << 21) - 1, "mapped"),  # reads all that it wants
+        (0, 0, 4096, 4096, 0, 0, "mapped"),  # into memory that is no mapping
         (0, 0, 4096, 4096, 0, 0, "odd"),
         (0, 0, 1 << 64, 1, 0, 0, "buffered"),
         (0, -1, 4096, 1, 0, 0, "buffered"),

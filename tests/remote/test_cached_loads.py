@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,28 @@ def test_second_opening_is_one_of_local_files(server: ObjectServer, tmp_path: Pa
         assert (second.source, second.tensors) == (first.source, first.tensors)
         second.verify_unchanged()
     assert len(server.reads("*.safetensors")) == len(first.shards)  # for the ETag
+
+
+def test_copy_whose_status_cannot_be_read_costs_the_cache_and_not_the_load(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, cache = server.url("s3", "model"), tmp_path / "cache"
+    with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+        content = read_all(checkpoint)
+    plain = os.fstat
+    for failing in checkpoint.shards:
+        copy = next(path for path in cache.rglob(failing.name)).stat().st_ino
+
+        def fstat(fd: int, copy: int = copy) -> os.stat_result:
+            status = plain(fd)
+            if status.st_ino == copy and sys._getframe(1).f_code.co_name == "_local_copy":
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            return status
+
+        monkeypatch.setattr(os, "fstat", fstat)
+        with Checkpoint.open(url, cache_dir=cache) as again:
+            assert again.remote
+            assert read_all(again) == content
 
 
 def test_partly_filled_cache_is_not_taken_for_local_files(

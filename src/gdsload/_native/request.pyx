@@ -75,6 +75,9 @@ cdef int add_read(CRequest *request, object transfer, Target *targets, Py_ssize_
         or op.wanted > target.length - <uint64_t>shift
     ):
         raise ValueError(f"read {request.count} exceeds its target")
+    if op.io_mode == MAPPED and (target.region == NULL or target.region.anonymous):
+        # Its pages would be touched, and nothing would be read: zeros.
+        raise ValueError(f"read {request.count} is mapped, but its target maps no file")
     op.address = <char *><size_t>(target.address + <uint64_t>shift)
     op.buffer = target.buffer
     if target.region != NULL:
@@ -112,7 +115,7 @@ cdef class Request:
         with it. ``targets``: (address, bytes, region's handle or None, buffer or -1).
 
         Raises IndexError for a transfer of no file or target, ValueError for one that exceeds its
-        target or has no such I/O mode.
+        target, has no such I/O mode, or is "mapped" into memory that is not.
         """
         cdef CRequest *made = <CRequest *>calloc(1, sizeof(CRequest))
         cdef File *file

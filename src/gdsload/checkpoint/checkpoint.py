@@ -335,18 +335,29 @@ def _local_copies(shards: list[Shard]) -> list[Shard]:
     """The copies of files elsewhere on this machine, if it has all of them; else `shards`."""
     copies: list[Shard] = []
     for shard in shards:
-        copy = None if shard.remote is None else shard.remote.local_copy()
+        copy = _local_copy(shard)
         if copy is None:
             for each in copies:
                 each.close()
             return shards
-        copies.append(
-            Shard(copy.fd, Identity.of(os.fstat(copy.fd)), path=copy.path, name=shard.name)
-        )
-        copies[-1].directory = shard.directory
+        copies.append(copy)
     for shard in shards:
         shard.close()
     return copies
+
+
+def _local_copy(shard: Shard) -> Shard | None:
+    copy = None if shard.remote is None else shard.remote.local_copy()
+    if copy is None:
+        return None
+    try:
+        identity = Identity.of(os.fstat(copy.fd))
+    except OSError:  # nothing that fails in the cache ends a load
+        os.close(copy.fd)
+        return None
+    made = Shard(copy.fd, identity, path=copy.path, name=shard.name)
+    made.directory = shard.directory
+    return made
 
 
 def _read_header(shard: Shard, limit: int) -> bytes:
