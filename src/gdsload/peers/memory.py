@@ -11,7 +11,7 @@ import ctypes
 import time
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.errors import BackendUnavailable
 from gdsload.peers.publication import Location
@@ -58,10 +58,14 @@ class RegisteredMemory:
         self.agent_name = f"gdsload-source-{uuid.uuid4().hex}"
         self.staged_bytes, self.staged_reason = 0, ""
         self._agent = new_agent(self.agent_name, plugin, parameters, progress=True)
+        # It lives as long as the agent: LIBFABRIC says that a read of its own memory is done, and
+        # writes to its target a little later.
+        self._probe = ctypes.create_string_buffer(_PROBE_BYTES)
+        self._is_probe_registered = False
         on_devices = {name: flat for name, flat in flats.items() if flat.device.type != "cpu"}
         in_place = {name: flat for name, flat in flats.items() if name not in on_devices}
         if on_devices:
-            fault = _registration_fault(self._agent, self.agent_name, regions_of(on_devices))
+            fault = self._registration_fault(regions_of(on_devices))
             if not fault:
                 in_place |= on_devices
                 on_devices = {}
@@ -70,11 +74,44 @@ class RegisteredMemory:
         self.staged_bytes = sum(flat.numel() for flat in staged.values())
         self._kept = in_place | staged
         host = {name: flat for name, flat in self._kept.items() if flat.device.type == "cpu"}
-        fault = _registration_fault(self._agent, self.agent_name, regions_of(host))
+        fault = self._registration_fault(regions_of(host))
         if fault:
             reason = f"NIXL cannot register host memory: {fault}"
             raise BackendUnavailable(reason, {"nixl": reason})
         self.locations = locations_of(self._kept)
+
+    def _registration_fault(self, regions: list[Region]) -> str:
+        """Registers regions of one kind of memory and reads from the first. The fault, or ""."""
+        if not regions:
+            return ""
+        described = [(start, end - start, device, "") for _, device, start, end in regions]
+        kind, device, start, end = regions[0]
+        probe = ctypes.addressof(self._probe)
+        try:
+            if not self._is_probe_registered:
+                self._agent.register_memory([(probe, _PROBE_BYTES, 0, "")], "DRAM")
+                self._is_probe_registered = True
+            self._agent.register_memory(described, kind)
+            return self._read_fault(kind, start, min(_PROBE_BYTES, end - start), device)
+        except Exception as error:  # the classes of NIXL derive from Exception
+            return str(error) or type(error).__name__
+
+    def _read_fault(self, kind: str, start: int, nbytes: int, device: int) -> str:
+        """Reads memory through NIXL. The fault, or ""."""
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            "READ",
+            agent.get_xfer_descs([(ctypes.addressof(self._probe), nbytes, 0)], "DRAM"),
+            agent.get_xfer_descs([(start, nbytes, device)], kind),
+            self.agent_name,
+        )
+        state = agent.transfer(handle)
+        deadline = time.monotonic() + _PROBE_SECONDS
+        while state == "PROC" and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            state = agent.check_xfer_state(handle)
+        handle.release()
+        return "" if state == "DONE" else f"a read of it ended as {state}"
 
     def metadata(self) -> bytes:
         """What readers need to reach the memory."""
@@ -126,42 +163,3 @@ def _staged(flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[name] = buffer[starts[name] : starts[name] + flat.numel()]
         found[name].copy_(flat)
     return found
-
-
-def _registration_fault(agent: Any, agent_name: str, regions: list[Region]) -> str:
-    """Registers regions of one kind of memory and reads from the first. The fault, or ""."""
-    if not regions:
-        return ""
-    described = [(start, end - start, device, "") for _, device, start, end in regions]
-    kind, device, start, end = regions[0]
-    nbytes = min(_PROBE_BYTES, end - start)
-    probe = ctypes.create_string_buffer(nbytes)
-    address = ctypes.addressof(probe)
-    try:
-        agent.register_memory(described, kind)
-        registered = agent.register_memory([(address, nbytes, 0, "")], "DRAM")
-        try:
-            return _read_fault(agent, agent_name, kind, (start, nbytes, device), address)
-        finally:
-            agent.deregister_memory(registered)
-    except Exception as error:  # the classes of NIXL derive from Exception
-        return str(error) or type(error).__name__
-
-
-def _read_fault(
-    agent: Any, agent_name: str, kind: str, source: tuple[int, int, int], address: int
-) -> str:
-    """Reads through NIXL from `source` (address, bytes, device). The fault, or ""."""
-    handle = agent.initialize_xfer(
-        "READ",
-        agent.get_xfer_descs([(address, source[1], 0)], "DRAM"),
-        agent.get_xfer_descs([source], kind),
-        agent_name,
-    )
-    state = agent.transfer(handle)
-    deadline = time.monotonic() + _PROBE_SECONDS
-    while state == "PROC" and time.monotonic() < deadline:
-        time.sleep(0.0005)
-        state = agent.check_xfer_state(handle)
-    handle.release()
-    return "" if state == "DONE" else f"a read of it ended as {state}"

@@ -1,0 +1,68 @@
+"""Memory that NIXL serves, with a double of its agent."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from gdsload.errors import BackendUnavailable
+from gdsload.peers import memory
+
+
+class LateAgent:
+    """Says that a read is done, and writes its bytes when it is told to."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[int, int]] = []
+        self.refused = ""
+        self.late: list[tuple[int, int, int]] = []  # target, source, bytes
+
+    def register_memory(self, described: list[tuple[int, int, int, str]], kind: str) -> None:
+        if kind == self.refused:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        self.registered += [(start, nbytes) for start, nbytes, *_ in described]
+
+    def get_xfer_descs(self, described: list[tuple[int, int, int]], kind: str) -> Any:
+        return described[0]
+
+    def initialize_xfer(self, how: str, target: Any, source: Any, agent: str) -> LateAgent:
+        self.late.append((target[0], source[0], source[1]))
+        return self
+
+    def transfer(self, handle: LateAgent) -> str:
+        return "DONE"
+
+    def release(self) -> None: ...
+
+    def write(self) -> None:
+        for target, source, nbytes in self.late:
+            assert any(start <= target < start + length for start, length in self.registered)
+            ctypes.memmove(target, source, nbytes)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> LateAgent:
+    made = LateAgent()
+    monkeypatch.setattr(memory, "new_agent", lambda *_, **__: made)
+    return made
+
+
+def test_read_that_ends_late_writes_to_memory_that_is_still_there(agent: LateAgent) -> None:
+    flat = torch.arange(100, dtype=torch.uint8)
+    served = memory.RegisteredMemory({"a": flat}, "LIBFABRIC", {})
+    gc.collect()
+    others = [ctypes.create_string_buffer(4096) for _ in range(50)]  # in what was freed
+    agent.write()
+    assert not any(any(each.raw) for each in others)
+    assert (flat.data_ptr(), 100) in agent.registered
+    assert served.locations["a"].address == flat.data_ptr()
+
+
+def test_memory_that_cannot_be_registered_is_an_error(agent: LateAgent) -> None:
+    agent.refused = "DRAM"
+    with pytest.raises(BackendUnavailable, match="NIXL cannot register host memory: NIXL_ERR"):
+        memory.RegisteredMemory({"a": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
