@@ -58,10 +58,9 @@ class RegisteredMemory:
         self.agent_name = f"gdsload-source-{uuid.uuid4().hex}"
         self.staged_bytes, self.staged_reason = 0, ""
         self._agent = new_agent(self.agent_name, plugin, parameters, progress=True)
-        # It lives as long as the agent: LIBFABRIC says that a read of its own memory is done, and
-        # writes to its target a little later.
+        # It stays: LIBFABRIC says that a read of its own memory is done, and writes to its target a
+        # little later.
         self._probe = ctypes.create_string_buffer(_PROBE_BYTES)
-        self._is_probe_registered = False
         on_devices = {name: flat for name, flat in flats.items() if flat.device.type != "cpu"}
         in_place = {name: flat for name, flat in flats.items() if name not in on_devices}
         if on_devices:
@@ -88,11 +87,12 @@ class RegisteredMemory:
         kind, device, start, end = regions[0]
         probe = ctypes.addressof(self._probe)
         try:
-            if not self._is_probe_registered:
-                self._agent.register_memory([(probe, _PROBE_BYTES, 0, "")], "DRAM")
-                self._is_probe_registered = True
             self._agent.register_memory(described, kind)
-            return self._read_fault(kind, start, min(_PROBE_BYTES, end - start), device)
+            registered = self._agent.register_memory([(probe, _PROBE_BYTES, 0, "")], "DRAM")
+            try:
+                return self._read_fault(kind, start, min(_PROBE_BYTES, end - start), device)
+            finally:
+                self._agent.deregister_memory(registered)
         except Exception as error:  # the classes of NIXL derive from Exception
             return str(error) or type(error).__name__
 
