@@ -210,6 +210,8 @@ def serving(scheme: str, directory: Path, beside: Path | None = None) -> Iterato
         directory: Its files become the objects.
         beside: Where the copy is made; None for the directory of temporary files.
     """
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside) as work, ExitStack() as stack:
         yield stack.enter_context(SERVERS[scheme](directory, Path(work)))
 
