@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -13,6 +15,7 @@ from gdsload.cli import terminal
 from gdsload.errors import one_line
 from gdsload.remote.peer import DEFAULT_PORT
 from gdsload.report import count, size
+from gdsload.system import lifecycle
 
 
 def _parameters(
@@ -78,3 +81,12 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
             server.wait()
             while True:
                 time.sleep(3600)
+    lifecycle.at_exit(lifecycle.PROCESS, _leave)
+
+
+def _leave() -> None:
+    """Ends the process without the exit handlers of libraries: NIXL has libnl of its own, which
+    crashes there if the system's is loaded too, as Debian's ibverbs-providers does."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(0)

@@ -4,7 +4,7 @@ A child of fork() has one thread. A lock that another thread of the parent held 
 the child for ever. So locks that outlive a function are created here, and a child gets new ones.
 When the process ends, resources are closed in one order, each after its users:
 
-    prefetches ─► staging rings ─► cuFile ─► CUDA
+    prefetches ─► staging rings ─► cuFile ─► CUDA ─► the process itself, if a command asks for it
 
 Not responsible for closing them: each module registers its own functions.
 """
@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 
 # The steps of the end of the process, in their order.
-PREFETCHES, RINGS, CUFILE, CUDA = range(4)
+PREFETCHES, RINGS, CUFILE, CUDA, PROCESS = range(5)
 # How long a step waits for one lock. A thread that holds it may be in a driver call that hangs.
 LOCK_SECONDS = 5.0
 
