@@ -448,7 +448,6 @@ def main(words: Sequence[str] | None = None) -> int:
         prepare_process()
         print(json.dumps(soak(options.child, options.loads, options.seed, options.kinds)))
         return 0
-    prepare_process()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="gdsload-soak-") as name:
         folder = Path(name)

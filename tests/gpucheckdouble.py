@@ -9,7 +9,6 @@ torch: importing it again in twenty processes takes most of the time of the test
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 
+import forked
 import gpudoubles
 from devicetensors import TorchCuda, device_tensor
 from gdsload import api
@@ -101,19 +100,11 @@ def run_script(arguments: list[str]) -> None:
     exec(compile(Path(SCRIPT).read_text(), SCRIPT, "exec"), main.__dict__)
 
 
-def run_child(arguments: list[str], environment: dict[str, str] | None) -> int:
-    """The exit status of the script in a child process."""
+def run_child(arguments: list[str], environment: dict[str, str] | None) -> None:
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
-    try:
-        run_script(arguments)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else end.code is not None
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+    run_script(arguments)
 
 
 class ForkedPopen(subprocess.Popen[Any]):
@@ -126,7 +117,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             return
         faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
         sys.stdout.flush()
-        self.pid = os.fork()
+        self.pid = forked.fork()
         if self.pid:
             self._child_created = True
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -140,8 +131,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         for fd in (pipes[1], pipes[2], pipes[4]):  # the parent's ends
             if fd != -1:
                 os.close(fd)
-        # Not through the frames of the parent, whose `finally` clauses are not the child's.
-        ctypes.pythonapi.Py_Exit(run_child(list(map(str, command[2:])), environment))
+        forked.end_with(lambda: run_child(list(map(str, command[2:])), environment))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """A program of test_cufile_real.py: loads checkpoints through the real libcufile, in compatibility
-mode over a double of CUDA, and prints facts about the loads as JSON.
+mode over a double of CUDA.
 
-    real_cufile.py LIBCUFILE BACKEND REQUEST_BYTES SOURCE...
+    real_cufile.py LIBCUFILE FOLDER SOURCE... BACKEND:REQUEST_BYTES...
+
+Each case runs in a process that is forked after the imports, and writes facts about its loads as
+JSON to a file of FOLDER, which is named after the case. Prints the status of each process as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import forked
 import gdsload
 from devicetensors import device_tensor, raw
 from gdsload import api
@@ -24,7 +30,7 @@ from gdsload.memory import staging_ring
 from gdsload.system import shared_libraries
 
 
-def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[str, Any]:
+def facts_of(library: str, backend: str, request_bytes: int, sources: list[str]) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(
         shared_libraries,
@@ -34,7 +40,7 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
     patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(api, "require_device", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
-    options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": int(request_bytes)}
+    options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": request_bytes}
     for source in sources:
         for cache in ("auto", "buffered"):
             got = gdsload.load_file(
@@ -53,6 +59,23 @@ def main(library: str, backend: str, request_bytes: str, *sources: str) -> dict[
     staging_ring.release_rings()
     facts["rings"] = len(staging_ring.rings())
     return facts
+
+
+def write_facts(folder: str, case: str, library: str, sources: list[str]) -> None:
+    backend, _, nbytes = case.partition(":")
+    facts = facts_of(library, backend, int(nbytes), sources)
+    Path(folder, case).write_text(json.dumps(facts))
+
+
+def main(library: str, folder: str, *words: str) -> dict[str, int]:
+    sources = [word for word in words if ":" not in word]
+    ended = {}
+    for case in words[len(sources) :]:
+        child = forked.fork()
+        if child == 0:
+            forked.end_with(partial(write_facts, folder, case, library, sources))
+        ended[case] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return ended
 
 
 if __name__ == "__main__":

@@ -283,7 +283,3 @@ CASES = (
     same_names,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
+import forked
 from gdsload.backends.posix import engines
 
 ENGINES = [engine for engine in engines.ENGINES if engines.try_engine(engine).usable]
 SMALL = {"request_bytes": 16384, "depth": 2}
-PATIENCE_SECONDS = 240
 MAP_LOCKED = 0x2000
 
 
@@ -55,17 +52,8 @@ def kept_warm(*files: Path, offset: int = 0, length: int = 0) -> Iterator[None]:
         yield
 
 
-def python(
-    program: str, *args: object, setup: Callable[[], None] | None = None, status: int = 0
-) -> str:
+def python(program: str, *args: object) -> str:
     """Runs a program in a new process and returns its output."""
-    ran = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        preexec_fn=setup,
-        check=False,
-    )
-    assert ran.returncode == status, ran.stderr
+    ran = forked.run(program, *args)
+    assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()

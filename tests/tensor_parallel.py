@@ -117,7 +117,3 @@ def shared(directory: str, stock: Any = None, **words: Any) -> dict[str, Any]:
         "received_bytes": report.received_bytes,
         "wanted_bytes": report.wanted_bytes,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -102,22 +102,23 @@ import deepspeed, torch, transformers
 from transformers.integrations import HfDeepSpeedConfig
 import gdsload
 
-deepspeed.init_distributed(dist_backend="gloo")
-held = HfDeepSpeedConfig({
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": False},
-})
-auto = transformers.AutoModelForCausalLM
-stock, ours = auto.from_pretrained(sys.argv[1]), gdsload.from_pretrained(sys.argv[1])
-report = gdsload.last_report()
-pairs = list(zip(stock.parameters(), ours.parameters(), strict=True))
-with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair]):
-    same = all(torch.equal(one, other) for one, other in pairs)
-print(json.dumps({
-    "path": report.integration, "reason": report.integration_reason,
-    "same": same, "count": len(pairs),
-    "spread": all(hasattr(p, "ds_id") for p in ours.parameters()),
-}))
+def main():
+    deepspeed.init_distributed(dist_backend="gloo")
+    held = HfDeepSpeedConfig({
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": False},
+    })
+    auto = transformers.AutoModelForCausalLM
+    stock, ours = auto.from_pretrained(sys.argv[1]), gdsload.from_pretrained(sys.argv[1])
+    report = gdsload.last_report()
+    pairs = list(zip(stock.parameters(), ours.parameters(), strict=True))
+    with deepspeed.zero.GatheredParameters([p for pair in pairs for p in pair]):
+        same = all(torch.equal(one, other) for one, other in pairs)
+    print(json.dumps({
+        "path": report.integration, "reason": report.integration_reason,
+        "same": same, "count": len(pairs),
+        "spread": all(hasattr(p, "ds_id") for p in ours.parameters()),
+    }))
 """
 
 

@@ -16,17 +16,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
 import gdsload
+from command import PATIENCE_SECONDS, process
 from gdsload._native.first_touch import MODES
 from gdsload.backends import Progress
 from gdsload.backends.posix import backend
 from gdsload.errors import GdsloadError
 from gdsload.loading import session
-from storage import ENGINES, PATIENCE_SECONDS, SMALL, is_full_of, python, save
+from storage import ENGINES, SMALL, is_full_of, python, save
 
 
 @pytest.fixture
@@ -127,7 +129,8 @@ def test_process_exit_during_a_load_is_clean(path: Path) -> None:
         sys.exit(7)
     """
     for engine in ENGINES:
-        python(program, path, engine, status=7)
+        ran = process(dedent(program), path, engine)
+        assert (ran.returncode, ran.stderr) == (7, "")
 
 
 def test_eight_threads_load_exact_bytes(path: Path) -> None:
