@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import sys
 from pathlib import Path
 
@@ -391,8 +392,7 @@ def test_dangling_links_raise(tmp_path: Path) -> None:
 
 def test_special_files_raise_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.safetensors")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "socket.safetensors"))
+    os.mknod(tmp_path / "socket.safetensors", stat.S_IFSOCK | 0o600)
     for name, kind in (("fifo", "a FIFO"), ("socket", "a socket")):
         with pytest.raises(CheckpointError, match=f"this is {kind}, not a regular file"):
             open_all(tmp_path / f"{name}.safetensors")
