@@ -54,7 +54,8 @@ KINDS: dict[str, Kind] = {
     ),
     "bare": Kind(
         OURS, (), loaders.open_bare,
-        {"request_kib": 1024, "depth": 32, "threads": 0, "pages": "small", "memory": "fresh"},
+        {"request_kib": 1024, "depth": 32, "threads": 0, "pages": "small", "memory": "fresh",
+         "cache": "direct"},
     ),
     "pinned": Kind(OURS, ("torch",), others.open_pinned, {}, "limit", (CUDA,)),
     "transformers": Kind(

@@ -1,5 +1,6 @@
 /* The yardstick: O_DIRECT reads of whole files into memory, and nothing else: by one thread with a
- * deep ring, or by several threads with pread.
+ * deep ring, or by several threads with pread. And the same with a cast of bfloat16 to float32, from
+ * small buffers, or from a mapping of files that are cached.
  *
  * No header is parsed, nothing is planned. The caller (loaders.py) times it by the same clock as the
  * loaders, and sums the bytes in the same way afterwards.
@@ -11,6 +12,8 @@
 #include <fcntl.h>
 #include <liburing.h>
 #include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -40,27 +43,57 @@ struct work {
     const int *fds;
     const size_t *sizes;
     char **bases;
-    int count, error;
+    int count, error, casts, maps;
     size_t request, next;
 };
+
+static void cast(uint32_t *to, const uint16_t *from, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        to[i] = (uint32_t)from[i] << 16;
+}
+
+/* One request: its bytes, or twice as many, which are cast. `buffer` is for a request. */
+static int read_request(const struct work *work, int file, size_t offset, size_t length,
+                        char *buffer)
+{
+    char *to = work->bases[file] + offset * (work->casts + 1), *from = work->casts ? buffer : to;
+    if (work->maps) {
+        from = mmap(0, length, PROT_READ, MAP_SHARED | MAP_POPULATE, work->fds[file], offset);
+        if (from == MAP_FAILED)
+            return -errno;
+    } else {
+        ssize_t got = pread(work->fds[file], from, rounded(length), offset);
+        if (got != (ssize_t)length)
+            return got < 0 ? -errno : -EIO;
+    }
+    if (work->casts)
+        cast((uint32_t *)to, (const uint16_t *)from, length / 2);
+    if (work->maps)
+        munmap(from, length);
+    return 0;
+}
 
 /* Reads requests of the files by pread, until none is left. */
 static void *read_requests(void *argument)
 {
     struct work *work = argument;
+    char *buffer = work->casts ? aligned_alloc(BLOCK, work->request) : 0;
     for (;;) {
         size_t number = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), many;
         int file = 0;
         for (; file < work->count; file++, number -= many)
             if (number < (many = (work->sizes[file] + work->request - 1) / work->request))
                 break;
-        if (file == work->count)
+        if (file == work->count) {
+            free(buffer);
             return 0;
+        }
         size_t offset = number * work->request, left = work->sizes[file] - offset;
         size_t length = left < work->request ? left : work->request;
-        ssize_t got = pread(work->fds[file], work->bases[file] + offset, rounded(length), offset);
-        if (got != (ssize_t)length)
-            work->error = got < 0 ? -errno : -EIO;
+        int error = read_request(work, file, offset, length, buffer);
+        if (error)
+            work->error = error;
     }
 }
 
@@ -79,9 +112,10 @@ static int read_by_threads(struct work *work, int threads)
 }
 
 /* Reads `count` files of `sizes` bytes to `bases` by requests of `request` bytes: `depth` in flight
- * in a ring, or, unless `threads` is 0, by that many threads. 0, or a negative errno. */
+ * in a ring, or, unless `threads` is 0, by that many threads, which may cast: `bases` have twice the
+ * bytes then, and `maps` tells to map the files. 0, or a negative errno. */
 int bare_read(const char **paths, const size_t *sizes, char **bases, int count, size_t request,
-              int depth, int threads)
+              int depth, int threads, int casts, int maps)
 {
     struct io_uring_params params = {.flags = IORING_SETUP_SINGLE_ISSUER |
                                               IORING_SETUP_DEFER_TASKRUN};
@@ -89,15 +123,16 @@ int bare_read(const char **paths, const size_t *sizes, char **bases, int count, 
     int fds[MAX_FILES], flight = 0, error, file = 0;
     size_t offset = 0, wanted = 0, got = 0;
 
-    if (count > MAX_FILES || request % BLOCK || threads > MAX_THREADS)
+    if (count > MAX_FILES || request % BLOCK || threads > MAX_THREADS || (casts && !threads) ||
+        (maps && !casts))
         return -EINVAL;
     for (int i = 0; i < count; i++) {
-        if ((fds[i] = open(paths[i], O_RDONLY | O_DIRECT | O_CLOEXEC)) < 0)
+        if ((fds[i] = open(paths[i], O_RDONLY | (maps ? 0 : O_DIRECT) | O_CLOEXEC)) < 0)
             return -errno;
         wanted += sizes[i];
     }
     if (threads) {
-        struct work work = {fds, sizes, bases, count, 0, request, 0};
+        struct work work = {fds, sizes, bases, count, 0, casts, maps, request, 0};
         error = read_by_threads(&work, threads);
         for (int i = 0; i < count; i++)
             close(fds[i]);

@@ -114,7 +114,12 @@ def open_runai(wanted: Wanted) -> Opened:
     return Opened(load)
 
 
-BARE = {"pages": ("small", "huge"), "memory": ("fresh", "backed")}
+BARE = {
+    "pages": ("small", "huge"),
+    "memory": ("fresh", "backed"),
+    "dtype": ("float32",),
+    "cache": ("direct", "mapped"),
+}
 MOST_BARE_THREADS = 64
 MOST_BARE_KIB, MOST_BARE_DEPTH = 1 << 20, 4096
 
@@ -133,8 +138,12 @@ def bare_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"bare: {name}={value}; it has request_kib=4, 8 ... {MOST_BARE_KIB}, depth=1 ..."
             f" {MOST_BARE_DEPTH}, threads=0 ... {MOST_BARE_THREADS}, pages=small or huge,"
-            " memory=fresh or backed"
+            " memory=fresh or backed, dtype=float32, cache=direct or mapped"
         )
+    if "dtype" in settings and not settings.get("threads"):
+        raise ValueError("bare: dtype=float32 needs threads=")
+    if "dtype" not in settings and settings.get("cache") == "mapped":
+        raise ValueError("bare: cache=mapped needs dtype=float32")
     return settings
 
 
@@ -144,10 +153,11 @@ def open_bare(wanted: Wanted) -> Opened:
     library.bare_memory.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     library.bare_read.argtypes = [
         ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_size_t),
-        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_size_t, *4 * [ctypes.c_int],
     ]  # fmt: skip
     settings = wanted.settings
     huge = int(settings["pages"] == "huge")
+    times = 1 + ("dtype" in settings)  # every tensor is taken for bfloat16
     # It parses no header: where the tensors lie, to be summed, was looked up before.
     tables = {file: ranges(file) for file in files_of(wanted.source)}
     early: dict[Path, int] = {}
@@ -156,7 +166,7 @@ def open_bare(wanted: Wanted) -> Opened:
         files = files_of(source)
         sizes = [file.stat().st_size for file in files]
         bases = [
-            early.get(file) or library.bare_memory(size, huge, 0)
+            early.get(file) or library.bare_memory(times * size, huge, 0)
             for file, size in zip(files, sizes, strict=True)
         ]
         error = library.bare_read(
@@ -167,12 +177,14 @@ def open_bare(wanted: Wanted) -> Opened:
             int(settings["request_kib"]) << 10,
             int(settings["depth"]),
             int(settings["threads"]),
+            times - 1,
+            int(settings["cache"] == "mapped"),
         )
         if error:
             raise OSError(-error, os.strerror(-error))
         return Loaded(
             {
-                name: (base + offset, nbytes)
+                name: (base + times * offset, times * nbytes)
                 for file, base in zip(files, bases, strict=True)
                 for name, (offset, nbytes) in (tables.get(file) or ranges(file)).items()
             },
@@ -183,7 +195,7 @@ def open_bare(wanted: Wanted) -> Opened:
     def prepare() -> None:
         if settings["memory"] == "backed":
             for file in tables:
-                early[file] = library.bare_memory(file.stat().st_size, huge, 1)
+                early[file] = library.bare_memory(times * file.stat().st_size, huge, 1)
 
     return Opened(load, prepare)
 

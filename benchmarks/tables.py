@@ -70,7 +70,8 @@ def yardstick(result: dict[str, Any]) -> str | None:
     if result["conditions"]["warm"]:
         return "pinned" if "pinned" in found else None
     for arm in fastest_first(result):
-        if arm["kind"] == "bare" and arm["settings"]["memory"] == "fresh":
+        settings = arm["settings"]
+        if arm["kind"] == "bare" and settings["memory"] == "fresh" and "dtype" not in settings:
             return str(arm["label"])
     limits = [label for label in ("pinned", "fio") if label in found]
     return max(limits, key=lambda label: seconds_of(found[label]).median, default=None)

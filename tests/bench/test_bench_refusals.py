@@ -106,6 +106,17 @@ def test_bare_arm_invalid_setting_is_refused(arm: str) -> None:
     assert "it has request_kib=4, 8 ... 1048576, depth=1 ... 4096" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    "settings, why",
+    [("dtype=float32", "dtype=float32 needs threads="),
+     ("cache=mapped,threads=2", "cache=mapped needs dtype=float32")],
+)  # fmt: skip
+def test_bare_arm_setting_without_the_one_that_it_needs_is_refused(settings: str, why: str) -> None:
+    answer = run("bench", "cold", "x", "--arms", f"bare:{settings}")
+    assert answer.exit_code == 2
+    assert why in answer.stderr
+
+
 @pytest.mark.parametrize("name", ["../elsewhere", "", "a/b"])
 def test_result_name_with_slash_is_refused(name: str) -> None:
     answer = run("bench", "cold", "x", "--name", name)
