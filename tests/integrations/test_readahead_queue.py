@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gated import gated
 from gdsload.checkpoint import Checkpoint
@@ -142,3 +142,23 @@ def test_queue_close_wakes_waiting_threads(
     with pytest.raises(QueueClosed):
         feed.take(slices[1])
     feed.close()
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_queue_slices_of_the_same_rows_have_bytes_of_their_own(tmp_path: Path, cache: str) -> None:
+    """Two columns of a tensor, such as those of a packed projection: both are read as whole rows,
+    and the first one that is freed takes its bytes with it."""
+    tensor = torch.randn(1024, 64)
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    with (
+        Checkpoint.open(tmp_path) as checkpoint,
+        Session(checkpoint, LoadReport("w"), cache=cache) as session,
+    ):
+        info = checkpoint.tensors["w"]
+        columns = [(slice(None), slice(0, 8)), (slice(None), slice(32, 40))]
+        slices = [slice_of(info, index) for index in columns]
+        assert slices[0].parts[0][-3:] == slices[1].parts[0][-3:]
+        with ReadaheadQueue(session, slices) as queue:
+            queue.start()
+            for one, index in zip(slices, columns, strict=True):
+                assert torch.equal(queue.take(one), tensor[index])

@@ -80,7 +80,8 @@ def rounded(list items, int64_t least, int64_t unit):
 
 def merged(list ordered, int64_t gap):
     """Items in file order, joined over gaps of up to ``gap`` bytes: (shard, start, end, the items)
-    of each range; and the empty items, which are in none."""
+    of each range; and the empty items, which are in none. Items that overlap are not joined: each
+    has bytes of its own, because the first that is freed takes its bytes with it."""
     cdef Place place
     cdef int64_t shard = -1, start = 0, end = 0
     cdef list found = [], inside = [], empty = []
@@ -89,12 +90,12 @@ def merged(list ordered, int64_t gap):
         if place.nbytes == 0:
             empty.append(item)
             continue
-        if place.shard != shard or place.offset > end + gap:
+        if place.shard != shard or place.offset > end + gap or place.offset < end:
             if inside:
                 found.append((shard, start, end, inside))
             shard, start, end, inside = place.shard, place.offset, 0, []
         inside.append(item)
-        end = max(end, place.offset + place.nbytes)
+        end = place.offset + place.nbytes
     if inside:
         found.append((shard, start, end, inside))
     return found, empty
