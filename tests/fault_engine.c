@@ -43,7 +43,7 @@ static struct rule rules[RULES];
 static int rule_count;
 static struct script script;
 static struct log counted;
-static int let_go, live;
+static int let_go, live; /* let_go: reads; -1: all */
 
 static void until(struct timespec *at, int64_t wait_ns) {
     clock_gettime(CLOCK_REALTIME, at);
@@ -151,6 +151,7 @@ static int fault_reap(
         struct read *r = &self->stuck[--self->hung];
         out[taken].cookie = r->cookie;
         out[taken++].result = real_read(r, r->length);
+        let_go -= let_go > 0;
     }
     if (script.one_by_one) room = taken + 1 < room ? taken + 1 : room;
     while (self->waiting && taken < room) {
@@ -209,10 +210,10 @@ void fault_log(struct log *out) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Lets the hanging reads complete, into their own buffers. */
-void fault_let_go(void) {
+/* Lets so many hanging reads complete, into their own buffers; -1: all, now and later. */
+void fault_let_go(int count) {
     pthread_mutex_lock(&lock);
-    let_go = 1;
+    let_go = count;
     pthread_cond_broadcast(&news);
     pthread_mutex_unlock(&lock);
 }

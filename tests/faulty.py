@@ -109,8 +109,8 @@ class Faults:
         """Until the pump sleeps through so many completions."""
         assert library().fault_wait_wanted(count, _WAIT_NS), f"it wants {self.log.wanted}"
 
-    def let_go(self) -> None:
-        library().fault_let_go()
+    def let_go(self, count: int = -1) -> None:
+        library().fault_let_go(count)
 
     def wait_closed(self) -> None:
         assert library().fault_wait(-1, _WAIT_NS), "an engine was never closed"

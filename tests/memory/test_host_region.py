@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import pickle
+import signal
 import threading
 import weakref
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdsload._native.memory import Region
+from gdsload._native.memory import Pool, Region
 from pagemap import PAGE, resident_pages
 
 UNIT = 2 << 20
@@ -220,3 +221,31 @@ def test_a_file_that_cannot_be_mapped(tmp_path: Path) -> None:
     os.close(fd)
     with pytest.raises(OSError):
         Region.file(fd, 10)
+
+
+def test_child_frees_pooled_memory_while_a_thread_of_the_parent_holds_the_pool() -> None:
+    pool = Pool(1 << 40)
+    idle = [pool.take(((number % 50) + 2) << 21) for number in range(16)]
+    del idle
+    kept: list[Region] = [pool.take(1 << 21)]
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            pool.take(1 << 21)
+
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(60):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # ends it where it hangs
+                kept.clear()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,6 +177,44 @@ def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: P
     stuck.cancel()
     faults.let_go()
     assert stuck.quiet(10.0)
+    pump.close(1.0)
+
+
+def test_request_that_waits_for_its_turn_is_not_silent(fd: int, faults: Faults) -> None:
+    """Its clock is that of all reads, until its own first one begins."""
+    faults.script(rule(HANG, times=3))
+    pump = Pump(faulty.capsule(), 1)
+    region, other = Region.anonymous(2 * 4096), Region.anonymous(4096)
+    first, second = Request(pump, *whole(region, fd, 2)), Request(pump, *whole(other, fd, 1))
+    first.post()
+    faults.wait_hung(1)
+    second.post()
+    for hung in (2, 3):  # the second read of the first request, and that of the second one
+        before = time.monotonic()
+        faults.let_go(1)
+        faults.wait_hung(hung)
+        assert second.idle_seconds <= time.monotonic() - before
+    faults.let_go()
+    assert first.wait(60.0) and second.wait(60.0)
+    pump.close(1.0)
+
+
+def test_each_cancellation_is_sent(fd: int, faults: Faults, pump: Pump) -> None:
+    """Also while reads of an earlier one do not end."""
+    faults.script(rule(HANG, times=2))
+    region = Region.anonymous(4096)
+    requests = [Request(pump, *whole(region, fd, 1)) for _ in range(2)]
+    for number, request in enumerate(requests, start=1):
+        request.post()
+        faults.wait_hung(number)
+    for number, request in enumerate(requests, start=1):
+        request.cancel()
+        deadline = time.monotonic() + 60.0
+        while faults.log.cancels < number and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert faults.log.cancels == number
+    faults.let_go()
+    assert all(request.quiet(60.0) for request in requests)
     pump.close(1.0)
 
 

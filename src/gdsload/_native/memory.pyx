@@ -66,8 +66,10 @@ cdef void free_region(CRegion *region) noexcept nogil:
 
 
 cdef int make_idle(CPool *self, CRegion *region) noexcept nogil:
-    """Returns a region to the pool, if there is room for it."""
+    """Returns a region to the pool, if there is room for it, and not in a forked child."""
     cdef int fits
+    if self.pid != getpid():
+        return 0
     pthread_mutex_lock(&self.lock)
     fits = self.held <= self.limit
     if fits:
@@ -237,7 +239,7 @@ cdef class Pool:
         pthread_mutex_init(&self.pool.lock, NULL)
         self.pool.references = 1
         self.pool.limit = limit
-        self.pid = getpid()
+        self.pid = self.pool.pid = getpid()
 
     def take(self, uint64_t length):
         """A region of at least ``length`` bytes: an idle one that fits, or a new one. To make room,

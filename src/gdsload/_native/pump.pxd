@@ -72,7 +72,7 @@ cdef struct CRequest:
     int64_t buffered_bytes
     int64_t short_reads
     int64_t retries
-    int64_t progress_ns        # when a byte last arrived
+    int64_t progress_ns        # when a byte last arrived, or the first of its reads in flight began
     Waiter *waiters
     CRequest *next_posted
 
@@ -112,6 +112,8 @@ cdef struct CPump:
     int fulfilled              # a waiter has everything it waits for
     Op **again                 # ops to be submitted once more
     int again_count
+    int64_t progress_ns        # when a byte of any request last arrived
+    int64_t cancelled          # requests, in all
     int64_t idle_wait_ns       # longest sleep while the next read may not start yet
     CThrottle *throttle
     Read staged[BATCH]         # for the next submission
@@ -130,6 +132,7 @@ cdef inline void count_load(CPump *self, CRequest *request) noexcept nogil:
 
 cdef inline void cancel_request(CPump *self, CRequest *request) noexcept nogil:
     request.cancelled = 1
+    self.cancelled += 1
     count_load(self, request)
 
 cdef inline void free_request(CRequest *request) noexcept nogil:

@@ -96,6 +96,8 @@ cdef Op *next_op(CPump *self, int64_t now) noexcept nogil:
         if request.next < request.count and not request.cancelled:
             op = &request.ops[request.next]
             if may_start(self, request, op, now):
+                if request.in_flight == 0:  # until now it waited for its turn, not for storage
+                    gds_store(&request.progress_ns, now)
                 request.next += 1
                 request.in_flight += 1
                 return op
@@ -137,6 +139,7 @@ cdef int complete(CPump *self, Op *op, int64_t result, int64_t now) noexcept nog
         start &= ~(file.block - 1)
     if result > 0:
         gds_store(&request.progress_ns, now)
+        self.progress_ns = now
         end = start + <uint64_t>result
         if op.direct:
             file.refused_in_row = 0
@@ -363,7 +366,8 @@ cdef void fail_everything(CPump *self, int error) noexcept nogil:
 cdef void *serve(void *arg) noexcept nogil:
     cdef CPump *self = <CPump *>arg
     cdef int64_t wait_ns
-    cdef int taken, seen, wanted, cancelled, given_up, cancel_sent = 0, pause = 0
+    cdef int64_t cancels_sent = 0
+    cdef int taken, seen, wanted, cancelled, given_up, pause = 0
     pthread_mutex_lock(&self.lock)
     self.broken = self.ops.open(
         &self.engine, self.context, self.depth, self.buffers, self.buffer_count, &self.fixed
@@ -386,9 +390,9 @@ cdef void *serve(void *arg) noexcept nogil:
             wait_for_news(self, min(wait_ns, <int64_t>IDLE_WAIT_NS) if given_up else wait_ns)
             continue
         wait_ns = poll_timeout(self, &wanted, &cancelled)
-        if cancelled and not cancel_sent:
+        if cancelled and cancels_sent != self.cancelled:
             self.ops.cancel(self.engine)
-        cancel_sent = cancelled
+        cancels_sent = self.cancelled
         pthread_mutex_unlock(&self.lock)
 
         taken = submit(self)
@@ -479,6 +483,19 @@ cdef class Pump:
     def fixed_buffers(self):
         """Whether the engine registered the buffers."""
         return bool(self.pump.fixed)
+
+    @property
+    def finished(self):
+        """Whether the thread has ended its reads: nothing of it touches memory any more. In a
+        forked child, where the thread is not, it has."""
+        cdef int finished
+        if self.pid != getpid():
+            return True
+        with nogil:
+            pthread_mutex_lock(&self.pump.lock)
+            finished = self.pump.finished
+            pthread_mutex_unlock(&self.pump.lock)
+        return bool(finished)
 
     def handle(self):
         """Its C struct, as a capsule for requests; valid while this object lives."""

@@ -346,8 +346,15 @@ cdef class Request:
 
     @property
     def idle_seconds(self):
-        """Seconds since a byte last arrived."""
-        return (monotonic_ns() - gds_load(&self.request.progress_ns)) * 1e-9
+        """Seconds since a byte last arrived. Of any request, while it waits behind others."""
+        cdef int64_t last
+        with nogil:
+            self.lock()
+            last = gds_load(&self.request.progress_ns)
+            if self.request.in_flight == 0:
+                last = max(last, self.to.progress_ns)
+            self.unlock()
+        return (monotonic_ns() - last) * 1e-9
 
     def result(self, int op):
         """(settled, bytes arrived, error): error is an errno, or -1 for a file that ended early."""

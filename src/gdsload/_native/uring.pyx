@@ -8,6 +8,7 @@ limit on locked memory allows it.
 from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, ENOMEM, ETIME
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 from posix.uio cimport iovec
 
 from gdsload._native.engine cimport (
@@ -84,7 +85,8 @@ cdef int open_ring(io_uring *ring, int depth) noexcept nogil:
     wanted[1] = IORING_SETUP_COOP_TASKRUN
     wanted[2] = 0
     for i in range(3):
-        params = io_uring_params(flags=wanted[i])
+        memset(&params, 0, sizeof(params))
+        params.flags = wanted[i]
         error = io_uring_queue_init_params(depth, ring, &params)
         if error != -EINVAL:  # a flag this kernel does not know
             break

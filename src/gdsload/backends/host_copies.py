@@ -9,6 +9,7 @@ for memory that is pinned: the device copies from it directly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallE
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
+from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import StallWatch
 
 # Fewer bytes are copied by the driver before threads have been woken up. If there is no ring yet,
@@ -31,7 +33,9 @@ _KIND = "host memory"  # of parked pipelines
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 _STALL_SECONDS = 60.0
 
-_kept: list[StagedRequest] = []  # a thread may still copy from the memory that they own
+_lock = fork_safe_lock(sys.modules[__name__])
+# Pipelines whose threads may still copy from memory, and what keeps it alive.
+_kept: list[tuple[StagingPipeline, object]] = []
 
 
 class HostCopy(NamedTuple):
@@ -82,7 +86,12 @@ def copy_to_device(
         order(pipeline.follow)
         _copy(pipeline, device, copies, owners)
     finally:
-        pipeline.leave()
+        # A read that was given up counts as ended, although a thread is still in it.
+        left = pipeline.leave()
+        with _lock:
+            _kept[:] = [each for each in _kept if not each[0].pump.finished]
+            if not left:
+                _kept.append((pipeline, owners))
     return True
 
 
@@ -99,7 +108,6 @@ def _copy(
         _finish(request, device)
     finally:
         request.end()
-        _kept[:] = [each for each in (*_kept, request) if not each.native.quiet(0.0)]
 
 
 def _finish(request: StagedRequest, device: str) -> None:

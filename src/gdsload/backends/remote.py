@@ -286,9 +286,11 @@ class Crew:
     def _work(self) -> None:
         while (read := self.fetch.take()) is not None:
             job, turn, number, offset, length = read
-            result = -errno.EIO  # also if there is no memory for what follows
+            result = -errno.ENOMEM
             try:
                 result = self._read(job, turn, number, offset, length)
+            except MemoryError:  # for the error itself: the thread stays
+                pass
             finally:
                 self.fetch.finish(job, turn, result)
 
@@ -322,7 +324,7 @@ class Crew:
             if got and not caught.final:
                 return got  # the pump asks for the rest
             error = caught
-        except Exception as caught:
+        except BaseException as caught:  # a panic of a client's native code is no Exception
             error = file.error(f"{type(caught).__name__}: {caught}", errno=errno.EIO)
         if error.final:
             self._failures[number, -1] = error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Sequence
 
 from gdsload._native.cufile import Files
@@ -30,6 +31,7 @@ from gdsload.errors import BackendUnavailable
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
+from gdsload.system.lifecycle import fork_safe_lock
 
 
 class StagingPipeline:
@@ -180,11 +182,12 @@ class StagedRequest(PumpedRequest):
         native.quiet(DRAIN_SECONDS)
         landed = self._addresses.end(DRAIN_SECONDS)
         self.pipeline.ended(complete and landed)
-        _kept[:] = [each for each in _kept if not each.landed]
-        if not landed:
-            # The device is busy with other work. Until it has ended the copies, their memory must
-            # not be used for anything else.
-            _kept.append(self)
+        with _lock:
+            _kept[:] = [each for each in _kept if not each.landed]
+            if not landed:
+                # The device is busy with other work. Until it has ended the copies, their memory
+                # must not be used for anything else.
+                _kept.append(self)
 
     @property
     def landed(self) -> bool:
@@ -192,5 +195,6 @@ class StagedRequest(PumpedRequest):
         return self._addresses.end(0.0)
 
 
+_lock = fork_safe_lock(sys.modules[__name__])
 # Requests that have ended before their copies did.
 _kept: list[StagedRequest] = []

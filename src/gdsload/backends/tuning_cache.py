@@ -98,9 +98,10 @@ def _entry(row: Any) -> TunedChoice | None:
         numbers = [found.at, *found.rates.values(), *found.fixed_seconds.values()]
         sound = all(0 <= each < math.inf for each in numbers) and isinstance(found.versions, dict)
         rate, fastest = found.rates[found.choice], max(found.rates.values())
-    except (AttributeError, KeyError, TypeError):
+        sound &= 0 < CLOSE_SHARE * fastest <= rate
+    except (AttributeError, KeyError, OverflowError, TypeError):
         return None
-    return found if sound and 0 < CLOSE_SHARE * fastest <= rate else None
+    return found if sound else None
 
 
 def find(

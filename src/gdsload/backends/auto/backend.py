@@ -18,7 +18,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +64,7 @@ SILENT_SECONDS = 35.0
 # than both of these limits in a load is compatibility mode.
 MOST_COMPAT_BYTES = 64 << 20
 MOST_COMPAT_SHARE = 0.05
+_POLL_SECONDS = 0.1  # a forked child waits this long for a thread that it does not have
 _COMPAT = ("posix", library.COMPAT)  # cuFile's names for paths that are not native
 
 
@@ -211,6 +212,7 @@ class Candidate:
         self.fixed_seconds = -1.0
         self.watch = StallWatch()
         self.working: threading.Thread | None = None
+        self._idle = threading.Event()  # `working` has ended
 
     def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
         """Posts transfers of a request, split to the largest read of the backend.
@@ -255,19 +257,31 @@ class Candidate:
 
     def start_opening(self, device: str) -> None:
         """Opens the backend in a thread, which the first `post` waits for."""
-        self.working = start_thread(partial(self._open, device), "gdsload-open")
+        self._start(partial(self._open, device), "gdsload-open")
 
     def start_closing(self) -> None:
         """Closes the backend in a thread: freeing its ring may take longer than a read."""
-        self.working = start_thread(self._close, "gdsload-close")
+        self._start(self._close, "gdsload-close")
         if self.working is None:
             self._close()
 
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._idle.set()
+
+        self._idle.clear()
+        self.working = start_thread(run, name)
+
     def await_thread(self) -> None:
         """Waits for the thread that opens or closes the backend."""
-        working, self.working = self.working, None
-        if working is not None:
-            working.join()
+        # Not `join`: after one that Ctrl-C has interrupted, the thread counts as ended.
+        while self.working is not None and not self._idle.wait(_POLL_SECONDS):
+            if not self.working.is_alive():  # in a forked child
+                break
+        self.working = None
 
     def close(self) -> None:
         """Closes the backend; the next use opens it again."""
