@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import compiled
 import gpudoubles
@@ -26,6 +27,9 @@ from object_server import ANONYMOUS, ObjectServer, serving
 
 # A process that a shell starts in the background ignores Ctrl-C, and so would these tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A busy machine takes longer than any limit for one example.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_configure() -> None:

@@ -123,6 +123,7 @@ class ReadSettings:
             page_cache=self.page_cache,
             options=self.options,
             stall_seconds=self.stall_seconds,
+            maps=self.verify == "size",
             expected_bytes=nbytes,
             verifier=verifier or verifier_of(checkpoint, self.verify, report),
         )

@@ -7,6 +7,7 @@ to divide, which may be of version 1.
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import zlib
@@ -247,6 +248,33 @@ def test_unknown_page_cache_is_a_value_error(
         ValueError, match="page_cache='empty' must be one of auto, keep, drop, fill"
     ):
         load(expected[0] / NAME, page_cache="empty")
+
+
+def test_load_that_is_interrupted_while_it_drops_closes_its_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        safetensors.torch.save_file(
+            {f"t{number}": torch.ones(1 << 18)}, tmp_path / f"{number}.safetensors"
+        )
+        page_cache.evict(tmp_path / f"{number}.safetensors")
+
+    def advise(fd: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    opened = gdsload.safe_open(tmp_path, page_cache="drop")
+    dict(opened.get_tensors())
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with pytest.raises(KeyboardInterrupt):
+        opened.close()
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+    opened.close()
+    for fd in others:
+        os.close(fd)  # EBADF: it was closed as one of the load's
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_prefetch_to_the_page_cache_does_not_drop_it(

@@ -412,6 +412,24 @@ def test_missing_library_is_named(tiny_checkpoint: Path, monkeypatch: pytest.Mon
     assert result.exit_code == 1 and "gdsload[verify]" in result.stderr
 
 
+def maps_a_file_of(folder: Path) -> bool:
+    with open("/proc/self/maps") as lines:
+        return any(str(folder) in line for line in lines)
+
+
+@pytest.mark.parametrize("how", [{"verify": "checksum"}, {"cache": "direct"}], ids=str)
+def test_load_after_a_prefetch_that_maps_files_owns_its_bytes(
+    how: dict[str, Any], source: Path
+) -> None:
+    for shard in source.glob("*.safetensors"):
+        shard.read_bytes()
+    with gdsload.prefetch(source) as ahead:
+        ahead.wait()
+        assert maps_a_file_of(source)
+        tensors = gdsload.load_file(source, **how)
+    assert tensors and not maps_a_file_of(source)
+
+
 # --- the hub cache ------------------------------------------------------------------------------
 
 
@@ -433,7 +451,8 @@ def hub(tmp_path: Path) -> Path:
 
 def test_hub_blobs_are_compared_with_their_names(hub: Path) -> None:
     where: dict[str, Any] = {"cache_dir": hub, "verify": "sha256"}
-    gdsload.load_file("org/model", **where)
+    tensors = gdsload.load_file("org/model", **where)
+    assert tensors and not maps_a_file_of(hub), "a mapped file may change after it was compared"
     blob = next((hub / "models--org--model" / "blobs").iterdir())
     assert gdsload.last_report().verified_bytes == blob.stat().st_size
     verify = ("verify", "org/model", "--method", "sha256", "--cache-dir", hub)

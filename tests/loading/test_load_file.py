@@ -37,7 +37,9 @@ WAYS = [
     *((cache, engine) for cache in ("direct", "buffered") for engine in ENGINES),
 ]
 quick = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

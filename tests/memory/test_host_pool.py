@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from safetensors.torch import load_file as reference_load_file
 
 import gdsload
 from gdsload import warmup
+from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Lease
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, PlacementError
@@ -349,6 +351,52 @@ def test_pool_does_not_hold_its_lock_while_it_pins(tiny_checkpoint: Path, pins: 
     gc.collect()
     assert seen[0] > 0
     assert pins.registered == {} and pool.held_bytes == 0 and mapped_bytes() == 0
+
+
+def test_pinned_memory_that_a_load_copies_from_is_not_reused(tmp_path: Path, pins: Pins) -> None:
+    paths = [checkpoints.write("tiny", tmp_path / str(seed), seed=seed) for seed in range(2)]
+    with warmup.HostPool(2 * UNIT) as pool:
+        by_load_file(paths[0])
+        gc.collect()
+        assert pool.pinned_bytes == pool.idle_bytes == pool.held_bytes > 0
+        with Checkpoint.open(paths[0]) as checkpoint:
+            ranges, mappings = byte_ranges_of(checkpoint), {}
+            views = pool.find(checkpoint, ranges, mappings, pinned=True)
+            first = views[ranges[0].name]
+            before = first.region.read(first.offset, ranges[0].nbytes)
+            assert first.region.address in pins.registered and pool.idle_bytes == 0
+            require_same(by_load_file(paths[1]), paths[1])
+            assert first.region.read(first.offset, ranges[0].nbytes) == before
+            mappings.clear()
+            assert pool.idle_bytes == pool.held_bytes
+
+
+def test_failing_unpin_leaks_nothing(tiny_checkpoint: Path, pins: Pins) -> None:
+    def fail(address: int) -> None:
+        raise CudaFailure("cuMemHostUnregister", 700, "an illegal memory access")
+
+    before = len(os.listdir("/proc/self/fd"))
+    pool = warmup.HostPool(64 * UNIT)
+    with pool:
+        by_load_file(tiny_checkpoint)
+        assert pool.pinned_bytes > 0
+        pins.unpin = fail  # type: ignore[method-assign]
+    assert pool.held_bytes == 0 and "illegal memory access" in pool.notes[0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pool_leaves_descriptors_to_the_process(tiny_checkpoint: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with warmup.HostPool(4096 * UNIT) as pool:
+        before = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        try:
+            for _ in gdsload.stream(tiny_checkpoint, window_bytes=1, **READ):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert 0 < pool.held_bytes < 32 * UNIT
+        assert len(os.listdir("/proc/self/fd")) - before <= 16
 
 
 def test_mappings_of_a_closed_pool_stand_for_no_later_segment(tiny_checkpoint: Path) -> None:

@@ -180,6 +180,28 @@ def test_what_the_first_load_leaves_is_let_go_unless_kept(checkpoint: Path) -> N
         assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
+def test_interrupted_load_leaves_no_claim_behind(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand for a later slice of the same name, whose bytes begin elsewhere."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        gdsload.prefetch(checkpoint, **READ) as ahead,
+        Checkpoint.open(checkpoint) as opened,
+        Session(opened, LoadReport("")) as session,
+    ):
+        ahead.wait()
+        monkeypatch.setattr(Session, "_in_page_cache", interrupt)
+        ranges = byte_ranges_of(opened)
+        with pytest.raises(KeyboardInterrupt):
+            session.arrange(ranges)
+        assert ahead.progress().claimed_bytes > 0
+        assert session.claims_of(each.name for each in ranges) == {}
+
+
 def test_another_version_of_the_file_is_not_claimed(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,3 +82,25 @@ def test_disabled_collector_stays_disabled() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_child_forked_during_a_pause_collects() -> None:
+    pausing, ended = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            pausing.set()
+            ended.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    pausing.wait()
+    child = os.fork()
+    if child == 0:
+        with collector_paused():
+            inside = gc.isenabled()
+        os._exit(inside or not gc.isenabled())
+    ended.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()

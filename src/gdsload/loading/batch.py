@@ -77,8 +77,8 @@ class Batch:
         self.session = session
         self.plan = plan
         self.views = views
-        self._make_tensors(slices)
         self.claims = session.claims_of(views)
+        self._make_tensors(slices)
         self._memory: list[Registration] = []
         # Tells the host pool, once, whether all bytes have arrived in the memory that it lent.
         self._end_intake: Callable[[Checkpoint | None], None] | None = None

@@ -37,13 +37,15 @@ _start = attrgetter("start")
 
 class OfferedRange(NamedTuple):
     """Bytes `start` to `end` of a file, read by transfers `first` to `last`. Without a `view` the
-    bytes are in the page cache, and more than one load may claim them."""
+    bytes are in the page cache, and more than one load may claim them. `of_file`: the view is of a
+    mapping of the file, whose bytes change with it."""
 
     start: int
     end: int
     view: BufferView | None
     first: int
     last: int
+    of_file: bool = False
 
 
 class Claim(NamedTuple):
@@ -151,15 +153,17 @@ class Offer:
         with self._lock:
             return self._find(file, wanted) >= 0
 
-    def claim(self, file: Identity, wanted: ByteRange, *, mapped: bool = True) -> Claim | None:
+    def claim(
+        self, file: Identity, wanted: ByteRange, *, mapped: bool = True, owned: bool = False
+    ) -> Claim | None:
         """Claims a range if one free range contains it; None otherwise. Without `mapped`, ranges
-        in the page cache do not count."""
+        in the page cache do not count; with `owned`, only memory counts that is of no file."""
         with self._lock:
             index = self._find(file, wanted)
             if index < 0 or not wanted.nbytes or self._batch is None:
                 return None
             found = self._free[file][index]
-            if found.view is None and not mapped:
+            if (found.view is None and not mapped) or (found.of_file and owned):
                 return None
             self.claimed_bytes += wanted.nbytes
             view = None
@@ -212,6 +216,7 @@ def claim_ranges(
     seconds: float,
     *,
     mapped: bool = True,
+    owned: bool = False,
     device: str = "cpu",
 ) -> tuple[dict[str, Claim], list[Offer]]:
     """Claims what prefetches have read of these ranges into this device's or the host's memory.
@@ -221,6 +226,7 @@ def claim_ranges(
         ranges: What the load needs.
         seconds: How long to wait for a prefetch that is opening what may be the same files.
         mapped: Claim ranges in the page cache as well.
+        owned: Claim no mappings of files.
         device: The device of the load.
 
     Returns:
@@ -236,7 +242,7 @@ def claim_ranges(
         for wanted in ranges:
             if wanted.name not in claims:
                 file = checkpoint.shards[wanted.shard].identity
-                claim = each.claim(file, wanted, mapped=mapped)
+                claim = each.claim(file, wanted, mapped=mapped, owned=owned)
                 if claim is not None:
                     claims[wanted.name] = claim
         if len(claims) > before:

@@ -301,19 +301,21 @@ class ShardAccess:
     def close(self, backend: Backend | None) -> None:
         """Gives registrations and direct descriptors back, and drops from the page cache what was
         not there before. A later `register` starts anew."""
-        for registration in self._registered:
+        registered, self._registered = self._registered, [None] * len(self._registered)
+        for registration in registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
-        self._registered = [None] * len(self._registered)
-        for direct_fd in self._direct_fds:
-            os.close(direct_fd)
-        self._direct_fds.clear()
-        for fd, ranges in self._absent:
-            for offset, length in ranges:
-                with suppress(OSError):  # only a hint
-                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-        self._absent.clear()
+        while self._direct_fds:
+            os.close(self._direct_fds.pop())
+        absent, self._absent = self._absent, []
+        try:
+            for fd, ranges in absent:
+                for offset, length in ranges:
+                    with suppress(OSError):  # only a hint
+                        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+        finally:  # also if Ctrl-C ends it
+            for fd, _ in absent:
+                os.close(fd)
 
 
 def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
@@ -115,7 +115,8 @@ class Session:
             options: Options of the backend.
             stall_seconds: Without a byte for this long, a read has failed.
             claim: Take over what a prefetch has read of these files, or is reading.
-            maps: Map ranges that the page cache holds, instead of reading them.
+            maps: Map ranges that the page cache holds, instead of reading them. Otherwise no memory
+                of the load is of a file.
             expected_bytes: Bytes that will be read in all; 0 means `report.wanted_bytes`. Backends
                 that take long to open are not used for small loads.
             verifier: Compares all bytes that its batches read. Nothing is mapped then: a mapped
@@ -177,12 +178,12 @@ class Session:
         are there. `window_bytes` limits the bytes of a window of the plan; 0: one window.
         """
         with self.report.phase("plan"):
-            views = self._views_of(ranges)
             try:
+                views = self._views_of(ranges)
                 to_read = [each for each in ranges if each.name not in views] if views else ranges
                 plan = self.plan(to_read, window_bytes=window_bytes) if to_read else ReadPlan()
             except BaseException:
-                self.claims_of(views)  # no batch takes these claims
+                self.claims_of(each.name for each in ranges)  # no batch takes these claims
                 raise
         if self.checkpoint.shards[0].cached:  # then all are
             self.report.cached_bytes += sum(each.nbytes for each in ranges)
@@ -201,11 +202,13 @@ class Session:
         return views
 
     def _prefetched(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
+        owned = self.cache == "direct" or not self._maps
         claims, offers = claim_ranges(
             self.checkpoint,
             ranges,
             self.stall_seconds,
-            mapped=self.device == "cpu" and self.cache != "direct" and self.verifier is None,
+            mapped=self.device == "cpu" and not owned,
+            owned=owned,
             device=self.device,
         )
         self._offers += [offer for offer in offers if offer not in self._offers]
@@ -242,9 +245,9 @@ class Session:
         if nbytes:
             self.report.paths[path] = self.report.paths.get(path, 0) + nbytes
 
-    def claims_of(self, views: Mapping[str, BufferView]) -> dict[str, Claim]:
-        """The claims behind these views, by name. Each is returned once."""
-        return {name: self._claims.pop(name) for name in views if name in self._claims}
+    def claims_of(self, names: Iterable[str]) -> dict[str, Claim]:
+        """The claims of ranges, by name. Each is returned once."""
+        return {name: self._claims.pop(name) for name in names if name in self._claims}
 
     def mapping_of(self, shard: int) -> Region:
         """A private mapping of a whole shard."""
@@ -283,6 +286,10 @@ class Session:
         all reads that are planned fill the page cache for both."""
         return self._access.fill_if_joined()
 
+    def is_mapping(self, view: BufferView) -> bool:
+        """Whether a view is of a mapping of a shard, whose bytes change with the file."""
+        return any(view.region is region for region in self._mapped.values())
+
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""
@@ -299,11 +306,13 @@ class Session:
     def quiesce(self) -> None:
         """Closes the backend and the files; the next batch opens them again."""
         backend, self.backend = self.backend, None
-        self._access.close(backend)
-        if backend is not None:
-            backend.close()
-        self._mapped.clear()
-        self._pooled.clear()
+        try:
+            self._access.close(backend)
+        finally:
+            if backend is not None:
+                backend.close()
+            self._mapped.clear()
+            self._pooled.clear()
 
     def resume(self) -> None:
         """Does nothing: the next batch opens what it needs."""

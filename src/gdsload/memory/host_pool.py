@@ -12,6 +12,7 @@ device, inode, size and times, so that a changed file is read again.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ from gdsload.system.lifecycle import fork_safe_lock
 UNIT_BYTES = 2 << 20
 # A segment whose bytes are dropped is reused for a new one of this share of its length or more.
 _LEAST_REUSED_SHARE = 0.8
+# Each segment has a descriptor: they take at most this part of those that the process may have.
+_DESCRIPTOR_SHARE = 4
 
 
 class Held(NamedTuple):
@@ -218,7 +221,8 @@ class HostPool(quiesce.Holder):
         Args:
             checkpoint: the files of the ranges.
             ranges: the byte ranges to look for.
-            mappings: the caller's private mappings; missing ones are added.
+            mappings: the caller's private mappings; missing ones are added. They keep what the
+                views refer to.
             pinned: return pinned memory itself, which must not be written to.
 
         Returns:
@@ -235,13 +239,14 @@ class HostPool(quiesce.Holder):
                 if skipped < 0 or skipped + wanted.nbytes > row.nbytes:
                     continue
                 segment = row.segment
-                region = (segment.pinned if pinned else None) or mappings.get(segment)
-                if region is None:
+                if segment not in mappings:
                     try:
-                        region = segment.lease.lend(segment.fd, 0, segment.length, False)
+                        lent = segment.lease.lend(segment.fd, 0, segment.length, False)
                     except OSError:  # no room to map it: the load reads the files
                         continue
-                    mappings[segment] = region
+                    mappings[segment] = lent
+                # Pinned memory is no lease of its own: the mapping keeps the segment meanwhile.
+                region = (segment.pinned if pinned else None) or mappings[segment]
                 views[wanted.name] = BufferView(region, row.offset + skipped)
                 self._use(segment)
         return views
@@ -284,10 +289,15 @@ class HostPool(quiesce.Holder):
                 self.notes.append(f"no memory for a load: {error.strerror}")
                 return None
 
+    def _too_many(self) -> bool:
+        """Whether another segment would take too many of the process's descriptors."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return most != resource.RLIM_INFINITY and len(self._segments) >= most // _DESCRIPTOR_SHARE
+
     def _take(self, length: int, wanted_bytes: int) -> Segment | None:
         if length > self.limit_bytes:
             return None
-        while self.held_bytes + length > self.limit_bytes:
+        while self.held_bytes + length > self.limit_bytes or self._too_many():
             idle = next((one for one in self._segments if one.idle), None)
             if idle is None:
                 return None
@@ -352,10 +362,14 @@ class HostPool(quiesce.Holder):
         self._forget(segment)
         if segment in self._segments:
             self._segments.remove(segment)
-            if segment.pinned is not None and self._device is not None:
-                self._device.unpin(segment.pinned.address)
-                segment.pinned = None
-            os.close(segment.fd)
+            pinned, segment.pinned = segment.pinned, None
+            try:
+                if pinned is not None and self._device is not None:
+                    self._device.unpin(pinned.address)
+            except CudaFailure as error:  # as after an error of a kernel: the memory goes anyway
+                self.notes.append(f"its memory is not unpinned: {error}")
+            finally:
+                os.close(segment.fd)
 
     def make_room(self, nbytes: int) -> None:
         """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""

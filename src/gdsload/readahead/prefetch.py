@@ -198,7 +198,7 @@ class Prefetch(quiesce.Holder):
                     self.report,
                     device=device,
                     claim=False,
-                    maps=self.tier != "pool",
+                    maps=self.tier != "pool" and self._verify == "size",
                     expected_bytes=self._whole_bytes or sum(one.nbytes for one in ranges),
                     verifier=verifier,
                     **self._session,

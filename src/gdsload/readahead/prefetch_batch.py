@@ -73,8 +73,10 @@ class PrefetchBatch(Batch):
             if nbytes:
                 location = self.plan.locations.get(name)
                 first, last = (location.first, location.last) if location else (0, -1)
+                view = self.views.get(name)
+                of_file = view is not None and self.session.is_mapping(view)
                 rows.setdefault(shards[shard].identity, []).append(
-                    OfferedRange(offset, offset + nbytes, self.views.get(name), first, last)
+                    OfferedRange(offset, offset + nbytes, view, first, last, of_file)
                 )
         return rows
 

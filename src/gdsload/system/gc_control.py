@@ -17,11 +17,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gdsload.system.lifecycle import in_child
+
 # Instead of 700 or 2,000 objects between two passes: 70 passes instead of a thousand.
 IMPORT_THRESHOLD = 10_000
 # New objects from which on skipping the pass over them pays.
 MANY = 10_000
 _before: list[tuple[int, int, int]] = []
+_pausing: list[bool] = []  # one for each thread that has disabled the collector
 
 
 @contextmanager
@@ -30,6 +33,7 @@ def collector_paused() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    _pausing.append(True)
     gc.disable()
     try:
         yield
@@ -41,6 +45,8 @@ def collector_paused() -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()
         gc.enable()
+        if _pausing:  # not in a child that was forked meanwhile
+            _pausing.pop()
 
 
 def ease_imports() -> None:
@@ -57,3 +63,13 @@ def imports_done() -> None:
         thresholds = _before.pop()
         if gc.get_threshold() == (IMPORT_THRESHOLD, *thresholds[1:]):
             gc.set_threshold(*thresholds)
+
+
+def _resume_in_child() -> None:
+    """The threads that would enable the collector are not in a forked child."""
+    if _pausing:
+        _pausing.clear()
+        gc.enable()
+
+
+in_child(_resume_in_child)

@@ -215,6 +215,7 @@ class ModelReader:
             cache=options.cache,
             page_cache=options.page_cache,
             stall_seconds=options.stall_seconds,
+            maps=options.verify == "size",
             verifier=self.verifier,
             **how,
         )
