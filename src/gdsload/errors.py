@@ -6,7 +6,7 @@
     │   └── CheckpointUnreadable(OSError)       a file cannot be opened; has errno
     │       ├── CheckpointNotFound(FileNotFoundError)
     │       └── CheckpointAccessError(PermissionError)
-    ├── PlacementError(ValueError)              it does not fit, and by how many bytes
+    ├── PlacementError(ValueError, RuntimeError) it does not fit, and by how many bytes
     ├── IntegrityError(ValueError)              bytes differ from a checksum: file, tensor, range
     ├── RankError(RuntimeError)                 .rank: another rank of a shared load failed
     ├── BackendUnavailable(RuntimeError)        .reasons: backend -> why, and a hint
@@ -122,7 +122,7 @@ class CheckpointAccessError(CheckpointUnreadable, PermissionError):
     """This user may not read a file or directory of the checkpoint."""
 
 
-class PlacementError(GdsloadError, ValueError):
+class PlacementError(GdsloadError, ValueError, RuntimeError):
     """The tensors do not fit on the device, or the device cannot be used.
 
     Attributes:

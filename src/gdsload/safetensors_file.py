@@ -119,7 +119,9 @@ class safe_open:
     @safetensors_errors()
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the headers; None if there is none."""
-        return dict(self._open().metadata) or None
+        opened = self._open()
+        has_none = all(shard.metadata is None for shard in opened.shards)
+        return None if has_none else dict(opened.metadata)
 
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor.
@@ -252,7 +254,7 @@ class Slice:
     def __getitem__(self, index: Any) -> Any:
         """Indexes the tensor. If the first index is a range of rows, only those rows are read."""
         if self._opened._numpy:
-            _require_within(index, self._info.shape)
+            index = _parsed(index, self._info.shape)
         info, rest = self._info, index
         first = index[0] if isinstance(index, tuple) and index else index
         if info.shape and isinstance(first, slice) and info.dtype != "F4":
@@ -281,16 +283,17 @@ def _as_numpy(name: str, tensor: torch.Tensor) -> Any:
         raise TypeError(f"{error} (tensor {shown(name)})") from error
 
 
-def _require_within(index: Any, shape: Sequence[int]) -> None:
-    """Refuses an index that safetensors refuses for arrays, with its type of error and message.
+def _parsed(index: Any, shape: Sequence[int]) -> Any:
+    """An index of arrays as safetensors takes it: True is 1, which it is not for torch.
 
-    Ranges with negative bounds are accepted in addition.
+    Refuses what safetensors refuses, with its type of error and message. Ranges with negative
+    bounds are accepted in addition.
     """
     refused = also_safetensors(IndexError)
     if isinstance(index, list):
         if index:
             raise refused("Non empty lists are not implemented")
-        return
+        return index
     items = index if isinstance(index, tuple) else (index,)
     if sum(item is Ellipsis for item in items) > 1:
         raise refused("Only one ellipsis (...) is allowed in slice index")
@@ -321,6 +324,7 @@ def _require_within(index: Any, shape: Sequence[int]) -> None:
         raise refused(
             f"{shown}: index {asked} out of bounds for tensor dimension #{dimension} of size {size}"
         )
+    return tuple(parsed)
 
 
 def _number_within(item: Any, dimension: int, shape: Sequence[int]) -> int:

@@ -320,7 +320,7 @@ def test_parsed_header_has_tensors_in_the_order_of_the_data_and_metadata() -> No
         ("b", "I16", (1,), 3, start + 4, 2),
     ]
     assert header.metadata == {"format": "pt"}
-    assert parse("{}", 0) == ({}, {})
+    assert parse("{}", 0) == ({}, None)
 
 
 def test_largest_numbers_of_a_header_are_accepted_up_to_the_size_of_the_file() -> None:

@@ -4,8 +4,11 @@ the model is exact all the same."""
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import threading
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,3 +266,55 @@ def test_absent_function_is_a_misfit_unless_optional(
     assert patcher.misfits, "a function that exists and does not fit is always reported"
     with pytest.raises(Misfit, match="no such function"):
         function_of(package, "gone")
+
+
+def swapped(name: str) -> Patcher:
+    """Replaces the function `f` of a module that is not imported yet."""
+
+    def swap(module: types.ModuleType) -> list[Replacement]:
+        return [Replacement(module, "f", lambda: "replaced")]
+
+    return Patcher({name: (Patch("f", swap),)})
+
+
+def test_other_modules_of_a_loader_are_imported_as_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a zip file, which serves all of a package."""
+    with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
+        for name, text in {"__init__": "", "target": "def f(): pass", "other": ""}.items():
+            archive.writestr(f"zipped_of_a_test/{name}.py", text)
+    monkeypatch.syspath_prepend(tmp_path / "lib.zip")
+    patcher = swapped("zipped_of_a_test.target")
+    patcher.enter("test")
+    try:
+        assert importlib.import_module("zipped_of_a_test.target").f() == "replaced"
+        importlib.import_module("zipped_of_a_test.other")
+    finally:
+        patcher.leave("test")
+
+
+def test_module_that_another_thread_is_importing_is_patched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "of_a_test", (begun, go_on), raising=False)
+    (tmp_path / "slow_of_a_test.py").write_text(
+        "import threading\nbegun, go_on = threading.of_a_test\nbegun.set()\ngo_on.wait()\n"
+        "def f(): return 'original'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    patcher = swapped("slow_of_a_test")
+    importing = threading.Thread(target=importlib.import_module, args=("slow_of_a_test",))
+    importing.start()
+    begun.wait()
+    entering = threading.Thread(target=patcher.enter, args=("test",))
+    entering.start()
+    go_on.set()
+    for thread in (importing, entering):
+        thread.join()
+    try:
+        assert importlib.import_module("slow_of_a_test").f() == "replaced"
+    finally:
+        patcher.leave("test")
+    assert importlib.import_module("slow_of_a_test").f() == "original"

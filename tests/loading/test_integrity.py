@@ -507,6 +507,25 @@ def test_commands_read_tensors_larger_than_a_window_in_parts(
     assert run("verify", tmp_path).exit_code == 1
 
 
+@pytest.mark.parametrize("block_bytes", [700, 2100, 5000])
+def test_verify_command_compares_every_block_whatever_its_size(
+    block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gdsload.cli import integrity
+    from gdsload.loading import integrity as comparing
+
+    monkeypatch.setattr(integrity, "_WINDOW_BYTES", 3000)
+    for module in (manifest_module, comparing):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+    save_file({"w": torch.arange(2500, dtype=torch.int32)}, tmp_path / "m.safetensors")
+    record(tmp_path)
+    assert run("verify", tmp_path).exit_code == 0
+    for place in range(0, 10_000, 900):
+        flip_in(tmp_path, "w", place)
+        assert run("verify", tmp_path).exit_code == 1
+        flip_in(tmp_path, "w", place)
+
+
 def test_manifest_in_a_read_only_place_names_output(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

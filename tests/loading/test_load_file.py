@@ -89,7 +89,7 @@ def test_any_legal_file_loads_as_with_safetensors(
         full = [name for name in offset_keys if want[name].numel()]
         assert [name for name in opened.offset_keys() if want[name].numel()] == full
         assert sorted(opened.offset_keys()) == sorted(offset_keys)
-        assert (opened.metadata() or None) == (metadata or None)
+        assert opened.metadata() == metadata
         for name in wanted:
             assert same(opened.get_tensor(name), want[name])
         together = opened.get_tensors(wanted)
@@ -190,6 +190,10 @@ def test_numpy_framework_returns_arrays(tmp_path: Path) -> None:
         for name, tensor in want.items():
             assert (opened.get_tensor(name) == tensor.numpy()).all()
         assert opened.get_slice("b")[1:2].shape == (1, 4)
+        with safetensors.safe_open(path, "np") as theirs:
+            for index in (True, (slice(0, 2), True), (..., False), -1, (0, 2)):
+                got, expected = (one.get_slice("b")[index] for one in (opened, theirs))
+                assert got.shape == expected.shape and (got == expected).all()
 
 
 def test_dtype_that_numpy_lacks_names_the_tensor(tmp_path: Path) -> None:

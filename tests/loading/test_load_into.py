@@ -209,6 +209,28 @@ def test_names_on_one_side_only_raise_or_are_reported(path: Path, saved: Tensors
     require_equal(targets, {name: saved[name] for name in targets.keys() - {"extra"}})
 
 
+def test_target_of_which_another_one_is_a_written_part_is_missing(tmp_path: Path) -> None:
+    safetensors.torch.save_file(
+        {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, tmp_path / "m.safetensors"
+    )
+    base = torch.zeros(8, 4)
+    targets, rename = {"A": base[:4], "B": base}, {"a": "A", "b": ("B", slice(0, 4))}
+    with pytest.raises(CheckpointError, match="nothing for 'B'"):
+        gdsload.load_into(targets, tmp_path, rename=rename)
+    report = gdsload.load_into(targets, tmp_path, rename=rename, strict=False)
+    assert report.missing == ["B"]
+
+
+def test_interleaved_targets_are_written_whatever_the_default_device_is(tmp_path: Path) -> None:
+    safetensors.torch.save_file(
+        {"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, tmp_path / "m.safetensors"
+    )
+    base = torch.zeros(4, 4)
+    with torch.device("meta"):
+        gdsload.load_into({"a": base[:, ::2], "b": base[:, 1::2]}, tmp_path)
+    assert base.all()
+
+
 def test_fused_target_with_a_part_left_out_is_missing(path: Path) -> None:
     rows: dict[str, Any] = {"q": ("qkv", slice(0, 60)), "k": ("qkv", slice(60, 80))}
     rename = dict.fromkeys(["v", "norm", "large", "step", "empty"]) | rows

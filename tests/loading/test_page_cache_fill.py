@@ -170,6 +170,7 @@ def test_first_load_reads_the_rest_into_the_page_cache_if_another_one_begins(
             gdsload.warmup.limit_bandwidth(None, of="all")
         got, report = load.result()
     assert report.page_cache.startswith("filled in part: another load began")
+    assert report.read_bytes == sum(report.paths.values())
     assert {"direct", "mapped"} <= io_modes(report)
     assert not report.refusals
     assert 0 <= sum(moved) - report.wanted_bytes < 4096  # the header, which one read reads, too

@@ -63,7 +63,7 @@ class Checkpoint:
         self.tensors = dict(tensors)
         self.metadata: dict[str, str] = {}
         for shard in reversed(self.shards):
-            self.metadata.update(shard.metadata)
+            self.metadata.update(shard.metadata or {})
         self.total_bytes = bytes_of(list(self.tensors.values()))
         # Whether its load began as the first and the only one; None: not known yet.
         self.first_load: bool | None = None

@@ -43,7 +43,7 @@ class Header(NamedTuple):
     """A parsed header. `tensors` is in the order of the data."""
 
     tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
+    metadata: dict[str, str] | None  # None: it has none
 
 
 def header_length(head: bytes, size: int, *, path: str, limit: int = HEADER_LIMIT_BYTES) -> int:
@@ -218,7 +218,7 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
         raise CheckpointError(
             f"{path}: {fault}: its header promises {end} bytes, it has {size}", path=path
         )
-    return Header(tensors, metadata or {})
+    return Header(tensors, metadata)
 
 
 def _require_possible(shape: list[int]) -> None:

@@ -61,7 +61,7 @@ class Shard:
         directory: The directory elsewhere that it is in, also of a copy in the local cache.
         size: The size of the file in bytes.
         data_start: The first byte after the header.
-        metadata: The `__metadata__` of the header.
+        metadata: The `__metadata__` of the header; None if it has none.
         first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
             page cache had it.
     """
@@ -81,7 +81,7 @@ class Shard:
         self.identity = identity
         self.size = identity.size
         self.data_start = 0
-        self.metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] | None = None
         self.first_read_seconds = 0.0
 
     @property

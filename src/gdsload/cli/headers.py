@@ -55,7 +55,7 @@ def facts_of(checkpoint: Checkpoint, listed: bool) -> dict[str, Any]:
         counts[info.shard] += 1
     files = [
         {"name": shard.name, "path": shard.path, "bytes": shard.size, "tensors": number}
-        | {"data_start": shard.data_start, "metadata": shard.metadata}
+        | {"data_start": shard.data_start, "metadata": shard.metadata or {}}
         for shard, number in zip(checkpoint.shards, counts, strict=True)
     ]
     facts: dict[str, Any] = {

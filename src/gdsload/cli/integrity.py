@@ -108,7 +108,7 @@ def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], N
     """Reads all tensors, window by window, and lets the verifier check them."""
     report = LoadReport(checkpoint.source)
     with Session(checkpoint, report, claim=False, verifier=verifier) as session:
-        for window in grouped(_parts(checkpoint), _WINDOW_BYTES):
+        for window in grouped(_parts(checkpoint, verifier.block_bytes), _WINDOW_BYTES):
             batch = Batch(session, *session.arrange(window))
             try:
                 batch.wait(advance, parts=window)
@@ -116,10 +116,12 @@ def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], N
                 batch.release()
 
 
-def _parts(checkpoint: Checkpoint) -> Iterator[ByteRange]:
+def _parts(checkpoint: Checkpoint, block_bytes: int) -> Iterator[ByteRange]:
+    """Parts of tensors that consist of whole blocks."""
+    part_bytes = max(_WINDOW_BYTES // block_bytes, 1) * block_bytes
     for info in checkpoint.tensors.values():
-        for start in range(0, info.nbytes, _WINDOW_BYTES):
-            nbytes = min(_WINDOW_BYTES, info.nbytes - start)
+        for start in range(0, info.nbytes, part_bytes):
+            nbytes = min(part_bytes, info.nbytes - start)
             name = info.name if nbytes == info.nbytes else f"{info.name}[byte {start}]"
             yield ByteRange(name, info.shard, info.offset + start, nbytes)
 

@@ -131,14 +131,21 @@ def describe(report: LoadReport, backend: Backend) -> None:
 
 
 def note(
-    report: LoadReport, backend: Backend, checkpoint: Checkpoint, plan: ReadPlan, request: Any
+    report: LoadReport,
+    backend: Backend,
+    checkpoint: Checkpoint,
+    plan: ReadPlan,
+    request: Any,
+    *,
+    unread_bytes: int,
 ) -> None:
-    """Adds a request that has ended to the report: bytes by I/O path, reads and pages."""
+    """Adds a request that has ended to the report: bytes by I/O path, reads and pages. It ended
+    without these bytes of the plan."""
     describe(report, backend)
     for path, nbytes in backend.paths(request).items():
         report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
-    report.read_bytes += plan.read_bytes
+    report.read_bytes += plan.read_bytes - unread_bytes
     for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
         report.requests += len(facts.transfers)
         report.short_reads += facts.short_reads

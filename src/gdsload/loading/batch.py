@@ -229,13 +229,19 @@ class Batch:
         rest = [
             each for each in self.plan.ranges if not self.has_arrived(*locations[each.name][2:])
         ]
-        transfers = self.plan.transfers
-        unread = sum(each.wanted for n, each in enumerate(transfers) if not self._arrived[n])
-        self._read_twice = max(sum(each.nbytes for each in rest) - unread, 0)
+        unread_bytes = self._unread_bytes()
+        self._read_twice = max(sum(each.nbytes for each in rest) - unread_bytes, 0)
         self._end_request()
         self._read_anew(rest)
-        self._arrived[:] = b"\1" * len(transfers)  # or claimed
+        self._arrived[:] = b"\1" * len(self._arrived)  # or claimed
         return True
+
+    def _unread_bytes(self) -> int:
+        """Bytes of transfers that have not arrived."""
+        if self._arrived.find(0) < 0:
+            return 0
+        transfers = self.plan.transfers
+        return sum(each.wanted for n, each in enumerate(transfers) if not self._arrived[n])
 
     @property
     def complete(self) -> bool:
@@ -398,7 +404,8 @@ class Batch:
             if request is not None and backend is not None:
                 backend.release(request)
                 session.posted.discard(self)
-                note(session.report, backend, session.checkpoint, self.plan, request)
+                where = session.checkpoint, self.plan, request
+                note(session.report, backend, *where, unread_bytes=self._unread_bytes())
             released = True
         finally:
             session.posted.discard(self)

@@ -158,10 +158,10 @@ def matched(
     if wrong:
         more = f", and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise CheckpointError("; ".join(wrong[:_MOST_NAMED]) + more)
-    found, aliases = _without_aliases(found)
-    _require_apart([each for each in found if each.tensor.numel()])
+    kept, aliases = _without_aliases(found)
+    _require_apart([each for each in kept if each.tensor.numel()])
     missing = _missing(found, aliases, targets)
-    return Matched(found, aliases, missing, unexpected, skipped)
+    return Matched(kept, aliases, missing, unexpected, skipped)
 
 
 def require_all(source: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -254,7 +254,7 @@ def _is_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
     if not torch.can_cast(dtype, to):
         return False
     try:
-        torch.empty(1, dtype=dtype).to(to)
+        torch.empty(1, dtype=dtype, device="cpu").to(to)
     except RuntimeError:  # some pairs of small floats are not implemented
         return False
     return True
@@ -312,7 +312,7 @@ def _require_disjoint(cluster: Sequence[Destination]) -> None:
     base = min(_extent(each.tensor)[0] for each in cluster)
     end = max(_extent(each.tensor)[1] for each in cluster)
     unit = cluster[0].tensor.element_size()
-    taken = torch.zeros(-(-(end - base) // unit), dtype=torch.bool)
+    taken = torch.zeros(-(-(end - base) // unit), dtype=torch.bool, device="cpu")
     for each in cluster:
         tensor = each.tensor
         offset, rest = divmod(tensor.data_ptr() - base, unit)
@@ -329,7 +329,8 @@ def _require_disjoint(cluster: Sequence[Destination]) -> None:
 def _missing(
     found: Iterable[Destination], aliases: dict[str, str], targets: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Targets of which not all is written. Adds to `aliases` those that share a written place."""
+    """Targets of which not all is written, which are no `aliases` either. Adds to these the targets
+    that share a place that is written wholly."""
     written: dict[str, int] = {}
     seen: set[str] = set()
     for each in found:
@@ -342,11 +343,12 @@ def _missing(
     }
     missing = []
     for name, target in targets.items():
-        if name in aliases or (name in seen and written[name] == target.numel()):
+        if name in seen and written[name] == target.numel():
             continue
         other = complete.get((device_of(target), *_place_in_memory(target)))
         if other is not None and target.numel():
             aliases[name] = other
         else:
+            aliases.pop(name, None)  # of a part of it
             missing.append(name)
     return missing

@@ -99,6 +99,11 @@ class Verifier:
                 **facts,
             )
 
+    @property
+    def block_bytes(self) -> int:
+        """The size of the blocks that have a checksum each."""
+        return self._manifest.block_bytes
+
     def header_checksum(self, shard: Shard) -> str:
         """The checksum of a header, with the length in front of it."""
         return self._hash(shard.read(0, shard.data_start))

@@ -129,8 +129,9 @@ class OpenedFile:
         return list(self._checkpoint.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """The header's ``__metadata__``; None if empty."""
-        return dict(self._checkpoint.metadata) or None
+        """The header's ``__metadata__``; None if there is none."""
+        has_none = all(shard.metadata is None for shard in self._checkpoint.shards)
+        return None if has_none else dict(self._checkpoint.metadata)
 
     def get_slice(self, name: str) -> LazySlice:
         """A tensor to be indexed. Raises CheckpointError for an unknown name."""

@@ -11,11 +11,12 @@ shows it once. The other functions are replaced all the same.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -82,6 +83,7 @@ class Patcher:
         self._users: set[Hashable] = set()
         self._originals: list[tuple[Replacement, Any]] = []
         self._import_hook: _ImportHook | None = None
+        self._absent: set[str] = set()  # modules that are not patched yet
         self.misfits: dict[str, str] = {}  # "module.function" -> why it is not replaced
         self._logged: set[tuple[str, str]] = set()
 
@@ -101,16 +103,21 @@ class Patcher:
             self._users.add(user)
             if not is_first:
                 return
-            absent = set()
-            for name in self._patches:
-                module = sys.modules.get(name)
-                if module is None or getattr(module.__spec__, "_initializing", False):
-                    absent.add(name)
-                else:
-                    self._patch(module)
-            if absent:
-                self._import_hook = _ImportHook(absent, self._imported)
-                sys.meta_path.insert(0, self._import_hook)
+            self._absent = set(self._patches)
+            self._import_hook = _ImportHook(set(self._patches), self._imported)
+            sys.meta_path.insert(0, self._import_hook)
+            imported = [sys.modules[name] for name in self._patches if name in sys.modules]
+            for module in imported:
+                if not _is_being_imported(module):
+                    self._imported(module)
+        # Imports that another thread has begun do not meet the hook. Without the lock: they may
+        # import what does.
+        for module in imported:
+            if _is_being_imported(module):
+                with suppress(Exception):  # of the import: the other thread reports it
+                    module = importlib.import_module(module.__name__)
+                if not _is_being_imported(module):  # by this thread
+                    self._imported(module)
 
     def leave(self, user: Hashable) -> None:
         """Restores the originals when the last user leaves. Leaving without entering is allowed."""
@@ -138,7 +145,8 @@ class Patcher:
 
     def _imported(self, module: ModuleType) -> None:
         with self._lock:
-            if self._users:
+            if self._users and module.__name__ in self._absent:
+                self._absent.remove(module.__name__)
                 self._patch(module)
 
     def _patch(self, module: ModuleType) -> None:
@@ -177,6 +185,10 @@ def held(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.set(before)
 
 
+def _is_being_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
 class _ImportHook(MetaPathFinder):
     """Calls `imported` after one of the named modules was imported."""
 
@@ -198,7 +210,8 @@ class _ImportHook(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                self._imported(module)
+                if module.__name__ == fullname:  # a loader may serve several modules
+                    self._imported(module)
 
             loader.exec_module = exec_module
         return spec
