@@ -55,6 +55,8 @@ cdef enum:
     # Where others write: small units between two tries, doubled by each expensive huge page, and
     # halved by each cheap one. One cheap page tells little: it may be one that was just freed.
     MOST_SMALL_UNITS = 512
+    # After a unit with a cheap huge page, so many others are huge without a measurement.
+    HUGE_UNITS = 8
 
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
     MOST_TOUCHING = 2
@@ -127,6 +129,16 @@ cdef int64_t touch_as_huge(CRegion *region, uint64_t unit, int *huge) noexcept n
     return took
 
 
+cdef int64_t touch_as_small(char *base) noexcept nogil:
+    """Touches each page of a unit, without asking for a huge one: the CPU time that it took."""
+    cdef int64_t took = cpu_ns()
+    cdef uint64_t at = 0
+    while at < UNIT_BYTES:
+        gds_touch(base + at)
+        at += page_bytes()
+    return max(cpu_ns() - took, <int64_t>1)
+
+
 cdef int chosen_huge(FirstTouch *self) noexcept nogil:
     """Whether to take a huge page for the next unit."""
     cdef int huge
@@ -179,13 +191,7 @@ cdef int touch_huge(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexce
 
 cdef void touch_small(FirstTouch *self, FreshMemory *memory, uint64_t unit) noexcept nogil:
     """Touches each page of a unit, without asking for a huge one."""
-    cdef char *base = memory.region.base + unit * UNIT_BYTES
-    cdef int64_t took = cpu_ns()
-    cdef uint64_t at = 0
-    while at < UNIT_BYTES:
-        gds_touch(base + at)
-        at += page_bytes()
-    small_took(self, cpu_ns() - took)
+    small_took(self, touch_as_small(memory.region.base + unit * UNIT_BYTES))
     gds_add(&memory.small_units, 1)
     gds_store_flag(&memory.region.touched[unit], 1)
 
@@ -305,8 +311,10 @@ cdef void touch_before(
 cdef class HugePages:
     """Huge pages for fresh memory that is written to at once, while they are cheap."""
 
-    cdef int skip   # units before the next try
-    cdef int retry  # units to skip if that one is expensive
+    cdef int64_t small_ns   # of a unit of small pages; 0: not measured
+    cdef int skip           # units before the next try
+    cdef int retry          # units to skip if that one is expensive
+    cdef int as_huge        # whether the units until then are huge
 
     def __cinit__(self):
         self.retry = 1
@@ -314,7 +322,8 @@ cdef class HugePages:
     def prepare(self, object region, uint64_t offset, uint64_t nbytes):
         """Chooses the pages of a range of a region (its ``handle()``), where it was not done before.
 
-        Units with a huge page are touched. Contents do not change.
+        Only units that are measured are touched: the threads that write touch the others, all at
+        the same time. Contents do not change.
         """
         cdef CRegion *memory = <CRegion *>PyCapsule_GetPointer(region, b"gdsload.region")
         cdef uint64_t unit
@@ -329,11 +338,19 @@ cdef class HugePages:
                     self.choose(memory, unit)
 
     cdef void choose(self, CRegion *memory, uint64_t unit) noexcept nogil:
+        cdef char *base = memory.base + unit * UNIT_BYTES
         cdef int huge
-        if self.skip > 0:
+        if self.small_ns == 0:
+            self.small_ns = touch_as_small(base)
+        elif self.skip > 0:
             self.skip -= 1
-        elif touch_as_huge(memory, unit, &huge) <= CHEAP_NS and huge:
-            self.retry = max(self.retry // 2, 1)
+            if self.as_huge:
+                madvise(base, UNIT_BYTES, MADV_HUGEPAGE)
         else:
-            self.skip = self.retry
-            self.retry = min(2 * self.retry, <int>MOST_SMALL_UNITS)
+            self.as_huge = 2 * touch_as_huge(memory, unit, &huge) <= self.small_ns and huge
+            if self.as_huge:
+                self.retry = max(self.retry // 2, 1)
+                self.skip = HUGE_UNITS
+            else:
+                self.skip = self.retry
+                self.retry = min(2 * self.retry, <int>MOST_SMALL_UNITS)
