@@ -114,6 +114,9 @@ bench-table: bench-deps  ## cold (in all states of memory) and warm tables of MO
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --replace --warm
 
 WHOLE := gdsload transformers gdsload-model transformers:dtype=float32 gdsload-model:dtype=float32
+# The limit of a cast: two threads that do nothing else, into small and into huge pages.
+CASTS := bare:dtype=float32,threads=2,cache=mapped,request_kib=2048 \
+    bare:dtype=float32,threads=2,cache=mapped,request_kib=2048,pages=huge
 WHOLE_qwen2.5-7b := gdsload transformers gdsload-model
 MIXTURES ?= build/demo/small-moe build/demo/thin-moe
 
@@ -123,7 +126,7 @@ bench-models: bench-deps  ## from_pretrained of MODEL=directory, as it is and ca
 	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-cold.json
 	-$(PY) -m gdsload bench cold $(MODEL) --repeats $(REPEATS) --warm \
-	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE)) \
+	    --arms $(or $(WHOLE_$(notdir $(MODEL))),$(WHOLE) $(CASTS)) \
 	    --output benchmarks/results/models-$(notdir $(MODEL))-warm.json
 
 bench: bench-deps  ## all of docs/benchmarks.md: tables of MODELS, sweep, engines, starts, scaling; hours

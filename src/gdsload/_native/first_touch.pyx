@@ -55,7 +55,8 @@ cdef enum:
     # Where others write: small units between two tries, doubled by each expensive huge page, and
     # halved by each cheap one. One cheap page tells little: it may be one that was just freed.
     MOST_SMALL_UNITS = 512
-    # After a unit with a cheap huge page, so many others are huge without a measurement.
+    # After this many cheap tries in a row, so many units are huge without one.
+    ENOUGH_CHEAP = 16
     HUGE_UNITS = 8
 
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
@@ -314,7 +315,8 @@ cdef class HugePages:
     cdef int64_t small_ns   # of a unit of small pages; 0: not measured
     cdef int skip           # units before the next try
     cdef int retry          # units to skip if that one is expensive
-    cdef int as_huge        # whether the units until then are huge
+    cdef int streak         # tries in a row that were cheap
+    cdef int as_huge        # whether the units until the next try are huge
 
     def __cinit__(self):
         self.retry = 1
@@ -350,7 +352,9 @@ cdef class HugePages:
             self.as_huge = 2 * touch_as_huge(memory, unit, &huge) <= self.small_ns and huge
             if self.as_huge:
                 self.retry = max(self.retry // 2, 1)
-                self.skip = HUGE_UNITS
+                self.streak += 1
+                self.skip = HUGE_UNITS if self.streak >= ENOUGH_CHEAP else 0
             else:
+                self.streak = 0
                 self.skip = self.retry
                 self.retry = min(2 * self.retry, <int>MOST_SMALL_UNITS)
