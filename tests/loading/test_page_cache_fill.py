@@ -139,8 +139,9 @@ def one_read_at_once() -> Iterator[None]:
     gdsload.warmup.limit_bandwidth(None, of="all")
 
 
+@pytest.mark.parametrize("seconds", [0, 0.5])  # enough for all of the reads that are cancelled
 def test_first_load_reads_the_rest_into_the_page_cache_if_another_one_begins(
-    path: Path, one_read_at_once: None, monkeypatch: pytest.MonkeyPatch
+    path: Path, one_read_at_once: None, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     switched = threading.Event()
     plain = Session.fill_if_joined
@@ -149,6 +150,7 @@ def test_first_load_reads_the_rest_into_the_page_cache_if_another_one_begins(
         joined = plain(self)
         if joined:
             switched.set()
+            time.sleep(seconds)
         return joined
 
     monkeypatch.setattr(Session, "fill_if_joined", fill_if_joined)

@@ -140,12 +140,13 @@ def note(
     unread_bytes: int,
 ) -> None:
     """Adds a request that has ended to the report: bytes by I/O path, reads and pages. It ended
-    without these bytes of the plan."""
+    without these bytes of the plan; a read that was cancelled may have brought some of them."""
     describe(report, backend)
-    for path, nbytes in backend.paths(request).items():
+    paths = backend.paths(request)
+    for path, nbytes in paths.items():
         report.paths[path] = report.paths.get(path, 0) + nbytes
         report.cached_bytes += nbytes if path == LOCAL_CACHE else 0
-    report.read_bytes += plan.read_bytes - unread_bytes
+    report.read_bytes += sum(paths.values()) or plan.read_bytes - unread_bytes
     for facts in backend.facts(request) or [RequestFacts(plan.transfers)]:
         report.requests += len(facts.transfers)
         report.short_reads += facts.short_reads
