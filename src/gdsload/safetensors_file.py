@@ -119,9 +119,7 @@ class safe_open:
     @safetensors_errors()
     def metadata(self) -> dict[str, str] | None:
         """The `__metadata__` of the headers; None if there is none."""
-        opened = self._open()
-        has_none = all(shard.metadata is None for shard in opened.shards)
-        return None if has_none else dict(opened.metadata)
+        return self._open().header_metadata()
 
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor.

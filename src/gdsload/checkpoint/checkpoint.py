@@ -69,6 +69,11 @@ class Checkpoint:
         self.first_load: bool | None = None
         quiesce.register(self)
 
+    def header_metadata(self) -> dict[str, str] | None:
+        """A copy of `metadata`; None if no header has any, as safetensors tells it."""
+        has_none = all(shard.metadata is None for shard in self.shards)
+        return None if has_none else dict(self.metadata)
+
     @classmethod
     def open(
         cls,

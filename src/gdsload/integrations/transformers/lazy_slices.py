@@ -130,8 +130,7 @@ class OpenedFile:
 
     def metadata(self) -> dict[str, str] | None:
         """The header's ``__metadata__``; None if there is none."""
-        has_none = all(shard.metadata is None for shard in self._checkpoint.shards)
-        return None if has_none else dict(self._checkpoint.metadata)
+        return self._checkpoint.header_metadata()
 
     def get_slice(self, name: str) -> LazySlice:
         """A tensor to be indexed. Raises CheckpointError for an unknown name."""
