@@ -70,13 +70,25 @@ def url(folder: Path) -> Iterator[str]:
         yield server.url
 
 
-def children() -> list[psutil.Process]:
-    """Processes with NIXL that this process has started."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "nixl_child" in " ".join(child.cmdline())
-    ]
+def require_children(count: int) -> list[psutil.Process]:
+    """The processes with NIXL that this process has started. It waits until there are `count`: one
+    that begins has no command line yet, and one that was killed may take seconds on a busy
+    machine."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        found = [child for child in psutil.Process().children() if _has_nixl(child)]
+        if len(found) == count:
+            return found
+        assert time.monotonic() < deadline, f"{found} instead of {count} processes"
+        time.sleep(0.01)
+
+
+def _has_nixl(process: psutil.Process) -> bool:
+    try:
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and "nixl_child" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended since
+        return False
 
 
 def all_bytes(url: str) -> bytes:
@@ -89,7 +101,7 @@ def all_bytes(url: str) -> bytes:
 
 def test_peer_serves_the_files_of_a_directory(folder: Path, url: str) -> None:
     assert all_bytes(url) == (folder / "model.safetensors").read_bytes()
-    assert children() == []
+    require_children(0)
     directory = PeerDirectory(url)
     assert set(directory.names()) == {"config.json", "gdsload-manifest.json", "model.safetensors"}
     assert directory.read("config.json", 100) == b'{"model_type": "none"}'
@@ -107,7 +119,7 @@ def test_load_file_of_a_peer_equals_that_of_the_file(folder: Path, url: str) -> 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert report is not None
     assert report.paths["nixl/ucx"] > 0.9 * sum(each.nbytes for each in expected.values())
-    assert children() == []
+    require_children(0)
 
 
 def test_model_of_a_peer_equals_that_of_the_directory(tiny_checkpoint: Path) -> None:
@@ -166,26 +178,26 @@ def test_reads_that_are_complete_leave_their_connection_to_the_next(
 def test_process_with_nixl_starts_when_a_file_with_tensors_is_opened(url: str) -> None:
     directory = PeerDirectory(url)
     config = directory.open("config.json")
-    assert children() == []
+    require_children(0)
     file = directory.open("model.safetensors")
-    assert len(children()) == 1
+    require_children(1)
     config.close()
     file.close()
-    assert children() == []
+    require_children(0)
 
 
 def test_crash_of_the_process_with_nixl_is_no_crash_of_the_reader(url: str) -> None:
     file = PeerDirectory(url).open("model.safetensors")
     before = file.read(0, file.size)
-    (child,) = children()
+    (child,) = require_children(1)
     child.kill()
     child.wait(PATIENCE_SECONDS)
     assert file.read(0, file.size) == before
     file.quiesce()
-    assert children() == []
+    require_children(0)
     assert file.read(0, file.size) == before
     file.close()
-    assert children() == []
+    require_children(0)
 
 
 def test_peer_that_nixl_refuses_does_not_end_the_reads_of_others(folder: Path, url: str) -> None:
@@ -209,7 +221,7 @@ def test_read_after_the_end_of_a_file_starts_no_process(url: str) -> None:
         file.read(0, file.size)
     with pytest.raises(ReaderFailed, match="was closed"):
         shared_reader("UCX", {}).current()
-    assert children() == []
+    require_children(0)
 
 
 def test_killed_reader_leaves_no_process_and_a_source_that_serves(folder: Path) -> None:
