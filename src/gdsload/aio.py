@@ -78,7 +78,7 @@ async def astream(
     """`gdsload.stream` for `async for`: the event loop runs while this waits for bytes.
 
     Leaving the loop early ends the reads when the iterator is closed; `contextlib.aclosing` closes
-    it at once.
+    it at once. Cancelling the task ends a wait for bytes within a tenth of a second.
 
     Args:
         source: As for `stream`.
@@ -117,10 +117,11 @@ async def astream(
         ...     print(name)
     """
     tensors = stream(**locals())  # the parameters are those of `stream`
+    stop = CancelToken()
     step: asyncio.Future[Any] | None = None
     try:
         while True:
-            step = _in_executor(next, tensors, _END)
+            step = _in_executor(stop.run, next, tensors, _END)
             name, tensor = await asyncio.shield(step)
             if tensor is None:
                 return
@@ -128,7 +129,7 @@ async def astream(
     finally:
         # A generator cannot be closed while a thread runs it: wait for a cancelled step.
         if step is not None and not step.done():
-            await asyncio.wait([step])
+            await _end(stop, step)
         close: Callable[[], None] = tensors.close  # type: ignore[attr-defined]
         try:
             closing = _in_executor(close)
@@ -182,8 +183,13 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
     try:
         return await asyncio.shield(loading)
     except asyncio.CancelledError:
-        stop.ask()
-        await asyncio.wait([loading])
-        if not loading.cancelled():
-            loading.exception()  # retrieved, so that asyncio does not log it
+        await _end(stop, loading)
         raise
+
+
+async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:
+    """Cancels what a thread loads, and waits for its end."""
+    stop.ask()
+    await asyncio.wait([load])
+    if not load.cancelled():
+        load.exception()  # retrieved, so that asyncio does not log it

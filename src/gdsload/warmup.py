@@ -162,7 +162,14 @@ class Hook:
     async def __aenter__(self) -> dict[str, Prefetch]:
         import asyncio  # slow to import, and scripts do not need it
 
-        return {"gdsload": await asyncio.to_thread(self) if self._wait else self.start()}
+        ahead = self.start()
+        try:
+            if self._wait:
+                await asyncio.to_thread(ahead.wait)
+        except BaseException:  # `__aexit__` is not called, and a thread may still wait for reads
+            await self.__aexit__()
+            raise
+        return {"gdsload": ahead}
 
     async def __aexit__(self, *_: object) -> None:
         import asyncio

@@ -100,6 +100,20 @@ def test_an_application_that_waits_starts_with_the_bytes(checkpoint: Path) -> No
     asyncio.run(live())
 
 
+def test_start_that_is_cancelled_ends_the_prefetch(checkpoint: Path, gate: Gate) -> None:
+    life = warmup.hook(checkpoint, wait=True, backend="gated", cache="buffered")
+
+    async def live() -> None:
+        starting = asyncio.ensure_future(life.__aenter__())
+        await asyncio.to_thread(gate.request)  # which never ends
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(live())
+    assert warmup.status()[-1].state == "closed"
+
+
 def test_an_application_that_waits_gets_the_error(tmp_path: Path) -> None:
     async def live() -> None:
         async with warmup.hook(tmp_path / "nowhere", wait=True)(object()):

@@ -24,6 +24,7 @@ from gdsload.loading.claims import LOST, READ, READING, Claim
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
+from gdsload.system.cancellation import check
 from gdsload.system.stall import StallWatch
 
 if TYPE_CHECKING:
@@ -296,6 +297,7 @@ class Batch:
             ReadError: A read failed. The error names file, offset and tensor; later calls raise it
                 again.
             StallError: No byte arrived for the session's `stall_seconds`.
+            LoadCancelled: The load was cancelled.
         """
         with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
             self._wait_for_claims(moved, watch)
@@ -319,6 +321,7 @@ class Batch:
                     return
                 self._require_bytes(progress)
                 watch()
+                check()
                 if not self.ahead and self.share_with_others():
                     return self._wait_for_claims(moved, watch)
                 first, last = to_check[0][:2] if to_check else (0, -1)
@@ -331,6 +334,7 @@ class Batch:
         for name, claim in list(self.claims.items()):
             while not self.settle(name):
                 watch()
+                check()
                 self.claims[name].pause(_POLL_SECONDS)
             new = max(claim.range.nbytes - self._read_twice, 0)
             self._read_twice -= claim.range.nbytes - new
