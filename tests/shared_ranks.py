@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import gdsload
-from gdsload.checkpoint import TensorInfo
+from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.integrations.engine_weights import WeightsReader
 
 WINDOW_BYTES = 1_000_000
@@ -196,6 +196,52 @@ def other_checkpoint(folder: Path) -> Any:
     gdsload.load_file(source, group=dist.group.WORLD)
 
 
+def other_version(folder: Path) -> Any:
+    """Headers are equal, bytes are not: the link was set to the next release in between."""
+    old, new, link = (folder.parent / name for name in ("old", "new", "current"))
+    if dist.get_rank() == 0:
+        for version, value in ((old, 1.0), (new, 2.0)):
+            version.mkdir()
+            safetensors.torch.save_file(
+                {"a": torch.full((1000,), value)}, version / "model.safetensors"
+            )
+        os.utime(old / "model.safetensors", (1, 1))
+        link.symlink_to(old)
+    dist.barrier()
+    opened = Checkpoint.open
+
+    def in_turn(*args: Any, **words: Any) -> Checkpoint:
+        if dist.get_rank() != 1:
+            found = opened(*args, **words)
+            dist.barrier()
+            return found
+        dist.barrier()
+        link.unlink()
+        link.symlink_to(new)
+        return opened(*args, **words)
+
+    with mock.patch.object(Checkpoint, "open", in_turn):
+        gdsload.load_file(link, group=dist.group.WORLD)
+
+
+def other_order(folder: Path) -> Any:
+    order = "layers" if dist.get_rank() == 1 else "file"
+    for _ in gdsload.stream(folder, group=dist.group.WORLD, order=order):
+        pass
+
+
+def other_readers(folder: Path) -> Any:
+    how = "node" if dist.get_rank() == 1 else "group"
+    gdsload.load_file(folder, group=dist.group.WORLD, readers=how)
+
+
+def other_windows(folder: Path) -> Any:
+    """The smallest one counts."""
+    window_bytes = WINDOW_BYTES >> dist.get_rank()
+    pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=window_bytes)
+    return facts(dict(pairs), expected(folder))
+
+
 def unknown_name(folder: Path) -> Any:
     names = ["gone"] if dist.get_rank() == 1 else None
     gdsload.load_file(folder, names=names, group=dist.group.WORLD)
@@ -279,7 +325,7 @@ def killed(folder: Path) -> Any:
 
 CASES = (
     whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
-    other_checkpoint, unknown_name, failed_read, failed_consumer, closed_by_all, again,
-    same_names,
+    other_checkpoint, other_version, other_order, other_readers, other_windows, unknown_name,
+    failed_read, failed_consumer, closed_by_all, again, same_names,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

@@ -71,7 +71,7 @@ def found(
     "case",
     [
         *("whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"),
-        "same_names",
+        *("same_names", "other_windows"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(
@@ -133,10 +133,21 @@ def test_failure_of_a_rank_ends_all_ranks_with_its_reason(
             assert rank[case]["error"] == own
 
 
-def test_ranks_with_different_checkpoints_are_refused(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "case,error,text",
+    [
+        ("other_checkpoint", "CheckpointError", "different checkpoints"),
+        ("other_version", "CheckpointError", "different versions"),
+        ("other_order", "ValueError", "different orders"),
+        ("other_readers", "ValueError", "different readers="),
+    ],
+)
+def test_ranks_that_want_different_things_are_refused(
+    found: list[dict[str, Any]], case: str, error: str, text: str
+) -> None:
     for rank in found:
-        assert rank["other_checkpoint"]["error"] == "CheckpointError"
-        assert "different checkpoints" in rank["other_checkpoint"]["text"]
+        assert rank[case]["error"] == error
+        assert text in rank[case]["text"]
 
 
 def test_stream_that_all_ranks_close_early_is_no_error(found: list[dict[str, Any]]) -> None:

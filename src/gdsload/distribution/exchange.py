@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.checkpoint import TensorInfo
-from gdsload.distribution.reader_group import ReaderGroup
+from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.checkpoint.shard import Identity
+from gdsload.distribution.reader_group import ReaderGroup, node_id
 from gdsload.distribution.shares import (
     Box,
     Layout,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 # What a rank wants of a tensor: a dimension of which it gets its part, an index of slices, or all.
 Shard = int | tuple[slice, ...] | None
 Shards = Mapping[str, Shard] | Callable[[TensorInfo], Shard]
+# A URL or a node, the size of the file, and its version or the time of its last change.
+_Version = tuple[str, int, str | int]
 
 
 def box_of(info: TensorInfo, shard: Shard, number: int = 0, parts: int = 1) -> Box:
@@ -84,41 +87,50 @@ def agreed_layouts(
     readers: ReaderGroup,
     session: Session,
     wanted: Mapping[str, Box],
+    window_bytes: int,
     arrange: Callable[[Iterable[TensorInfo]], list[TensorInfo]] = list,
-) -> list[Layout]:
-    """The layouts of all tensors that a rank wants, the same on every rank. Connects the devices.
+) -> tuple[list[Layout], int]:
+    """What all ranks read, the same on every rank. Connects the devices.
 
     Args:
         readers: The ranks.
         session: The open session of this rank.
         wanted: The box of each tensor that this rank wants, in its order.
+        window_bytes: Bytes that this rank would read at a time, with the others.
         arrange: Puts the tensors in order if not all ranks want the same ones.
+
+    Returns:
+        The layouts of all tensors that a rank wants, and the smallest `window_bytes`.
 
     Raises:
         RankError: Another rank has failed.
-        CheckpointError: The ranks have opened different checkpoints.
+        CheckpointError: The ranks have opened different checkpoints, or versions of one.
         PlacementError: Some ranks read to devices, others to CPU memory.
-        ValueError: A box is no part of its tensor.
+        ValueError: A box is no part of its tensor, or the ranks want different orders.
     """
     tensors, memory = session.checkpoint.tensors, session.device.partition(":")[0]
     # A box of a whole tensor is not sent: usually these are most of them.
     mine = {
         name: None if box == box_of(tensors[name], None) else box for name, box in wanted.items()
     }
-    facts = repr([tuple(info) for info in tensors.values()])
-    digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass")).hexdigest()
-    answers = readers.agree((digest, memory, mine))
-    if any(other != digest for other, _, _ in answers):
+    headers = _digest([tuple(info) for info in tensors.values()])
+    order = _digest([info.name for info in arrange(tensors.values())])
+    versions = [_version_of(shard.identity) for shard in session.checkpoint.shards]
+    answers = readers.agree(_Answer(headers, versions, order, memory, window_bytes, mine))
+    if any(other.headers != headers for other in answers):
         raise CheckpointError(
             f"{session.checkpoint.source}: the ranks have opened different checkpoints:"
             " their headers differ"
         )
-    if any(other != memory for _, other, _ in answers):
-        kinds = ", ".join(sorted({other for _, other, _ in answers}))
+    _require_same_versions(session.checkpoint, [other.versions for other in answers])
+    if any(other.order != order for other in answers):
+        raise ValueError("the ranks of one load want the tensors in different orders")
+    if any(other.memory != memory for other in answers):
+        kinds = ", ".join(sorted({other.memory for other in answers}))
         raise PlacementError(f"the ranks of one load read to different kinds of memory: {kinds}")
     if memory != "cpu":
         readers.connect_devices()
-    wants = [want for _, _, want in answers]
+    wants = [other.wants for other in answers]
     names = list(mine)
     if any(list(want) != names for want in wants):
         union = {name for want in wants for name in want}
@@ -128,7 +140,39 @@ def agreed_layouts(
         info = tensors[name]
         boxes = [None if name not in want else want[name] or box_of(info, None) for want in wants]
         layouts.append(layout_of(info, boxes))
-    return layouts
+    return layouts, min(other.window_bytes for other in answers)
+
+
+class _Answer(NamedTuple):
+    """What a rank tells the others before the first window."""
+
+    headers: str  # a digest, as `order`, which is that of all tensors
+    versions: list[_Version]  # of the shards
+    order: str
+    memory: str
+    window_bytes: int
+    wants: Mapping[str, Box | None]  # None: the whole tensor
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _version_of(file: Identity) -> _Version:
+    """Copies have other numbers, and on another node perhaps other times."""
+    url, version = file.remote
+    return (url, file.size, version) if url else (node_id(), file.size, file.mtime_ns)
+
+
+def _require_same_versions(checkpoint: Checkpoint, answers: Sequence[Sequence[_Version]]) -> None:
+    """Raises CheckpointError if two ranks have opened different versions of a file."""
+    for shard, found in zip(checkpoint.shards, zip(*answers, strict=True), strict=True):
+        if len(set(found)) > len({where for where, _, _ in found}):
+            raise CheckpointError(
+                f"{shard.path}: the ranks have opened different versions of it; copies on one node"
+                " need the same time of change",
+                path=shard.path,
+            )
 
 
 @dataclass(slots=True)

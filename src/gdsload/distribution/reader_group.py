@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 READERS = ("node", "group")
 _BACKEND = "gdsload_gloo"
+_DIFFERENT_READERS = "the ranks of one load were given different readers="
 
 
 class ReaderGroup:
@@ -87,17 +88,23 @@ class ReaderGroup:
                 return [each for each in everyone if rank - local <= each < rank - local + count]
         control = self._new_group(everyone, "gloo")
         try:
-            nodes = _gathered(control, _node(), len(everyone))
+            nodes = _gathered(control, node_id(), len(everyone))
         finally:
             _destroyed(control)
-        return [each for each, node in zip(everyone, nodes, strict=True) if node == _node()]
+        if not all(isinstance(node, str) for node in nodes):
+            raise ValueError(_DIFFERENT_READERS)
+        return [each for each, node in zip(everyone, nodes, strict=True) if node == node_id()]
 
     def agree(self, state: Any = None) -> list[Any]:
         """The states of all ranks, when all of them have come here without an error.
 
-        Raises RankError if one of them has failed, or does not come in time.
+        Raises RankError if one of them has failed, or does not come in time, and ValueError if they
+        were given different `readers`.
         """
         answers = _gathered(self._control, ("", state), self.size)
+        if any(isinstance(answer, str) for answer in answers):  # the name of a node
+            self._talks = False
+            raise ValueError(_DIFFERENT_READERS)
         for member, (failure, _) in zip(self._members, answers, strict=True):
             if failure:
                 self._talks = False
@@ -215,7 +222,8 @@ def _gloo() -> str:
     return _BACKEND
 
 
-def _node() -> str:
+def node_id() -> str:
+    """The identity of the running kernel: equal in all containers of a machine."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()

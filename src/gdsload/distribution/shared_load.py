@@ -67,7 +67,7 @@ def shared_tensors(
         rank = readers.rank
         boxes = boxes_of(infos, sharing.shards, readers.numbers[rank], readers.whole_size)
         wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
-        layouts = agreed_layouts(readers, session, wanted, arrange)
+        layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
         session.report.wanted_bytes = sum(layout.wanted_bytes(rank) for layout in layouts)
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:

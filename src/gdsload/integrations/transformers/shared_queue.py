@@ -68,8 +68,8 @@ class SharedQueue(ReadaheadQueue):
         self._thread: threading.Thread | None = None
         boxes = dict(wanted.values())
         with readers.together():
-            layouts = agreed_layouts(readers, session, boxes, in_layers)
-            self._exchange = Exchange(readers, session, layouts, ahead_bytes)
+            plan = agreed_layouts(readers, session, boxes, ahead_bytes, in_layers)
+            self._exchange = Exchange(readers, session, *plan)
 
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if there is none to be had."""
