@@ -20,7 +20,7 @@ from gdsload.peers.publication import (
     manifest_of,
     published,
 )
-from gdsload.peers.server import _tensor
+from gdsload.peers.server import _collected, _tensor
 
 
 def file_with(tensors: dict[str, torch.Tensor]) -> PublishedFile:
@@ -102,6 +102,24 @@ def test_manifest_without_threads_equals_that_with_threads(monkeypatch: pytest.M
 def test_tensor_without_bytes_of_a_known_type_is_refused(tensor: Any) -> None:
     with pytest.raises(GdsloadError, match="cannot serve tensor 'x'"):
         _tensor("x", tensor)
+
+
+def test_model_whose_parameters_are_in_other_tensors_is_refused() -> None:
+    """Such as DTensor, of which each rank holds a part."""
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, call: Any, *_: Any) -> Any:
+            return Wrapper(torch.ones(2))  # detach
+
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(Wrapper(torch.ones(2)), requires_grad=False)
+    with pytest.raises(GdsloadError, match="cannot serve tensor 'weight': Wrapper"):
+        _collected(model)
 
 
 def test_tensor_with_a_conjugate_or_negative_bit_is_served_as_its_values() -> None:

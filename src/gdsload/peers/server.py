@@ -356,7 +356,10 @@ def _collected(model: Any) -> _Weights:
 
     small_files: dict[str, bytes] = {}
     if isinstance(model, torch.nn.Module):
-        tensors = _without_aliases(model.state_dict())
+        tensors = model.state_dict()
+        for name, tensor in tensors.items():
+            _require_elements(name, tensor)
+        tensors = _without_aliases(tensors)
         small_files = _configuration(model)
     elif isinstance(model, Mapping):
         tensors = dict(model)
@@ -403,11 +406,19 @@ def _configuration(model: torch.nn.Module) -> dict[str, bytes]:
     return found
 
 
+def _require_elements(name: str, tensor: Any) -> None:
+    """Raises GdsloadError if it is no tensor that holds its elements itself, as a DTensor."""
+    import torch
+
+    plain = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+    if not plain or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise GdsloadError(f"cannot serve tensor {shown(name)}: {type(tensor).__name__}")
+
+
 def _tensor(name: str, tensor: Any) -> _Tensor:
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
-        raise GdsloadError(f"cannot serve tensor {shown(name)}: {type(tensor).__name__}")
+    _require_elements(name, tensor)
     dtype = next((each for each in DTYPES if known_dtype(each) == tensor.dtype), None)
     if dtype is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
