@@ -6,8 +6,10 @@ import asyncio
 import errno
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from gdsload.peers.publication import Location, Publication, PublishedTensor, fi
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.messages import MessageError, receive, send
-from gdsload.remote.nixl_reader import ReaderFailed, SharedReader, shared_reader
+from gdsload.remote.nixl_reader import NixlReader, ReaderFailed, SharedReader, shared_reader
 from gdsload.remote.peer import PeerDirectory, _segments
 
 FILES = {"config.json": b"{}", "../outside": b"x", "/absolute": b"x", "a/b": b"x", "..": b"x"}
@@ -76,6 +78,11 @@ def test_late_thread_of_a_closed_file_starts_no_process(service: Service) -> Non
     with pytest.raises(ReaderFailed, match="closed"):
         shared.current()
     assert shared is shared_reader("UCX", {})
+
+
+def test_search_path_may_have_entries_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
+    NixlReader("UCX", {}).give_up()
 
 
 def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
