@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gdsload
-from gdsload.errors import GdsloadError
+from gdsload.errors import CheckpointUnreadable, GdsloadError
 from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
@@ -118,6 +118,14 @@ def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
         Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_impossible_host_is_an_error(host: str) -> None:
+    with pytest.raises(GdsloadError, match=f"cannot listen on {host}:0"):
+        Service("m", host, 0, Tickets(1, 1, 1.0))
+    with pytest.raises(CheckpointUnreadable, match=f"{host} is no name of a host"):
+        PeerDirectory(f"nixl://{host}:7700/m").names()
 
 
 def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,9 @@ class Service:
             except BaseException:
                 self._end_loop()
                 raise
-        except (OSError, OverflowError, RuntimeError) as error:
+        except (OSError, OverflowError, RuntimeError, UnicodeError) as error:
             # OverflowError: no port has this number. RuntimeError: the system has no thread left.
+            # UnicodeError: no host has this name.
             why = getattr(error, "strerror", None) or str(error)
             raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
