@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gdsload.errors import BackendUnavailable
+import gdsload
+from gdsload.errors import BackendUnavailable, CheckpointNotFound
 from gdsload.peers import memory
 
 
@@ -64,3 +66,16 @@ def test_memory_that_cannot_be_registered_is_an_error(agent: LateAgent) -> None:
     agent.refused = "DRAM"
     with pytest.raises(BackendUnavailable, match="NIXL cannot register host memory: NIXL_ERR"):
         memory.RegisteredMemory({"a": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
+
+
+def test_serve_that_fails_is_reported_as_failed(
+    agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    agent.refused = "DRAM"
+    for source, error in (
+        (tmp_path / "none", CheckpointNotFound),
+        (tiny_checkpoint, BackendUnavailable),
+    ):
+        with pytest.raises(error):
+            gdsload.serve(source)
+        assert gdsload.last_report().failure.startswith(error.__name__)

@@ -10,6 +10,7 @@ readers get (`peers.service`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -111,8 +112,8 @@ class Receiving:
             self._checkpoint = checkpoint
             self.files = _headers(checkpoint, self.infos)
             self.flats = _flats(self.infos, self._batch.views)
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _read_manifest(self, directory: RemoteDirectory, checkpoint: Checkpoint) -> None:
@@ -177,12 +178,17 @@ class Receiving:
         """The tensors by name, over the memory that is served."""
         return {info.name: _typed(info, self.flats[info.name]) for info in self.infos}
 
-    def stop(self) -> None:
-        """Ends the reads, finished or not. May be called again."""
+    def stop(self) -> BaseException | None:
+        """Ends the reads, finished or not. May be called again.
+
+        Returns:
+            Why not all bytes have arrived, as `wait` raises it, or None.
+        """
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
-        self._stack.close()
+        self._stack.__exit__(*sys.exc_info())  # if nothing was read: because of this error
+        return self._error
 
 
 def _is_file(source: str) -> bool:
