@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import gdsload
+from forked import end_with, fork
 from gdsload.errors import CheckpointUnreadable, GdsloadError
 from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
@@ -126,6 +129,23 @@ def test_impossible_host_is_an_error(host: str) -> None:
         Service("m", host, 0, Tickets(1, 1, 1.0))
     with pytest.raises(CheckpointUnreadable, match=f"{host} is no name of a host"):
         PeerDirectory(f"nixl://{host}:7700/m").names()
+
+
+def test_child_of_fork_keeps_neither_the_port_nor_connections() -> None:
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    with socket.create_connection(("127.0.0.1", service.port), 60) as to:
+        send(to, {"op": "open", "name": "other"})
+        receive(to)
+        child = fork()
+        if not child:
+            end_with(signal.pause)
+        try:
+            service.close()
+            with pytest.raises(EOFError):
+                receive(to)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
