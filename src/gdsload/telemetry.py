@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from gdsload.report import Span, observe as observe
@@ -139,28 +140,29 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
     from gdsload.events import LoadEnded
 
     where = REGISTRY if registry is None else registry
-    made: list[Counter | Histogram] = []
 
     def counter(name: str, text: str, *labels: str) -> Counter:
         one = Counter(f"gdsload_{name}", text, ("kind", *labels), registry=where)
-        made.append(one)
+        made.callback(where.unregister, one)
         return one
 
     def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         one = Histogram(f"gdsload_{name}", text, ("kind",), buckets=buckets, registry=where)
-        made.append(one)
+        made.callback(where.unregister, one)
         return one
 
-    loads = counter("loads", "Loads that ended")
-    failed = counter("failed_loads", "Loads that failed", "error")
-    nbytes_by = counter("bytes", "Bytes by I/O path", "path")
-    cached = counter("cached_bytes", "Bytes of files elsewhere that the local cache had")
-    seconds_by = counter("phase_seconds", "Seconds by phase", "phase")
-    refusals = counter("refusals", "Loads in which an alternative was refused", "name")
-    failovers = counter("failover_bytes", "Bytes that one backend failed to read", "backends")
-    retries = counter("retries", "Repeated read operations")
-    seconds = histogram("load_seconds", "Seconds of a load", _SECONDS_BUCKETS)
-    rates = histogram("read_bytes_per_second", "Rate of the reads in a load", _RATE_BUCKETS)
+    with ExitStack() as made:
+        loads = counter("loads", "Loads that ended")
+        failed = counter("failed_loads", "Loads that failed", "error")
+        nbytes_by = counter("bytes", "Bytes by I/O path", "path")
+        cached = counter("cached_bytes", "Bytes of files elsewhere that the local cache had")
+        seconds_by = counter("phase_seconds", "Seconds by phase", "phase")
+        refusals = counter("refusals", "Loads in which an alternative was refused", "name")
+        failovers = counter("failover_bytes", "Bytes that one backend failed to read", "backends")
+        retries = counter("retries", "Repeated read operations")
+        seconds = histogram("load_seconds", "Seconds of a load", _SECONDS_BUCKETS)
+        rates = histogram("read_bytes_per_second", "Rate of the reads in a load", _RATE_BUCKETS)
+        registered = made.pop_all()
 
     def on_event(event: Event) -> None:
         if not isinstance(event, LoadEnded):
@@ -187,7 +189,6 @@ def record_metrics(registry: CollectorRegistry | None = None) -> Callable[[], No
 
     def stop() -> None:
         stop_observing()
-        for metric in made:
-            where.unregister(metric)
+        registered.close()
 
     return stop

@@ -194,6 +194,19 @@ def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
     assert run("run").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [("BrokenPipeError", 1), ("EOFError", 1), ("KeyboardInterrupt", 130)]
+)
+def test_run_shows_errors_of_the_script_that_end_a_command_silently(
+    error: str, code: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"raise {error}\n")
+    ended = process(COMMAND, "run", script)
+    assert ended.returncode == code
+    assert ended.stderr.startswith("Traceback") and ended.stderr.endswith(f"\n{error}\n")
+
+
 def test_run_prints_its_help_and_the_failure_of_its_prefetch(tmp_path: Path) -> None:
     assert "Runs a Python script" in run("run", "--help").stdout
     script = tmp_path / "script.py"

@@ -279,6 +279,11 @@ def test_direct_io_is_tried_on_a_file_a_directory_and_an_empty_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_direct_io_is_tried_beside_a_loop_of_links(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert storage.direct_io(tmp_path).verdict == storage.direct_io(tiny_checkpoint).verdict
+
+
 def test_direct_io_refused_by_the_filesystem_is_no(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -493,6 +493,20 @@ def test_verify_command_names_the_tensor_and_fails(source: Path) -> None:
     assert NORM in result.stderr and path.name in result.stderr
 
 
+def test_verify_command_refuses_a_manifest_of_another_algorithm(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("xxhash")
+    words = ("verify", tiny_checkpoint, "--manifest", tmp_path / "sums.json")
+    record(tiny_checkpoint, "xxh3_128", "--output", tmp_path / "sums.json")
+    result = run(*words, "--method", "sha256")
+    assert result.exit_code == 1 and "its checksums are of xxh3_128" in result.stderr
+    assert answer(*words)["method"] == "xxh3_128"
+    record(tiny_checkpoint, "sha256", "--output", tmp_path / "sums.json")
+    assert answer(*words)["method"] == "sha256"
+    assert run(*words, "--method", "sha256").exit_code == 0
+
+
 def test_commands_read_tensors_larger_than_a_window_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None
 ) -> None:

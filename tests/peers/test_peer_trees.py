@@ -240,6 +240,19 @@ def test_withdrawn_server_stops_receiving_and_publishes_again(source: Source) ->
         assert server.status().received_bytes == len(source.content)
 
 
+def test_wait_for_a_closed_server_is_an_error_if_bytes_are_missing(source: Source) -> None:
+    closed, failed = gdsload.serve(source.url), gdsload.serve(source.url)
+    closed.close()
+    with pytest.raises(GdsloadError, match="not all bytes have arrived"):
+        closed.wait()
+    source.fail("the disk is gone")
+    with pytest.raises(RemoteError, match="the disk is gone"):
+        failed.wait()
+    failed.close()
+    with pytest.raises(RemoteError, match="the disk is gone"):
+        failed.wait()
+
+
 def test_bytes_that_differ_from_the_manifest_are_not_served(source: Source, tmp_path: Path) -> None:
     path = tmp_path / SINGLE_FILE
     path.write_bytes(source.content)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gdsload.errors import BackendUnavailable
-from gdsload.peers import memory
+import gdsload
+from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound
+from gdsload.peers import memory, receiving
+from gdsload.remote.peer import PeerDirectory
 
 
 class LateAgent:
@@ -23,6 +27,9 @@ class LateAgent:
     def register_memory(self, described: list[tuple[int, int, int, str]], kind: str) -> None:
         if kind == self.refused:
             raise RuntimeError("NIXL_ERR_BACKEND")
+
+    def get_agent_metadata(self) -> bytes:
+        return b""
 
     def deregister_memory(self, registered: None) -> None: ...
 
@@ -64,3 +71,38 @@ def test_memory_that_cannot_be_registered_is_an_error(agent: LateAgent) -> None:
     agent.refused = "DRAM"
     with pytest.raises(BackendUnavailable, match="NIXL cannot register host memory: NIXL_ERR"):
         memory.RegisteredMemory({"a": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
+
+
+def test_index_is_served_with_the_small_files_of_its_directory(
+    agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (folder / "model.safetensors.index.other.json").write_text("{}")
+    with gdsload.serve(folder / "model.safetensors.index.json", checksums=False) as server:
+        names = set(PeerDirectory(server.url).names())
+    assert names == {path.name for path in tiny_checkpoint.iterdir()}
+    assert "model.safetensors.index.json" in names
+
+
+def test_small_files_have_a_limit_for_all_of_them(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    for name in ("vocab.json", "vocab.txt"):
+        (folder / name).write_bytes(bytes(60_000))
+    monkeypatch.setattr(receiving, "_SMALL_FILE_BYTES", 100_000)
+    with pytest.raises(CheckpointError, match=r"vocab\.txt: .*limit of 100000 for all of them"):
+        gdsload.serve(folder)
+
+
+def test_serve_that_fails_is_reported_as_failed(
+    agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    agent.refused = "DRAM"
+    for source, error in (
+        (tmp_path / "none", CheckpointNotFound),
+        (tiny_checkpoint, BackendUnavailable),
+    ):
+        with pytest.raises(error):
+            gdsload.serve(source)
+        assert gdsload.last_report().failure.startswith(error.__name__)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import gdsload
-from gdsload.errors import GdsloadError
+from forked import end_with, fork
+from gdsload.errors import CheckpointUnreadable, GdsloadError
 from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote.messages import MessageError, receive, send
-from gdsload.remote.nixl_reader import ReaderFailed, SharedReader, shared_reader
+from gdsload.remote.nixl_reader import NixlReader, ReaderFailed, SharedReader, shared_reader
 from gdsload.remote.peer import PeerDirectory, _segments
 
 FILES = {"config.json": b"{}", "../outside": b"x", "/absolute": b"x", "a/b": b"x", "..": b"x"}
@@ -78,6 +83,11 @@ def test_late_thread_of_a_closed_file_starts_no_process(service: Service) -> Non
     assert shared is shared_reader("UCX", {})
 
 
+def test_search_path_may_have_entries_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
+    NixlReader("UCX", {}).give_up()
+
+
 def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,6 +121,31 @@ def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     with pytest.raises(GdsloadError, match=f"cannot listen on 127.0.0.1:{port}"):
         Service("m", "127.0.0.1", port, Tickets(1, 1, 1.0))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_impossible_host_is_an_error(host: str) -> None:
+    with pytest.raises(GdsloadError, match=f"cannot listen on {host}:0"):
+        Service("m", host, 0, Tickets(1, 1, 1.0))
+    with pytest.raises(CheckpointUnreadable, match=f"{host} is no name of a host"):
+        PeerDirectory(f"nixl://{host}:7700/m").names()
+
+
+def test_child_of_fork_keeps_neither_the_port_nor_connections() -> None:
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    with socket.create_connection(("127.0.0.1", service.port), 60) as to:
+        send(to, {"op": "open", "name": "other"})
+        receive(to)
+        child = fork()
+        if not child:
+            end_with(signal.pause)
+        try:
+            service.close()
+            with pytest.raises(EOFError):
+                receive(to)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,20 @@ def test_metrics_are_registered_once(registry: Any) -> None:
         telemetry.record_metrics(registry)
 
 
+def test_metrics_of_a_failed_call_are_removed_and_stop_may_be_called_again() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    taken = client.Counter("gdsload_retries", "Of the application", registry=registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        telemetry.record_metrics(registry)
+    assert [metric.name for metric in registry.collect()] == ["gdsload_retries"]
+    registry.unregister(taken)
+    stop = telemetry.record_metrics(registry)
+    stop()
+    stop()
+    assert list(registry.collect()) == []
+
+
 @pytest.mark.parametrize("function", ["record_spans", "record_metrics"])
 def test_missing_package_names_the_extra(function: str) -> None:
     code = f"""

@@ -26,6 +26,7 @@ _FORMAT = 1
 # Rates that differ by less count as equal.
 CLOSE_SHARE = 0.95
 _MOST_ENTRIES = 200
+_LATEST_SECONDS = 1 << 37  # the year 6325; `time.localtime` fails much later
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def _entry(row: Any) -> TunedChoice | None:
         found = TunedChoice(**row)
         numbers = [found.at, *found.rates.values(), *found.fixed_seconds.values()]
         sound = all(0 <= each < math.inf for each in numbers) and isinstance(found.versions, dict)
+        sound &= found.at < _LATEST_SECONDS
         rate, fastest = found.rates[found.choice], max(found.rates.values())
         sound &= 0 < CLOSE_SHARE * fastest <= rate
     except (AttributeError, KeyError, OverflowError, TypeError):

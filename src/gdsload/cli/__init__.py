@@ -17,7 +17,7 @@ from gdsload.cli.integrity import manifest, verify
 from gdsload.cli.loading import load
 from gdsload.cli.measuring import bench
 from gdsload.cli.serving import serve
-from gdsload.cli.terminal import DEBUG, Commands, common, json_of, show_json
+from gdsload.cli.terminal import INTERRUPTED, Commands, common, json_of, show_json
 from gdsload.cli.warming import warmup
 from gdsload.errors import one_line
 from gdsload.report import size
@@ -117,9 +117,14 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
         return
     from gdsload.cli.run_script import run as run_script
 
-    ctx.meta[DEBUG] = True  # errors of the script keep their traceback
-    ctx.find_root().close()  # and its logging is not ours
-    run_script(arguments)
+    ctx.find_root().close()  # the logging of the script is not ours
+    try:
+        run_script(arguments)
+    except SystemExit:
+        raise
+    except BaseException as error:  # shown here: click has other ideas of some of them
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 for _command in (inspect, plan, load, manifest, verify, warmup, serve, cache, bench):

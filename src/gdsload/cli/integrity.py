@@ -16,12 +16,13 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.checkpoint.manifest import (
     ALGORITHMS,
     BLOCK_BYTES,
+    SHA256,
     XXH3,
     manifest_path,
     write_manifest,
 )
 from gdsload.cli import terminal
-from gdsload.errors import GdsloadError, one_line
+from gdsload.errors import GdsloadError, IntegrityError, one_line
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Recorder, Verifier, open_verifier
 from gdsload.loading.session import Session
@@ -93,10 +94,15 @@ def verify(source: str, manifest: str | None, method: str, as_json: bool, **wher
         with _bar(checkpoint, "verify") as advance:
             how = Path(manifest) if manifest else method
             verifier = open_verifier(checkpoint, how, report, advance)
+            algorithm = SHA256 if verifier is None else verifier.algorithm
+            if method == SHA256 != algorithm:  # an explicit manifest may be of any algorithm
+                raise IntegrityError(
+                    f"{how}: --method sha256, but its checksums are of {algorithm}", path=str(how)
+                )
             if verifier is not None:
                 _read(checkpoint, verifier, advance)
         checkpoint.verify_unchanged()
-        _show(checkpoint, manifest or manifest_path(checkpoint), method, "verified", as_json)
+        _show(checkpoint, manifest or manifest_path(checkpoint), algorithm, "verified", as_json)
 
 
 def _bar(checkpoint: Checkpoint, title: str) -> Any:
@@ -126,17 +132,17 @@ def _parts(checkpoint: Checkpoint, block_bytes: int) -> Iterator[ByteRange]:
             yield ByteRange(name, info.shard, info.offset + start, nbytes)
 
 
-def _show(checkpoint: Checkpoint, path: str, method: str, what: str, as_json: bool) -> None:
+def _show(checkpoint: Checkpoint, path: str, algorithm: str, what: str, as_json: bool) -> None:
     if as_json:
         terminal.show_json(
             {
                 "source": checkpoint.source,
                 "manifest": path,
-                "method": method,
+                "method": algorithm,
                 "tensors": len(checkpoint.tensors),
                 "bytes": checkpoint.total_bytes,
             }
         )
         return
     tensors = count(len(checkpoint.tensors), "tensor")
-    click.echo(f"{one_line(path)}: {what}: {tensors}, {size(checkpoint.total_bytes)}, {method}")
+    click.echo(f"{one_line(path)}: {what}: {tensors}, {size(checkpoint.total_bytes)}, {algorithm}")

@@ -86,10 +86,11 @@ def _sample(path: str) -> int:
         for folder in folders[:_MOST_FOLDERS]:
             with suppress(PermissionError), os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.is_file():
-                        files.append(entry.path)
-                    elif entry.is_dir(follow_symlinks=False):
-                        below.append(entry.path)
+                    with suppress(OSError):  # a loop of links
+                        if entry.is_file():
+                            files.append(entry.path)
+                        elif entry.is_dir(follow_symlinks=False):
+                            below.append(entry.path)
         for file in sorted(files, key=lambda each: (not each.endswith(".safetensors"), each)):
             with suppress(CheckpointError):
                 return open_regular(file)[0]

@@ -100,6 +100,11 @@ class Verifier:
             )
 
     @property
+    def algorithm(self) -> str:
+        """The algorithm of the checksums."""
+        return self._manifest.algorithm
+
+    @property
     def block_bytes(self) -> int:
         """The size of the blocks that have a checksum each."""
         return self._manifest.block_bytes

@@ -10,6 +10,7 @@ readers get (`peers.service`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.manifest import LIMIT_BYTES, MANIFEST_NAME, Manifest, parsed
 from gdsload.dtypes import DTYPES
-from gdsload.errors import CheckpointNotFound, GdsloadError
+from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
-from gdsload.remote.directory import RemoteDirectory, is_url, shown_source
+from gdsload.remote.directory import RemoteDirectory, is_url, shown_source, split_file
 from gdsload.remote.peer import PeerDirectory
 from gdsload.remote.replica_directory import LocalDirectory
 from gdsload.report import LoadReport
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 # The files of a model beside its weights: configuration and tokenizer.
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-_SMALL_FILE_BYTES = 64 << 20
+_SMALL_FILE_BYTES = 64 << 20  # of all of them
 _SHARD_SUFFIX = ".safetensors"
+_INDEX_PART = ".safetensors.index."
 
 Arrived = Callable[[str, int, int], None]  # file, start, end
 
@@ -91,7 +93,9 @@ class Receiving:
             self.infos = checkpoint.infos()
             report.tensors, report.wanted_bytes = len(self.infos), checkpoint.total_bytes
             directory = _directory_of(checkpoint)
-            self.small_files = {} if _is_file(source) else _small_files(directory, checkpoint)
+            self.small_files = (
+                {} if _is_file(source) else _small_files(source, directory, checkpoint)
+            )
             self.manifest = b""
             self._verifier: _Watched | None = None
             if checksums:
@@ -111,8 +115,8 @@ class Receiving:
             self._checkpoint = checkpoint
             self.files = _headers(checkpoint, self.infos)
             self.flats = _flats(self.infos, self._batch.views)
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _read_manifest(self, directory: RemoteDirectory, checkpoint: Checkpoint) -> None:
@@ -177,16 +181,24 @@ class Receiving:
         """The tensors by name, over the memory that is served."""
         return {info.name: _typed(info, self.flats[info.name]) for info in self.infos}
 
-    def stop(self) -> None:
-        """Ends the reads, finished or not. May be called again."""
+    def stop(self) -> BaseException | None:
+        """Ends the reads, finished or not. May be called again.
+
+        Returns:
+            Why not all bytes have arrived, as `wait` raises it, or None.
+        """
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
-        self._stack.close()
+        self._stack.__exit__(*sys.exc_info())  # if nothing was read: because of this error
+        return self._error
 
 
 def _is_file(source: str) -> bool:
-    return source.endswith(_SHARD_SUFFIX) if is_url(source) else os.path.isfile(source)
+    """Whether this names one shard: an index stands for its directory."""
+    if is_url(source):
+        return source.endswith(_SHARD_SUFFIX)
+    return os.path.isfile(source) and not source.endswith(".json")
 
 
 def _directory_of(checkpoint: Checkpoint) -> RemoteDirectory:
@@ -194,18 +206,28 @@ def _directory_of(checkpoint: Checkpoint) -> RemoteDirectory:
     return first.directory or LocalDirectory(str(Path(first.path).parent))
 
 
-def _small_files(directory: RemoteDirectory, checkpoint: Checkpoint) -> dict[str, bytes]:
+def _small_files(
+    source: str, directory: RemoteDirectory, checkpoint: Checkpoint
+) -> dict[str, bytes]:
     """The other files of a model: those of a peer all, else those with the usual endings."""
     names = set(directory.names()) - {MANIFEST_NAME, *(shard.name for shard in checkpoint.shards)}
     if isinstance(directory, LocalDirectory):
         names = {name for name in names if os.path.isfile(directory.path_of(name))}
     if not isinstance(directory, PeerDirectory):
         names = {name for name in names if name.endswith(_SMALL_SUFFIXES)}
+    if shown_source(source).endswith(".json"):  # other indexes name shards that are not served
+        index = split_file(source)[1]
+        names = {name for name in names if name == index or _INDEX_PART not in name}
     found: dict[str, bytes] = {}
-    room = _SMALL_FILE_BYTES
     for name in sorted(names):
-        found[name] = directory.read(name, room)
-        room -= len(found[name])
+        found[name] = directory.read(name, _SMALL_FILE_BYTES)
+        if sum(map(len, found.values())) > _SMALL_FILE_BYTES:
+            path = directory.path_of(name)
+            raise CheckpointError(
+                f"{path}: with it, the files beside the weights have more bytes than the limit of"
+                f" {_SMALL_FILE_BYTES} for all of them",
+                path=path,
+            )
     return found
 
 

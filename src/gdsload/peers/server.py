@@ -125,6 +125,7 @@ class WeightServer:
         self._model, self._files, self._checksums = model, dict(files or {}), checksums
         self._plugin, self._parameters = plugin, dict(parameters or {})
         self._receiving: Receiving | None = None
+        self._missing: BaseException | None = None  # why bytes were missing when it was withdrawn
         self._memory: RegisteredMemory | None = None
         self._publication: Publication | None = None
         self._arrivals: Arrivals | None = None  # None: all bytes are there
@@ -158,6 +159,7 @@ class WeightServer:
         if isinstance(self._model, (str, os.PathLike)):
             source = os.fspath(self._model)
             receiving = self._receiving = Receiving(source, checksums=self._checksums)
+            self._missing = None
             weights = _of_source(receiving)
         else:
             weights = _collected(self._model)
@@ -192,11 +194,14 @@ class WeightServer:
 
         Raises:
             GdsloadError: The source failed; later calls raise the same error. Readers still get the
-                bytes that have arrived, and an error with this reason for others.
+                bytes that have arrived, and an error with this reason for others. Or the server was
+                closed, or withdrawn, before all bytes had arrived.
         """
-        receiving = self._receiving
+        receiving, missing = self._receiving, self._missing
         if receiving is not None:
             receiving.wait()
+        elif missing is not None:
+            raise missing
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a path or a URL, for use in this process: no copies, but views of the
@@ -228,7 +233,9 @@ class WeightServer:
         """
         service = self._open_service()
         if self._receiving is not None:
-            self._receiving.stop()
+            self._missing = self._receiving.stop()
+            if self._missing is not None:
+                self._missing.__traceback__ = None  # its frames keep the weights
         service.withdraw()
         self._receiving = self._memory = self._publication = self._arrivals = None
 

@@ -13,7 +13,9 @@ loop. Weights do not pass through here.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import weakref
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from gdsload.peers.publication import Publication
 from gdsload.peers.tickets import Ticket, Tickets
 from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.messages import LENGTHS, MessageError, lengths, packed, parsed
+from gdsload.system import lifecycle
 from gdsload.system.threads import start_thread
 
 REQUEST_LIMIT_BYTES = 16 << 10
@@ -63,6 +66,7 @@ class Service:
             raise GdsloadError('the host to listen on is empty: "0.0.0.0" is all interfaces')
         self.name, self.tickets = name, tickets
         self.readers: dict[asyncio.Task[None], str] = {}  # the connections
+        self._writers: set[asyncio.StreamWriter] = set()  # of the connections
         self._served: Served | None = None
         try:
             self._loop = asyncio.new_event_loop()
@@ -74,11 +78,13 @@ class Service:
             except BaseException:
                 self._end_loop()
                 raise
-        except (OSError, OverflowError, RuntimeError) as error:
+        except (OSError, OverflowError, RuntimeError, UnicodeError) as error:
             # OverflowError: no port has this number. RuntimeError: the system has no thread left.
+            # UnicodeError: no host has this name.
             why = getattr(error, "strerror", None) or str(error)
             raise GdsloadError(f"cannot listen on {host}:{port}: {why}") from error
         self.port: int = self._server.sockets[0].getsockname()[1]
+        _alive.add(self)
 
     def run(self, coroutine: Any, seconds: float = _RUN_SECONDS) -> Any:
         """Runs a coroutine in the event loop; returns its result.
@@ -113,10 +119,21 @@ class Service:
 
     def close(self) -> None:
         """Closes all connections and ends the thread. Raises GdsloadError if it hangs."""
+        _alive.discard(self)
         try:
             self.run(self._close())
         finally:
             self._end_loop()
+
+    def forget(self) -> None:
+        """In a child of fork(): closes what would keep the port and the connections open."""
+        writers = [writer for writer in self._writers if not writer.is_closing()]
+        connected = [writer.get_extra_info("socket") for writer in writers]
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for each in (*self._server.sockets, *connected):
+            # Not closed: asyncio, which ends later, would close another file of the same number.
+            os.dup2(null, each.fileno(), inheritable=False)
+        os.close(null)
 
     async def _close(self) -> None:
         self._server.close()
@@ -141,6 +158,7 @@ class Service:
             writer.close()
             return
         self.readers[task] = ""
+        self._writers.add(writer)
         connection = _Connection(self, task)
         try:
             _keep_alive(writer.get_extra_info("socket"))
@@ -157,6 +175,7 @@ class Service:
         finally:
             del self.readers[task]
             connection.give_back()
+            self._writers.discard(writer)
             writer.close()
 
     def current(self, version: object) -> Served | None:
@@ -275,3 +294,12 @@ async def _missing(served: Served, file: str, offset: int, nbytes: int) -> dict[
     if arrivals.failure:
         return {"error": "failed", "reason": arrivals.failure}
     return _wait(served)
+
+
+def _forget_all() -> None:
+    for service in list(_alive):
+        service.forget()
+
+
+_alive: weakref.WeakSet[Service] = weakref.WeakSet()
+lifecycle.in_child(_forget_all)

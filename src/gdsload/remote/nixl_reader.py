@@ -101,7 +101,7 @@ class NixlReader:
             lifeline, self._lifeline = os.pipe()
             ours.append(lifeline)
             words = {
-                "path": sys.path,
+                "path": _search_path(sys.path),
                 "ring_fd": ring_fd,
                 "slot_bytes": SLOT_BYTES,
                 "socket_fds": sockets,
@@ -221,6 +221,11 @@ class NixlReader:
         self.broken = True
         self._process.returncode = 0  # it is not ours
         self._close_descriptors()
+
+
+def _search_path(entries: Sequence[object]) -> list[str]:
+    """The entries that importlib takes, too: some programs add a pathlib.Path."""
+    return [each for each in entries if isinstance(each, str)]
 
 
 class SharedReader:

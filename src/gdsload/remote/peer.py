@@ -99,7 +99,11 @@ class _Connection:
     def __init__(self, address: tuple[str, int]) -> None:
         self._owes_answer = False
         self._holds_ticket = False
-        self._socket = socket.create_connection(address, CONNECT_SECONDS)
+        try:
+            self._socket = socket.create_connection(address, CONNECT_SECONDS)
+        except UnicodeError as error:  # of the codec for names of hosts
+            why = f"{address[0]} is no name of a host: {error}"
+            raise socket.gaierror(socket.EAI_NONAME, why) from None
         self._socket.settimeout(ANSWER_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -114,6 +114,12 @@ def test_impossible_fixed_seconds_are_ignored(seconds: object, cache: Path) -> N
     assert tuning_cache.entries() == []
 
 
+@pytest.mark.parametrize("at", [-1.0, float("nan"), float("inf"), 1e300, "now"])
+def test_impossible_times_are_ignored(at: object, cache: Path) -> None:
+    tuning_cache.store(entry_of(at=at))
+    assert tuning_cache.entries() == []
+
+
 @pytest.mark.parametrize("rate", ["NaN", "Infinity", "-1", "0"])
 def test_impossible_rates_are_ignored(rate: str, cache: Path) -> None:
     tuning_cache.store(entry_of())
