@@ -271,9 +271,11 @@ def test_bytes_that_differ_from_the_manifest_are_not_served(source: Source, tmp_
         file.close()
 
 
-@pytest.mark.parametrize("scheme", ["s3", "http"])
+@pytest.mark.parametrize(
+    "scheme,path", [("s3", "m"), ("http", "m"), ("http", f"m/{SINGLE_FILE}?revision=1")]
+)
 def test_object_store_is_served_by_its_url(
-    source: Source, object_server: ObjectServer, scheme: str
+    source: Source, object_server: ObjectServer, scheme: str, path: str
 ) -> None:
     folder = object_server.root / "m"
     folder.mkdir(parents=True)
@@ -281,10 +283,9 @@ def test_object_store_is_served_by_its_url(
     (folder / "config.json").write_bytes(b"{}")
     manifest = PeerDirectory(source.url).read("gdsload-manifest.json", BLOCK)
     (folder / "gdsload-manifest.json").write_bytes(manifest)
-    path = "m" if scheme == "s3" else f"m/{SINGLE_FILE}"  # web servers cannot list their files
     with gdsload.serve(object_server.url(scheme, path)) as server:
         names = set(PeerDirectory(server.url).names())
         assert names - {"config.json"} == {SINGLE_FILE, "gdsload-manifest.json"}
-        assert ("config.json" in names) == (scheme == "s3")
+        assert ("config.json" in names) == (path == "m")
         expected, found = load(source.content), gdsload.load_file(server.url, verify="checksum")
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -26,7 +26,14 @@ from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
-from gdsload.remote.directory import RemoteDirectory, is_url, shown_source, split_file
+from gdsload.remote.directory import (
+    USUAL_NAMES,
+    RemoteDirectory,
+    is_url,
+    shown_source,
+    split_file,
+    without_secrets,
+)
 from gdsload.remote.peer import PeerDirectory
 from gdsload.remote.replica_directory import LocalDirectory
 from gdsload.report import LoadReport
@@ -197,7 +204,7 @@ class Receiving:
 def _is_file(source: str) -> bool:
     """Whether this names one shard: an index stands for its directory."""
     if is_url(source):
-        return source.endswith(_SHARD_SUFFIX)
+        return without_secrets(source).endswith(_SHARD_SUFFIX)
     return os.path.isfile(source) and not source.endswith(".json")
 
 
@@ -206,11 +213,21 @@ def _directory_of(checkpoint: Checkpoint) -> RemoteDirectory:
     return first.directory or LocalDirectory(str(Path(first.path).parent))
 
 
+def _names_of(directory: RemoteDirectory) -> set[str]:
+    """The names of its files; of a web server, those of a model's small files."""
+    try:
+        return set(directory.names())
+    except CheckpointNotFound:
+        raise
+    except CheckpointError:  # it cannot be listed
+        return {name for name in USUAL_NAMES if directory.has(name)}
+
+
 def _small_files(
     source: str, directory: RemoteDirectory, checkpoint: Checkpoint
 ) -> dict[str, bytes]:
     """The other files of a model: those of a peer all, else those with the usual endings."""
-    names = set(directory.names()) - {MANIFEST_NAME, *(shard.name for shard in checkpoint.shards)}
+    names = _names_of(directory) - {MANIFEST_NAME, *(shard.name for shard in checkpoint.shards)}
     if isinstance(directory, LocalDirectory):
         names = {name for name in names if os.path.isfile(directory.path_of(name))}
     if not isinstance(directory, PeerDirectory):

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 # The beginning of a file, with the header of most shards: `RemoteDirectory.open` may read it.
 HEAD_BYTES = 128 << 10
+# Small files of a model: looked for on a web server, which cannot list its files.
+USUAL_NAMES = (
+    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",
+    "generation_config.json", "merges.txt", "model.safetensors.index.json",
+    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model",
+    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
 # A URL for several sources of the same files, with "|" between them: see `replicas`.

@@ -26,7 +26,13 @@ from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.locate import relative
 from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
 from gdsload.integrations.transformers.monkeypatch import held
-from gdsload.remote.directory import RemoteDirectory, joined, open_directory, without_secrets
+from gdsload.remote.directory import (
+    USUAL_NAMES,
+    RemoteDirectory,
+    joined,
+    open_directory,
+    without_secrets,
+)
 
 # A tokenizer may have 30 MB. Larger files are not needed to build a model.
 SMALL_BYTES = 64 << 20
@@ -35,14 +41,6 @@ _WEIGHTS = (
     ".safetensors",
 )  # fmt: skip
 _ADAPTER = "adapter_model.safetensors"  # the weights of an adapter, as peft names them
-# What is looked for on a web server, which cannot list its files.
-_USUAL_NAMES = (
-    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json",
-    "generation_config.json", "merges.txt", "model.safetensors.index.json",
-    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model",
-    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json", "vocab.json", "vocab.txt",
-)  # fmt: skip
 
 
 class _StandIns(NamedTuple):
@@ -153,7 +151,7 @@ def _fetch(source: RemoteDirectory, folder: Path) -> None:
     except (
         CheckpointError
     ):  # it cannot be listed; then a missing file may look like a forbidden one
-        names = list(_USUAL_NAMES)
+        names = list(USUAL_NAMES)
         absent += (CheckpointAccessError,)
 
     def copy(name: str) -> None:
