@@ -252,7 +252,11 @@ def test_body_that_ends_early_is_continued(
     assert file.read(1 << 20, 2 << 20) == large.read_bytes()[1 << 20 :]
 
 
-def test_replaced_object_is_a_changed_file(object_server: ObjectServer, large: Path) -> None:
+@pytest.mark.parametrize("version_id", ["", "null"])  # "null": versioning is suspended
+def test_replaced_object_is_a_changed_file(
+    object_server: ObjectServer, large: Path, version_id: str
+) -> None:
+    object_server.version_id = version_id
     file = open_directory(object_server.url("s3")).open("large.bin")
     file.verify_unchanged()
     large.write_bytes(os.urandom(3 << 20))

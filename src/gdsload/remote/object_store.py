@@ -339,7 +339,10 @@ class ObjectFile(RemoteFile):
 
 def _version_of(meta: ObjectMeta) -> str:
     """What tells one version of an object from another; "" if the server does not tell."""
-    known = meta["version"] or meta["e_tag"]
+    version = meta["version"]
+    if version == "null":  # S3 without versioning: each version of an object has this name
+        version = None
+    known = version or meta["e_tag"]
     if known:
         return known
     modified = meta["last_modified"]
