@@ -28,6 +28,7 @@ from gdsload.remote.directory import (
     is_file_name,
     joined,
     open_directory,
+    query_hash,
     shown_source,
     split_file,
     text_without_secrets,
@@ -349,6 +350,15 @@ def test_query_stays_at_the_end_of_urls() -> None:
         "https://host/a?q=1",
         "x y.safetensors",
     )
+
+
+def test_signatures_do_not_count_for_the_hash_of_a_query() -> None:
+    url = "https://host/a"
+    signed = "X-Amz-Date=1&x-goog-Expires=2&Signature=3&sig=4&se=5&Key-Pair-Id=6&token=7"
+    assert query_hash(url) == query_hash(f"{url}?") == query_hash(f"{url}?{signed}") == ""
+    first, second = query_hash(f"{url}?rev=1"), query_hash(f"{url}?rev=2")
+    assert first and first != second
+    assert query_hash(f"{url}?{signed}&rev=1") == first
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 HEAD_BYTES = 128 << 10
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# Parameters of signed URLs: of S3, Google, CloudFront and Azure.
+_SIGNATURE = re.compile(
+    "(x-amz-|x-goog-).*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token"
+    "|sig|se|st|sp|sv|sr|spr|skoid|sktid|skt|ske|sks|skv",
+    re.IGNORECASE | re.DOTALL,
+)
 # A URL for several sources of the same files, with "|" between them: see `replicas`.
 _REPLICAS = "replicas://"
 _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
@@ -118,6 +125,16 @@ def split_url(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:
         raise CheckpointError(f"{without_secrets(url)}: this is no URL: {error}") from None
+
+
+def query_hash(url: str) -> str:
+    """A hash of the query without signatures, which differ for one file; "" if none is left."""
+    left = [
+        each
+        for each in split_url(url).query.split("&")
+        if each and not _SIGNATURE.fullmatch(unquote(each.partition("=")[0]))
+    ]
+    return sha256("&".join(left).encode()).hexdigest() if left else ""
 
 
 def shown_source(source: Any) -> Any:

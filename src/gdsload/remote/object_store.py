@@ -30,6 +30,7 @@ from gdsload.remote.directory import (
     HEAD_BYTES,
     RemoteDirectory,
     is_file_name,
+    query_hash,
     split_url,
     text_without_secrets,
     without_secrets,
@@ -132,6 +133,7 @@ class ObjectDirectory(RemoteDirectory):
         """
         self.path = without_secrets(url)
         self.kind = _kind_of(split_url(url).scheme.lower())
+        self.query = query_hash(url)
         self._url = url
         self._opened: Any = _opened_store(url, self.kind)  # None after `quiesce`
         self._names: frozenset[str] | None = None
@@ -281,6 +283,7 @@ class ObjectFile(RemoteFile):
         """`head`: the first bytes of the file."""
         self.url = directory.path_of(name)
         self.scheme = directory.kind
+        self.query = directory.query
         self.size = meta["size"]
         self.version = _version_of(meta)
         self._directory, self._name, self._head = directory, name, head
