@@ -367,6 +367,9 @@ def test_signatures_do_not_count_for_the_hash_of_a_query() -> None:
         "ftp://host/a",
         "s3:///model",
         "s3://bucket/model?a=b",
+        "gs://bucket/model#2",
+        "az://bucket/model#2/model.safetensors",
+        "s3://bucket/#/model.safetensors#",
         "https://[::1/model",
         "nixl://[::1/model",
     ],
@@ -374,6 +377,13 @@ def test_signatures_do_not_count_for_the_hash_of_a_query() -> None:
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="URL"):
         Checkpoint.open(url)
+
+
+def test_number_sign_is_written_as_its_code(server: ObjectServer) -> None:
+    (server.root / "model").rename(server.root / "model#2")
+    with pytest.raises(CheckpointError, match="%23"):
+        Checkpoint.open(server.url("s3", "model#2"))
+    Checkpoint.open(server.url("s3", "model%232")).close()
 
 
 def test_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

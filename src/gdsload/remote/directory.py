@@ -224,8 +224,13 @@ def open_directory(url: str) -> RemoteDirectory:
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
     if not parts.netloc and not sources_of(url):
         raise CheckpointError(f"{without_secrets(url)}: this URL names no bucket and no host")
-    if parts.query and not scheme.startswith(("http", "nixl", "replicas")):
-        raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
+    if not scheme.startswith(("http", "nixl", "replicas")):
+        if "#" in url:
+            raise CheckpointError(
+                f'{without_secrets(url)}: a URL of {scheme}:// has no fragment: write "#" as %23'
+            )
+        if parts.query:
+            raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
     module, _, name = known.partition(":")
     made: RemoteDirectory = getattr(import_module(module), name)(url)
     return made
