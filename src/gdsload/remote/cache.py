@@ -215,7 +215,8 @@ class CachedFile(RemoteFile):
 
 
 def _seal(entry: Entry) -> None:
-    with suppress(OSError):  # then the next load compares the bytes
+    # Then the next load compares the bytes. RuntimeError: no thread, as when the interpreter ends.
+    with suppress(OSError, RuntimeError):
         if not entry.is_sealed() and entry.is_whole():
             entry.seal()
 
