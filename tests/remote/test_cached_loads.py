@@ -228,6 +228,19 @@ def test_every_face_uses_the_cache(
     assert len(server.reads("*.safetensors")) == 8  # the beginning of each file
 
 
+def test_list_of_urls_is_loaded_from_the_cache(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    cache = tmp_path / "cache"
+    names = sorted(path.name for path in tiny_checkpoint.glob("*.safetensors"))
+    urls = [server.url("s3", f"model/{name}") for name in names]
+    assert_same(dict(gdsload.stream(urls, cache_dir=cache)), tiny_checkpoint)
+    found = gdsload.load_file(urls, cache_dir=cache)
+    report = gdsload.last_report()
+    assert report.cached_bytes == report.wanted_bytes
+    assert_same(found, tiny_checkpoint)
+
+
 def test_model_is_loaded_from_the_cache(
     server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
