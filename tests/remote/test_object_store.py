@@ -38,6 +38,7 @@ from object_server import ObjectServer
 
 pytest.importorskip("obstore")
 
+FIRST = "model-00001-of-00002.safetensors"
 SCHEMES = ("s3", "gs", "az", "http")
 
 
@@ -205,6 +206,25 @@ def test_failure_of_one_request_is_repeated(server: ObjectServer, fault: str) ->
         server.script(fault, path="model/*.safetensors", first=1, count=1)
         with Checkpoint.open(server.url("s3", "model")) as opened:
             assert opened.tensors == wanted.tensors
+
+
+def test_requests_are_repeated_until_the_time_is_over(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_PAUSE_SECONDS", 0.06)
+    server.script("503", count=11)  # the client has ten retries by default
+    Checkpoint.open(server.url("s3", f"model/{FIRST}")).close()
+
+
+@pytest.mark.parametrize("path", ["", "model/*.safetensors"])
+@pytest.mark.usefixtures("impatient")
+def test_outage_is_waited_for_once(server: ObjectServer, path: str) -> None:
+    server.script("503", path=path, count=None)
+    with pytest.raises(CheckpointUnreadable, match="503"):
+        Checkpoint.open(server.url("s3", f"model/{FIRST}" if path else "model"))
+    assert {(request.method, request.key) for request in server.requests} == {
+        ("GET", f"model/{FIRST}" if path else "")
+    }
 
 
 @pytest.mark.parametrize("fault", ["503", "silent", "silent_in_body", "reset"])
