@@ -142,6 +142,7 @@ class ObjectServer:
         page: The most objects in one page of a listing.
         pins: False for a server that ignores If-Match.
         etags: False for a server that tells the date of a file and no ETag.
+        version_id: The `x-amz-version-id` of each object; "" for none.
         heads: False for a server that refuses HEAD.
         login: What the header Authorization must be; "" for anything.
         requests: All requests, in the order in which they were read.
@@ -154,6 +155,7 @@ class ObjectServer:
     page: int = 1000
     pins: bool = True
     etags: bool = True
+    version_id: str = ""
     heads: bool = True
     login: str = ""
     requests: list[Request] = field(default_factory=list)
@@ -354,6 +356,8 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if not owner.etags:
             del headers["ETag"]
+        if owner.version_id:
+            headers["x-amz-version-id"] = owner.version_id
         if ranged:
             headers["Content-Range"] = f"bytes {stated[0]}-{stated[1] - 1}/{size}"
         self._head(request, 206 if ranged else 200, headers)

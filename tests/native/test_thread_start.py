@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +80,20 @@ def test_thread_that_dies_after_its_starter_looked_is_none(
     starter.start()
     starter.join(60)
     assert found == [None]
+
+
+def test_thread_at_the_end_of_the_interpreter_is_none() -> None:
+    code = """
+from gdsload.system.threads import start_thread
+
+class Late:
+    def __del__(self):
+        print(start_thread(print, "gdsload-test"))
+
+late = Late()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("None\n", "")
 
 
 @pytest.mark.usefixtures("no_threads")

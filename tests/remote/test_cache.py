@@ -22,7 +22,7 @@ import pytest
 
 from gdsload.errors import GdsloadError, RemoteError
 from gdsload.remote.cache import CachedFile, LocalCache
-from gdsload.remote.cache_entry import BLOCK_BYTES
+from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
 
 SIZE = 3 * BLOCK_BYTES + 12_345
@@ -135,6 +135,24 @@ def test_whole_file_that_is_not_sealed_is_compared_and_sealed(tmp_path: Path) ->
     assert sealed_files(tmp_path) == 0
     assert content_of(opened(tmp_path, MemoryFile()).local_copy()) == file.content
     assert sealed_files(tmp_path) == 1
+
+
+def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    refused = threading.Event()
+
+    def refuse(entry: Entry) -> bool:
+        refused.set()
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(Entry, "seal", refuse)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    load(tmp_path, MemoryFile(size=1000))
+    assert refused.wait(PATIENCE_SECONDS)
+    wait_for(lambda: "gdsload-cache" not in {each.name for each in threading.enumerate()})
+    assert not raised
 
 
 def test_partly_filled_file_is_no_local_file_and_fetches_the_rest(tmp_path: Path) -> None:

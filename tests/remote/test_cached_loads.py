@@ -109,6 +109,26 @@ def test_file_that_keeps_its_date_and_size_is_fetched_again(
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_files_that_differ_in_the_query_are_different_files(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    path = "model/model-00001-of-00002.safetensors"
+    cache = tmp_path / "cache"
+    identities = set()
+    for query in ("", "?rev=1", "?rev=2&token=secret", "?rev=2&token=other"):
+        url = server.url("http", path) + query
+        for source in (url, gdsload.replicas(url)):
+            with Checkpoint.open(source) as checkpoint:
+                identities.add(checkpoint.shards[0].identity)
+        with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+            read_all(checkpoint)
+    entries = LocalCache(cache).entries()
+    assert len(entries) == 3
+    assert server.url("http", path) in {entry.url for entry in entries}
+    assert "secret" not in str(entries)
+    assert len(identities) == 6
+
+
 def test_local_files_are_kept_while_they_are_open(server: ObjectServer, tmp_path: Path) -> None:
     url, cache = server.url("s3", "model"), tmp_path / "cache"
     with Checkpoint.open(url, cache_dir=cache) as checkpoint:
@@ -206,6 +226,19 @@ def test_every_face_uses_the_cache(
         prefetch.wait()
         assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
     assert len(server.reads("*.safetensors")) == 8  # the beginning of each file
+
+
+def test_list_of_urls_is_loaded_from_the_cache(
+    server: ObjectServer, tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    cache = tmp_path / "cache"
+    names = sorted(path.name for path in tiny_checkpoint.glob("*.safetensors"))
+    urls = [server.url("s3", f"model/{name}") for name in names]
+    assert_same(dict(gdsload.stream(urls, cache_dir=cache)), tiny_checkpoint)
+    found = gdsload.load_file(urls, cache_dir=cache)
+    report = gdsload.last_report()
+    assert report.cached_bytes == report.wanted_bytes
+    assert_same(found, tiny_checkpoint)
 
 
 def test_model_is_loaded_from_the_cache(

@@ -28,6 +28,7 @@ from gdsload.remote.directory import (
     is_file_name,
     joined,
     open_directory,
+    query_hash,
     shown_source,
     split_file,
     text_without_secrets,
@@ -37,6 +38,7 @@ from object_server import ObjectServer
 
 pytest.importorskip("obstore")
 
+FIRST = "model-00001-of-00002.safetensors"
 SCHEMES = ("s3", "gs", "az", "http")
 
 
@@ -206,6 +208,25 @@ def test_failure_of_one_request_is_repeated(server: ObjectServer, fault: str) ->
             assert opened.tensors == wanted.tensors
 
 
+def test_requests_are_repeated_until_the_time_is_over(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_PAUSE_SECONDS", 0.06)
+    server.script("503", count=11)  # the client has ten retries by default
+    Checkpoint.open(server.url("s3", f"model/{FIRST}")).close()
+
+
+@pytest.mark.parametrize("path", ["", "model/*.safetensors"])
+@pytest.mark.usefixtures("impatient")
+def test_outage_is_waited_for_once(server: ObjectServer, path: str) -> None:
+    server.script("503", path=path, count=None)
+    with pytest.raises(CheckpointUnreadable, match="503"):
+        Checkpoint.open(server.url("s3", f"model/{FIRST}" if path else "model"))
+    assert {(request.method, request.key) for request in server.requests} == {
+        ("GET", f"model/{FIRST}" if path else "")
+    }
+
+
 @pytest.mark.parametrize("fault", ["503", "silent", "silent_in_body", "reset"])
 @pytest.mark.usefixtures("impatient")
 def test_server_that_fails_for_good_is_an_error(server: ObjectServer, fault: str) -> None:
@@ -252,7 +273,11 @@ def test_body_that_ends_early_is_continued(
     assert file.read(1 << 20, 2 << 20) == large.read_bytes()[1 << 20 :]
 
 
-def test_replaced_object_is_a_changed_file(object_server: ObjectServer, large: Path) -> None:
+@pytest.mark.parametrize("version_id", ["", "null"])  # "null": versioning is suspended
+def test_replaced_object_is_a_changed_file(
+    object_server: ObjectServer, large: Path, version_id: str
+) -> None:
+    object_server.version_id = version_id
     file = open_directory(object_server.url("s3")).open("large.bin")
     file.verify_unchanged()
     large.write_bytes(os.urandom(3 << 20))
@@ -347,12 +372,24 @@ def test_query_stays_at_the_end_of_urls() -> None:
     )
 
 
+def test_signatures_do_not_count_for_the_hash_of_a_query() -> None:
+    url = "https://host/a"
+    signed = "X-Amz-Date=1&x-goog-Expires=2&Signature=3&sig=4&se=5&Key-Pair-Id=6&token=7"
+    assert query_hash(url) == query_hash(f"{url}?") == query_hash(f"{url}?{signed}") == ""
+    first, second = query_hash(f"{url}?rev=1"), query_hash(f"{url}?rev=2")
+    assert first and first != second
+    assert query_hash(f"{url}?{signed}&rev=1") == first
+
+
 @pytest.mark.parametrize(
     "url",
     [
         "ftp://host/a",
         "s3:///model",
         "s3://bucket/model?a=b",
+        "gs://bucket/model#2",
+        "az://bucket/model#2/model.safetensors",
+        "s3://bucket/#/model.safetensors#",
         "https://[::1/model",
         "nixl://[::1/model",
     ],
@@ -360,6 +397,13 @@ def test_query_stays_at_the_end_of_urls() -> None:
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="URL"):
         Checkpoint.open(url)
+
+
+def test_number_sign_is_written_as_its_code(server: ObjectServer) -> None:
+    (server.root / "model").rename(server.root / "model#2")
+    with pytest.raises(CheckpointError, match="%23"):
+        Checkpoint.open(server.url("s3", "model#2"))
+    Checkpoint.open(server.url("s3", "model%232")).close()
 
 
 def test_missing_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

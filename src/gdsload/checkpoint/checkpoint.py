@@ -135,6 +135,7 @@ class Checkpoint:
         files: Sequence[PathLike],
         weight_map: Mapping[str, str] | None = None,
         *,
+        cache_dir: PathLike | None = None,
         strict: bool = True,
         header_limit: int = HEADER_LIMIT_BYTES,
     ) -> Checkpoint:
@@ -143,6 +144,7 @@ class Checkpoint:
         Args:
             files: The shards: all on this machine, or all URLs.
             weight_map: Maps tensor names to the base names of `files`, like an index.
+            cache_dir: For URLs: as for `open`.
             strict: As for `open`.
             header_limit: As for `open`.
 
@@ -154,7 +156,7 @@ class Checkpoint:
         paths = [path_text(file) for file in files]
         if not paths:
             raise CheckpointError("a checkpoint of no files")
-        shards = shard_paths(paths)
+        shards = shard_paths(paths, cache_dir)
         title = shards[0].path if len(paths) == 1 else f"{shards[0].path} and {len(paths) - 1} more"
         if len({shard.directory is None for shard in shards}) > 1:
             raise CheckpointError(f"{title}: some of these files are URLs, and some are not")
@@ -321,7 +323,12 @@ class Lookup(NamedTuple):
     def open(self, source: PathLike | Sequence[PathLike]) -> Checkpoint:
         """Opens the checkpoint, or a list of its shards. Raises what `Checkpoint.open` raises."""
         if isinstance(source, (list, tuple)):
-            return Checkpoint.of(source, strict=self.strict, header_limit=self.header_limit)
+            return Checkpoint.of(
+                source,
+                cache_dir=self.cache_dir,
+                strict=self.strict,
+                header_limit=self.header_limit,
+            )
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 
 

@@ -167,15 +167,15 @@ def _open_directory(url: str, cache_dir: PathLike | None) -> RemoteDirectory:
     return CachedDirectory(directory, LocalCache(local_path_text(cache_dir)))
 
 
-def shard_paths(files: Sequence[str]) -> tuple[ShardPath, ...]:
-    """The shards at these paths and URLs."""
+def shard_paths(files: Sequence[str], cache_dir: PathLike | None = None) -> tuple[ShardPath, ...]:
+    """The shards at these paths and URLs. `cache_dir`: the local cache of URLs."""
     directories: dict[str, RemoteDirectory] = {}
     found = []
     for file in files:
         if is_url(file):
             folder, name = split_file(file)
             if folder not in directories:
-                directories[folder] = open_directory(folder)
+                directories[folder] = _open_directory(folder, cache_dir)
             found.append(_shard_path(directories[folder], name))
         else:
             found.append(ShardPath(os.path.basename(file), file))

@@ -32,7 +32,7 @@ _lock = fork_safe_lock(sys.modules[__name__])
 class Identity(NamedTuple):
     """Tells one version of a file from another; all fields but the last are those of fstat.
 
-    For a file elsewhere `remote` is its URL and version, and `ino` differs for each opening if the
+    For a file elsewhere `remote` is its key and version, and `ino` differs for each opening if the
     version does not stand for the bytes.
     """
 
@@ -233,7 +233,7 @@ class RemoteShard(Shard):
         self.directory = directory
         self._closed = False
         number = 0 if file.version_is_exact else next(_openings)
-        identity = Identity(-1, number, file.size, 0, 0, (file.url, file.version))
+        identity = Identity(-1, number, file.size, 0, 0, (file.key, file.version))
         super().__init__(-1, identity, path=file.url, name=name)
         self.first_read_seconds = seconds
 

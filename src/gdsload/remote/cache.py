@@ -54,7 +54,7 @@ class CachedFile(RemoteFile):
     def __init__(self, file: RemoteFile, entry: Entry | None, refusal: str = "") -> None:
         """Owns `file` and `entry` from now on; without an entry, all bytes are fetched."""
         self.url, self.size, self.version = file.url, file.size, file.version
-        self.scheme, self.digest = file.scheme, file.digest
+        self.scheme, self.digest, self.query = file.scheme, file.digest, file.query
         self.refusal = refusal
         self._file = file
         self._entry = entry
@@ -215,7 +215,8 @@ class CachedFile(RemoteFile):
 
 
 def _seal(entry: Entry) -> None:
-    with suppress(OSError):  # then the next load compares the bytes
+    # Then the next load compares the bytes. RuntimeError: no thread, as when the interpreter ends.
+    with suppress(OSError, RuntimeError):
         if not entry.is_sealed() and entry.is_whole():
             entry.seal()
 
@@ -249,7 +250,7 @@ class Cached(NamedTuple):
 
     Attributes:
         directory: Where it is.
-        url: Where it is from; "" if that cannot be read.
+        url: Where it is from, `RemoteFile.key`; "" if that cannot be read.
         version: The version.
         size: Its size in bytes.
         cached_bytes: The size of what is there, on the disk.
@@ -307,7 +308,7 @@ class LocalCache:
         except ImportError:
             raise _NotCached("it needs xxhash: pip install 'gdsload[verify]'") from None
         version = file.digest or file.version
-        facts = json.dumps({"url": file.url, "version": version, "size": file.size})
+        facts = json.dumps({"url": file.key, "version": version, "size": file.size})
         directory = os.path.join(self.directory, hashlib.sha256(facts.encode()).hexdigest()[:32])
         os.makedirs(self.directory, exist_ok=True)
         writable = os.access(self.directory, os.W_OK)

@@ -12,6 +12,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from hashlib import sha256
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, unquote, urlsplit
@@ -33,6 +34,12 @@ USUAL_NAMES = (
 )  # fmt: skip
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# Parameters of signed URLs: of S3, Google, CloudFront and Azure.
+_SIGNATURE = re.compile(
+    "(x-amz-|x-goog-).*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token"
+    "|sig|se|st|sp|sv|sr|spr|skoid|sktid|skt|ske|sks|skv",
+    re.IGNORECASE | re.DOTALL,
+)
 # A URL for several sources of the same files, with "|" between them: see `replicas`.
 _REPLICAS = "replicas://"
 _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
@@ -128,6 +135,16 @@ def split_url(url: str) -> SplitResult:
         raise CheckpointError(f"{without_secrets(url)}: this is no URL: {error}") from None
 
 
+def query_hash(url: str) -> str:
+    """A hash of the query without signatures, which differ for one file; "" if none is left."""
+    left = [
+        each
+        for each in split_url(url).query.split("&")
+        if each and not _SIGNATURE.fullmatch(unquote(each.partition("=")[0]))
+    ]
+    return sha256("&".join(left).encode()).hexdigest() if left else ""
+
+
 def shown_source(source: Any) -> Any:
     """A source for messages and reports: a URL without secrets, anything else as it is."""
     return without_secrets(source) if is_url(source) else source
@@ -215,8 +232,13 @@ def open_directory(url: str) -> RemoteDirectory:
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
     if not parts.netloc and not sources_of(url):
         raise CheckpointError(f"{without_secrets(url)}: this URL names no bucket and no host")
-    if parts.query and not scheme.startswith(("http", "nixl", "replicas")):
-        raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
+    if not scheme.startswith(("http", "nixl", "replicas")):
+        if "#" in url:
+            raise CheckpointError(
+                f'{without_secrets(url)}: a URL of {scheme}:// has no fragment: write "#" as %23'
+            )
+        if parts.query:
+            raise CheckpointError(f"{without_secrets(url)}: a URL of {scheme}:// has no query")
     module, _, name = known.partition(":")
     made: RemoteDirectory = getattr(import_module(module), name)(url)
     return made

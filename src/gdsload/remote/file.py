@@ -60,6 +60,7 @@ class RemoteFile(ABC):
             the life of the object.
         scheme: The kind of source, such as "s3", "gs", "az", "https" or "nixl".
         digest: A checksum of all bytes, "algorithm:hex", if the source tells one; else "".
+        query: A hash of the part of the query that chooses the file, "" if there is none.
     """
 
     backend: ClassVar[str] = "object_store"  # the name of the backend that reads it
@@ -71,6 +72,12 @@ class RemoteFile(ABC):
     version: str
     scheme: str
     digest: str = ""
+    query: str = ""
+
+    @property
+    def key(self) -> str:
+        """Tells files of the same version from each other: `url`, and `query` if there is one."""
+        return f"{self.url}?{self.query}" if self.query else self.url
 
     @property
     def io_path(self) -> str:

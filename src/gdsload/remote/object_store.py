@@ -30,6 +30,7 @@ from gdsload.remote.directory import (
     HEAD_BYTES,
     RemoteDirectory,
     is_file_name,
+    query_hash,
     split_url,
     text_without_secrets,
     without_secrets,
@@ -45,7 +46,8 @@ SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 20.0
 _TRY_SECONDS = 3600  # the client's own limit of 30 s would end a slow read of many bytes
 _CHUNK_BYTES = 1 << 20
-_REFUSED_SECONDS = 2.0  # an error after more than this is not about the range
+_MOST_RETRIES = 1000  # more than there is time for: ten, the default, end after about 2 s
+_PAUSE_SECONDS = 2.0  # the longest one between two tries
 # The variables that the client reads begin like this. Those of its connections it only reads if it
 # gets no settings of connections from us.
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
@@ -103,13 +105,21 @@ def _opened_store(url: str, kind: str) -> Any:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         login = f"Basic {b64encode(pair.encode()).decode()}"
         connection["default_headers"] = {"authorization": login}
-    retry: Any = {"retry_timeout": timedelta(seconds=RETRY_SECONDS)}
-    retry["backoff"] = {"max_backoff": timedelta(seconds=2)}
+    retry: Any = {
+        "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+        "max_retries": _MOST_RETRIES,
+        "backoff": {"max_backoff": timedelta(seconds=_PAUSE_SECONDS)},
+    }
     try:
         make: Any = from_url if variables else HTTPStore.from_url
         return make(url, client_options=connection, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise CheckpointError(f"{without_secrets(url)}: {_first_line(error)}") from None
+
+
+def _was_repeated(started: float) -> bool:
+    """Whether a failed request was repeated until the time was over. One that is refused is not."""
+    return time.monotonic() - started >= RETRY_SECONDS
 
 
 def _first_line(error: Exception) -> str:
@@ -132,6 +142,7 @@ class ObjectDirectory(RemoteDirectory):
         """
         self.path = without_secrets(url)
         self.kind = _kind_of(split_url(url).scheme.lower())
+        self.query = query_hash(url)
         self._url = url
         self._opened: Any = _opened_store(url, self.kind)  # None after `quiesce`
         self._names: frozenset[str] | None = None
@@ -187,11 +198,14 @@ class ObjectDirectory(RemoteDirectory):
         return frozenset(filter(is_file_name, names))
 
     def has(self, name: str) -> bool:
+        started = time.monotonic()
         try:
             return name in self.names()
         except CheckpointNotFound:  # the bucket
             raise
         except CheckpointError:
+            if _was_repeated(started):  # the store is down
+                raise
             # It may be allowed to read files and not to list them. Then a missing file may look
             # like a forbidden one.
             try:
@@ -218,8 +232,8 @@ class ObjectDirectory(RemoteDirectory):
             # The rest of a body that is too short is read when it is needed.
             head, meta = bytes(result.bytes())[: result.range[1]], result.meta
         except Exception as error:
-            # A range of an empty file is refused, which takes no repetitions.
-            final = reason(error)[0] != errno.EIO or time.monotonic() - started > _REFUSED_SECONDS
+            # A range of an empty file is refused.
+            final = reason(error)[0] != errno.EIO or _was_repeated(started)
             empty = None if final else self._facts_of_empty(name)
             if empty is None:
                 raise self.open_error(path, error) from None
@@ -281,6 +295,7 @@ class ObjectFile(RemoteFile):
         """`head`: the first bytes of the file."""
         self.url = directory.path_of(name)
         self.scheme = directory.kind
+        self.query = directory.query
         self.size = meta["size"]
         self.version = _version_of(meta)
         self._directory, self._name, self._head = directory, name, head
@@ -339,7 +354,10 @@ class ObjectFile(RemoteFile):
 
 def _version_of(meta: ObjectMeta) -> str:
     """What tells one version of an object from another; "" if the server does not tell."""
-    known = meta["version"] or meta["e_tag"]
+    version = meta["version"]
+    if version == "null":  # S3 without versioning: each version of an object has this name
+        version = None
+    known = version or meta["e_tag"]
     if known:
         return known
     modified = meta["last_modified"]

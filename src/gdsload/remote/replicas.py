@@ -166,6 +166,7 @@ class ReplicaFile(RemoteFile):
         self._lock = threading.Lock()
         first, self._header = next(iter(files.values()))
         self.size, self.version, self.digest = first.size, first.version, first.digest
+        self.query = first.query
         for source, (file, header) in files.items():
             if why := self._difference(file, header):
                 del self._files[source]

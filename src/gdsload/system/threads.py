@@ -6,6 +6,7 @@ first frame, the thread dies before that, and `start` would wait for ever.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,12 @@ _LOOK_SECONDS = 0.05  # interval of checks whether the new thread is alive
 
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread | None:
-    """Starts a daemon thread. None if the system has no thread, or no memory, left."""
+    """Starts a daemon thread. None if the system has no thread, or no memory, left.
+
+    Also None while the interpreter ends: then a new thread never runs.
+    """
+    if sys.is_finalizing():
+        return None
     thread = _Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
