@@ -23,6 +23,7 @@ from object_server import FAULTS, ObjectServer
 pytest.importorskip("obstore")
 
 STALL_SECONDS = 20.0
+RETRY_SECONDS = 15.0
 PATIENCE_SECONDS = 90.0  # a load that takes longer hangs
 # A listing, the index, two headers, then the rest of two shards. The first four are those of all.
 REQUESTS = {"load_file": (1, 2, 3, 4, 5, 6), "stream": (5, 7, 8), "load_into": (5, 6)}
@@ -102,7 +103,7 @@ def resources() -> tuple[list[str], list[str]]:
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client waits less for a server than it would for a real one."""
     monkeypatch.setattr(object_store, "SILENCE_SECONDS", 0.4)
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", 15.0)
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", RETRY_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,9 @@ def started() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(server: ObjectServer, wanted: Tensors, started: set[str]) -> Iterator[None]:
+def nothing_left(
+    server: ObjectServer, wanted: Tensors, started: set[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """After the test the next load is exact, and threads and descriptors are what they were."""
     url = server.url("s3", "model")
     for name in FACES.keys() - started:
@@ -125,6 +128,7 @@ def nothing_left(server: ObjectServer, wanted: Tensors, started: set[str]) -> It
     server.forget()
     yield
     server.restore()
+    monkeypatch.setattr(object_store, "RETRY_SECONDS", RETRY_SECONDS)  # a busy machine is slow
     assert exact(bounded(lambda: load_file(url, wanted)), wanted)
     limit = time.monotonic() + PATIENCE_SECONDS
     while True:
