@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -594,6 +595,8 @@ def test_reopen_direct_of_replaced_file_opens_the_same_inode(two: Path) -> None:
             pytest.skip(f"the file system of {shard.path} has no direct I/O")
         try:
             assert os.fstat(twin).st_ino == shard.identity.ino
+            assert fcntl.fcntl(twin, fcntl.F_GETFL) & os.O_DIRECT
+            assert not os.get_inheritable(twin)
         finally:
             os.close(twin)
 

@@ -557,10 +557,10 @@ def test_reference_names_its_snapshot(cache: Path, commit: str) -> None:
     assert names("org/name", cache_dir=cache, revision="v1")
 
 
-@pytest.mark.parametrize("text", ["", ".", "..", "a/b", "-x", "a b", "x" * 4097])
+@pytest.mark.parametrize("text", ["", ".", "..", "a/b", "-x", "a b", "x" * 4097, "\xff"])
 def test_reference_to_anything_but_a_commit_raises(cache: Path, text: str) -> None:
     reference = cache / "models--org--name" / "refs" / "v1"
-    reference.write_text(text)
+    reference.write_text(text, "latin-1")
     with pytest.raises(CheckpointError) as caught:
         locate("org/name", cache_dir=cache, revision="v1")
     assert caught.value.path == str(reference)
