@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import descriptors
 from gdsload._native.memory import Region
 from gdsload.backends import DRAM, Backend, Memory, OpenFile, Registration, Support
 from gdsload.backends.base import Failure
@@ -240,10 +241,9 @@ class BackendContract:
 
     def test_descriptors_come_back(self, files: list[OpenFile]) -> None:
         self.test_closing_twice(files)  # what is opened once per process is open now
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            self.test_closing_twice(files)
-        assert len(os.listdir("/proc/self/fd")) == before
+        with descriptors.none_left():
+            for _ in range(5):
+                self.test_closing_twice(files)
 
     def test_paths_count_all_bytes(self, backend: Backend, files: list[OpenFile]) -> None:
         known, _, spaces = self.ready(backend, files)

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+import descriptors
 from gdsload.checkpoint import Checkpoint, file_io, shard as shard_module
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.errors import (
@@ -607,13 +608,14 @@ def test_reopen_direct_after_failed_fstat_closes_its_descriptor(
     def refuse(fd: int) -> None:
         raise OSError(errno.EIO, "no status")
 
-    with Checkpoint.open(two) as checkpoint:
-        before = os.listdir("/proc/self/fd")
-        with monkeypatch.context() as failing:
-            failing.setattr(os, "fstat", refuse)
-            with pytest.raises(OSError, match="no status"):
-                checkpoint.shards[0].reopen_direct()
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+    with (
+        Checkpoint.open(two) as checkpoint,
+        descriptors.none_left(),
+        monkeypatch.context() as failing,
+    ):
+        failing.setattr(os, "fstat", refuse)
+        with pytest.raises(OSError, match="no status"):
+            checkpoint.shards[0].reopen_direct()
 
 
 def test_reopen_direct_without_support_returns_none(

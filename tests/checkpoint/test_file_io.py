@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import descriptors
 from gdsload.checkpoint import file_io
 from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
 from gdsload.errors import (
@@ -27,9 +28,8 @@ SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 @pytest.fixture(autouse=True)
 def no_descriptor_left() -> Iterator[None]:
-    before = os.listdir("/proc/self/fd")
-    yield
-    assert os.listdir("/proc/self/fd") == before
+    with descriptors.none_left():
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import descriptors
 from gdsload.checkpoint import Checkpoint, manifest
 from gdsload.checkpoint.manifest import (
     ALGORITHMS,
@@ -180,11 +181,12 @@ def test_invalid_manifest_is_refused_with_its_fault(
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000])
 def test_text_that_is_no_manifest_is_refused(text: str, path: str) -> None:
     Path(path).write_text(text)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(CheckpointError, match=r"not a valid manifest: it.* is not ") as caught:
+    with (
+        descriptors.none_left(),
+        pytest.raises(CheckpointError, match=r"not a valid manifest: it.* is not ") as caught,
+    ):
         read_manifest(path)
     assert caught.value.path == path
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_manifest_above_the_limit_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ def test_shard_elsewhere_has_no_descriptor(opened: Opened) -> None:
 
 
 def test_dropped_checkpoint_elsewhere_closes_no_descriptor(opened: Opened) -> None:
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     for _ in range(2):
         checkpoint = Checkpoint.open(f"{URL}/{FIRST}")

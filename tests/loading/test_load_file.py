@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+import descriptors
 import gdsload
 from gdsload._native.memory import Region
 from gdsload.backends.posix import engines
@@ -350,12 +350,10 @@ def test_progress_bar_is_made_after_the_first_read_was_posted(
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("cache", CACHES)
 def test_stream_closed_early_closes_its_files(path: Path, taken: int, cache: str) -> None:
-    gc.collect()  # what earlier tests left in tracebacks
-    before = len(os.listdir("/proc/self/fd"))
-    stream = gdsload.stream(path, cache=cache, window_bytes=300_000)
-    pairs = list(itertools.islice(stream, taken))
-    stream.close()  # type: ignore[attr-defined]
-    assert len(os.listdir("/proc/self/fd")) == before
+    with descriptors.none_left():
+        stream = gdsload.stream(path, cache=cache, window_bytes=300_000)
+        pairs = list(itertools.islice(stream, taken))
+        stream.close()  # type: ignore[attr-defined]
     assert all(bool((tensor == int(name[1:])).all()) for name, tensor in pairs)
     if taken:
         assert gdsload.last_report().failure == ""
