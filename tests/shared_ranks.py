@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,7 +208,17 @@ def other_version(folder: Path) -> Any:
             )
         os.utime(old / "model.safetensors", (1, 1))
         link.symlink_to(old)
-    dist.barrier()
+
+    def release() -> None:
+        link.unlink()
+        link.symlink_to(new)
+
+    with opened_last_by_rank_1(release):
+        gdsload.load_file(link, group=dist.group.WORLD)
+
+
+def opened_last_by_rank_1(change: Callable[[], Any]) -> AbstractContextManager[Any]:
+    """Rank 1 opens its checkpoint when all others have, after `change`."""
     opened = Checkpoint.open
 
     def in_turn(*args: Any, **words: Any) -> Checkpoint:
@@ -216,12 +227,23 @@ def other_version(folder: Path) -> Any:
             dist.barrier()
             return found
         dist.barrier()
-        link.unlink()
-        link.symlink_to(new)
+        change()
         return opened(*args, **words)
 
-    with mock.patch.object(Checkpoint, "open", in_turn):
-        gdsload.load_file(link, group=dist.group.WORLD)
+    dist.barrier()
+    return mock.patch.object(Checkpoint, "open", in_turn)
+
+
+def other_source(folder: Path) -> Any:
+    """For rank 1 the first of two sources is gone: the version is that of the second one."""
+    first, second = (folder.parent / name for name in ("first", "second"))
+    if dist.get_rank() == 0:
+        for copy in (first, second):
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("copy", "other"))
+    with opened_last_by_rank_1(lambda: shutil.rmtree(first)):
+        source = gdsload.replicas(first, second)
+        ours = gdsload.load_file(source, group=dist.group.WORLD)
+    return facts(ours, expected(folder))
 
 
 def other_order(folder: Path) -> Any:
@@ -325,7 +347,7 @@ def killed(folder: Path) -> Any:
 
 CASES = (
     whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
-    other_checkpoint, other_version, other_order, other_readers, other_windows, unknown_name,
-    failed_read, failed_consumer, closed_by_all, again, same_names,
+    other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
+    unknown_name, failed_read, failed_consumer, closed_by_all, again, same_names,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

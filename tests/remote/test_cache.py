@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import os
 import random
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from descriptors import none_left
 from gdsload.errors import GdsloadError, RemoteError
 from gdsload.remote.cache import CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
@@ -451,12 +451,10 @@ def test_status_that_cannot_be_read_leaves_no_descriptor(
     opened(tmp_path, MemoryFile()).close()
     last = calls
     assert last > 3
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(1, last + 1):
-        calls, failing = 0, number
-        opened(tmp_path, MemoryFile()).close()
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    with none_left():
+        for number in range(1, last + 1):
+            calls, failing = 0, number
+            opened(tmp_path, MemoryFile()).close()
 
 
 def test_lock_that_another_process_holds_is_waited_for_and_then_an_error(

@@ -36,6 +36,7 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import packed_shape, torch_dtype_of
+from gdsload.remote.directory import sources_of
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,8 @@ def agreed_layouts(
     }
     headers = _digest([tuple(info) for info in tensors.values()])
     order = _digest([info.name for info in arrange(tensors.values())])
-    versions = [_version_of(shard.identity) for shard in session.checkpoint.shards]
+    node = node_id()
+    versions = [_version_of(shard.identity, node) for shard in session.checkpoint.shards]
     answers = readers.agree(_Answer(headers, versions, order, memory, window_bytes, mine))
     if any(other.headers != headers for other in answers):
         raise CheckpointError(
@@ -158,10 +160,15 @@ def _digest(facts: list[Any]) -> str:
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _version_of(file: Identity) -> _Version:
-    """Copies have other numbers, and on another node perhaps other times."""
+def _version_of(file: Identity, node: str) -> _Version:
+    """Copies have other numbers, and on another node perhaps other times.
+
+    A file of `replicas` has the version of the first source that answered a rank: not compared.
+    """
     url, version = file.remote
-    return (url, file.size, version) if url else (node_id(), file.size, file.mtime_ns)
+    if url:
+        return url, file.size, "" if sources_of(url) else version
+    return node, file.size, file.mtime_ns
 
 
 def _require_same_versions(checkpoint: Checkpoint, answers: Sequence[Sequence[_Version]]) -> None:
