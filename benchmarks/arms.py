@@ -14,7 +14,7 @@ from . import loaders, others
 from .loaded import CPU, CUDA, OURS, PEERS, PREFETCH, Kind
 
 BOTH = (CPU, CUDA)
-# What each is at its best here, by benchmarks/tune.py: see docs/benchmarks.md.
+# Each with its own defaults, and those settings without which it would be slower everywhere.
 KINDS: dict[str, Kind] = {
     "gdsload": Kind(OURS, ("torch",), loaders.open_gdsload, {}, devices=BOTH, maps=True),
     "safetensors-mmap": Kind(

@@ -99,12 +99,15 @@ def run_cell(cell: Cell, truth: Truth, device: Device) -> dict[str, Any]:
     share = truth.size // cell.threads // cell.block * cell.block
     found: list[list[Steps]] = [[] for _ in range(cell.threads)]
     errors: list[Exception] = []
+    together = threading.Barrier(cell.threads)
 
     def work(number: int) -> None:
         try:
-            found[number] = requests(cell, truth, number * share, share)
+            found[number] = requests(cell, truth, number * share, share, together)
         except Exception as error:
             errors.append(error)
+        finally:
+            together.abort()  # the others end, too
 
     before = device.counted()
     threads = [threading.Thread(target=work, args=(number,)) for number in range(cell.threads)]
@@ -115,13 +118,12 @@ def run_cell(cell: Cell, truth: Truth, device: Device) -> dict[str, Any]:
     if errors:
         raise errors[0]
     steps = [entry for entries in found for entry in entries]
-    claimed = len(steps) * cell.request_bytes
-    did = device.require_read(before, claimed, what)
-    # What threads read at the same time adds up; none of them waits for another's clock.
-    rate = sum(
-        len(entries) * cell.request_bytes / sum(entry.post + entry.transfer for entry in entries)
-        for entries in found
-    )
+    did = device.require_read(before, len(steps) * cell.request_bytes, what)
+    # Threads begin a request at the same time, and the slowest ends it: while one compares bytes,
+    # no other has the device to itself.
+    each = [*zip(*found, strict=False)]
+    seconds = sum(max(entry.post + entry.transfer for entry in entries) for entries in each)
+    rate = len(each) * cell.threads * cell.request_bytes / seconds
     device.require_possible(rate, did, what)
     return {
         "requests": len(steps),
@@ -155,8 +157,11 @@ def places(cell: Cell, first: int, share: int) -> Iterator[int]:
             step = step + cell.batch if step + 2 * cell.batch <= last + cell.batch else 0
 
 
-def requests(cell: Cell, truth: Truth, first: int, share: int) -> list[Steps]:
-    """Requests of this shape until their own time is up, all of them held against the file."""
+def requests(
+    cell: Cell, truth: Truth, first: int, share: int, together: threading.Barrier
+) -> list[Steps]:
+    """Requests of this shape until their own time is up, each begun together with other threads,
+    and all of them held against the file."""
     room = Room(cell.device, cell.request_bytes)
     fd = os.open(truth.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -171,6 +176,10 @@ def requests(cell: Cell, truth: Truth, first: int, share: int) -> list[Steps]:
             steps: list[Steps] = []
             spent = 0.0
             for offset in places(cell, first, share):
+                try:
+                    together.wait()
+                except threading.BrokenBarrierError:
+                    break
                 steps.append(one(cell, backend, offset, files, memory))
                 spent += steps[-1].post + steps[-1].transfer
                 truth.check(offset, room.content())

@@ -5,6 +5,7 @@ their reasons.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def chosen(
         and (
             why := why_not(KINDS[arm.kind], options.device, nbytes, room, warm=options.warm)
             or unreached(arm, options.device)
+            or unrehearsed(arm)
             or idle(arm, options)
             or hangs(arm, options)
         )
@@ -103,6 +105,13 @@ def idle(arm: Arm, options: argparse.Namespace) -> str:
         return ""
     named = arm.kind == "gdsload" and not arm.settings.keys().isdisjoint(("engine", "pages"))
     return "files in the page cache are mapped: no engine reads" if named else ""
+
+
+def unrehearsed(arm: Arm) -> str:
+    """Why there is no small model to rehearse an arm with; "" if there is, or needs none."""
+    needed = KINDS[arm.kind].gives == "model"
+    missing = needed and importlib.util.find_spec("transformers") is None
+    return "transformers, which writes a small model, is not installed here" if missing else ""
 
 
 def unreached(arm: Arm, device: str) -> str:

@@ -185,7 +185,8 @@ def judges_of(
         judge = common.get(KINDS[arm.kind].gives, first)
         dtype = arm.settings.get("dtype")
         if dtype is not None:
-            judges[arm.label] = casts.setdefault(dtype, Judge(judge.conditions))
+            known = casts.setdefault(dtype, Judge(judge.conditions))
+            judges[arm.label] = replace(known, conditions=judge.conditions, discarded=[])
             continue
         if converts(arm):
             try:
@@ -193,7 +194,7 @@ def judges_of(
             except ArmFailed as error:
                 left_out[arm.label] = str(error)
                 continue
-        judge.sums, judge.crcs = first.sums, first.crcs
+        judge.sums, judge.crcs, judge.names = first.sums, first.crcs, first.names
         judges[arm.label] = judge
     return judges
 

@@ -59,6 +59,7 @@ def compare(source: Path, options: argparse.Namespace) -> dict[str, Any]:
              "--repeats", str(options.repeats), "--state", options.state,
              *(["--warm"] if options.warm else []),
              *(["--neighbours"] if options.neighbours else []),
+             *(["--output", str(options.output)] if options.output else []),
              "--arms", STOCK, OURS, TENSORS]  # fmt: skip
     result = cold.bench_source(source, cold.arguments(words))
     ran = tables.by_label(result)

@@ -100,6 +100,7 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
         words = [str(source), "--name", records.name_of(options, source), "--device",
                  options.device, "--repeats", str(options.repeats), "--state", options.state,
                  *(["--neighbours"] if options.neighbours else []),
+                 *(["--output", str(options.output)] if options.output else []),
                  "--no-checksums", "--arms", *grid(options)]  # fmt: skip
         result = cold.bench_source(source, cold.arguments(words))
     return {**result, "kind": "engines", "left_out": shortened(result)}

@@ -554,9 +554,13 @@ def is_wanted(load: str, patterns: Sequence[str]) -> bool:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether an exception was raised outside gdsload, without it in between."""
-    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return f"{os.sep}gdsload{os.sep}" not in frames[-1]
+    """Whether an exception was raised outside gdsload."""
+    import gdsload
+
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    file = last.f_code.co_filename
+    # Native modules name their files from the root of the package, not of the filesystem.
+    return not file.startswith(str(Path(gdsload.__file__).parent)) and "gdsload/_native" not in file
 
 
 def resources() -> Resources:

@@ -9,7 +9,6 @@ tensors, under rules from 0 to 4 MiB. All reads are direct: nothing enters the p
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -23,8 +22,7 @@ from gdsload.loading.session import Session
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 
-from . import machine, records, tables
-from .places import RESULTS
+from . import records, tables, values
 
 KIB = 1 << 10
 GAPS = (8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB,
@@ -68,8 +66,8 @@ def compared(checkpoint: Checkpoint, repeats: int) -> list[dict[str, Any]]:
         for gap in GAPS:
             ranges = regular(checkpoint, nbytes, gap)
             times: dict[str, list[float]] = {"joined": [], "split": []}
-            for _ in range(repeats):
-                for name, rule in (("joined", gap), ("split", 0)):
+            for turn in range(repeats):
+                for name, rule in records.in_turn([("joined", gap), ("split", 0)], turn):
                     # Less than two blocks is never a gap: it is joined either way.
                     times[name].append(read(checkpoint, ranges, rule)[0])
             medians = {name: statistics.median(seconds) for name, seconds in times.items()}
@@ -84,8 +82,8 @@ def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str
     ranges = [each for number, each in enumerate(everything) if number in chosen]
     rules = (0, *GAPS)
     found: list[dict[str, Any]] = [{"gap": gap, "times": []} for gap in rules]
-    for _ in range(repeats):
-        for entry in found:
+    for turn in range(repeats):
+        for entry in records.in_turn(found, turn):
             seconds, plan = read(checkpoint, ranges, entry["gap"])
             entry["times"].append(seconds)
             entry |= {
@@ -101,17 +99,18 @@ def subset(checkpoint: Checkpoint, repeats: int, seed: int = 0) -> list[dict[str
 def main(words: list[str] | None = None) -> int:
     parser = records.parser_of("python -m benchmarks.gap", __doc__)
     parser.add_argument("source", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "gap.json")
+    parser.add_argument("--repeats", type=values.whole, default=5)
+    records.add_output(parser)
     options = parser.parse_args(words)
+    try:
+        records.require_room(options)
+    except records.Refused as error:
+        print(f"benchmarks.gap: no result: {error}", file=sys.stderr)
+        return 1
     with Checkpoint.open(options.source) as checkpoint:
         joined = compared(checkpoint, options.repeats)
         halves = subset(checkpoint, options.repeats)
-        facts = machine.describe(Path(checkpoint.shards[0].path))
-    options.output.write_text(
-        json.dumps({"machine": facts, "commit": machine.commit(), "gaps": joined, "subset": halves})
-        + "\n"
-    )
+        result = records.record("gap", Path(checkpoint.shards[0].path), gaps=joined, subset=halves)
     rows = []
     for entry in joined:
         per = [entry["seconds"][name] / entry["ranges"] * 1e6 for name in ("joined", "split")]
@@ -131,6 +130,7 @@ def main(words: list[str] | None = None) -> int:
     print(f"\na random half of the tensors, {halves[0]['wanted_bytes'] / 1e9:.2f} GB\n")
     print(tables.markdown(["rule", "requests", "read over", "median s"], rows))
     print(f"\nthe rule in force: {GAP_BYTES >> 10} KiB")
+    print(records.keep(result, options, "gap"))
     return 0
 
 

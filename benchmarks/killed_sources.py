@@ -64,6 +64,7 @@ def main(words: list[str] | None = None) -> int:
         # The first load is undisturbed: it tells how long one takes.
         after = chance.random() * 1.5 * usual if usual else 3600.0
         killer = threading.Timer(after, os.kill, (pid, end))
+        killer.daemon = True
         killer.start()
         begun = time.monotonic()
         try:
@@ -75,6 +76,10 @@ def main(words: list[str] | None = None) -> int:
         except gdsload.GdsloadError as error:
             found[f"error: {type(error).__name__}"] += 1
             print(number, end.name, error)
+        finally:
+            killer.cancel()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         seconds = time.monotonic() - begun
         report = gdsload.last_report()
         if report is not None and not report.paths.get("nixl/ucx"):
@@ -82,9 +87,6 @@ def main(words: list[str] | None = None) -> int:
         elif report is not None and len(report.paths) > 1:
             found["bytes of both"] += 1
         usual, longest = usual or seconds, max(longest, seconds)
-        killer.cancel()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
     time.sleep(1)
     left = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     result = records.record(

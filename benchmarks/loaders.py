@@ -223,9 +223,12 @@ def _model_load(from_pretrained: Callable[..., Any], wanted: Wanted) -> Opened:
 
     def load(source: Path) -> Loaded:
         model = from_pretrained(str(source), **settings)
-        # A tied weight is one tensor under two names: it is touched once.
-        unique = {tensor.data_ptr(): name for name, tensor in model.state_dict().items()}
         state = model.state_dict()
+        # A tied weight is one tensor under two names. It is touched once, by the first, which is
+        # usually that of the file.
+        unique: dict[int, str] = {}
+        for name, tensor in state.items():
+            unique.setdefault(tensor.data_ptr(), name)
         return tensors({name: state[name] for name in unique.values()}, model)
 
     return Opened(load)

@@ -158,7 +158,10 @@ def commit(root: Path = places.ROOT) -> str:
             [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
         )
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+            [*git, "status", "--porcelain", "src", "benchmarks", ":!benchmarks/results"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
         return gdsload.__version__

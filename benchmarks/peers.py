@@ -23,9 +23,11 @@ from typing import Any
 import psutil
 
 from . import cache, records, values
+from .loaded import files_of
 from .serve_process import serving
 
 DEPTH, REQUEST_BYTES = 8, 8 << 20
+PATIENCE_SECONDS = 300
 WAYS = ("bare NIXL", "peer", "disk, cold")
 
 
@@ -107,7 +109,12 @@ def load(source: str) -> dict[str, Any]:
 
 def worker(way: str, source: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.peers", "--worker", way, source]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise records.Refused(f"{way}: no end after {PATIENCE_SECONDS} s") from error
     if ran.returncode:
         raise records.Refused(f"{way}: {ran.stderr[-500:]}")
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
@@ -117,12 +124,12 @@ def worker(way: str, source: str) -> dict[str, Any]:
 def measured(directory: Path, repeats: int) -> list[dict[str, Any]]:
     """Each way `repeats` times, in turns."""
     rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    with serving(directory, stderr=subprocess.DEVNULL) as (process, url):
+    with serving(directory) as (process, url):
         server = psutil.Process(process.pid)
-        for _ in range(repeats):
-            for way in WAYS:
-                if way == "disk, cold":
-                    cache.evict(sorted(directory.glob("*.safetensors")))
+        for turn in range(repeats):
+            for way in records.in_turn(WAYS, turn):
+                if way == "disk, cold" and (left := cache.evict(files_of(directory))):
+                    raise records.Refused(f"{directory}: {left:,} bytes stay in the page cache")
                 before = server.cpu_times()
                 one = worker(way, str(directory) if way == "disk, cold" else url)
                 now = server.cpu_times()
@@ -153,9 +160,13 @@ def main(words: list[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(0)  # NIXL's own end may crash
     options = parser.parse_args(words)
-    result = records.record(
-        "peers", options.directory, ways=measured(options.directory, options.repeats)
-    )
+    try:
+        records.require_room(options)
+        ways = measured(options.directory, options.repeats)
+    except records.Refused as error:
+        print(f"benchmarks.peers: no result: {error}", file=sys.stderr)
+        return 1
+    result = records.record("peers", options.directory, ways=ways)
     for entry in result["ways"]:
         seconds = statistics.median(entry["seconds"])
         cpu_seconds = {

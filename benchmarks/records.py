@@ -208,9 +208,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def in_turn(arms: Sequence[T], repeat: int) -> list[T]:
-    """The order of a round: another arm first in each, every second round backwards, so that no arm
-    always follows the same one."""
-    first = repeat % len(arms)
+    """The order of a round: every second round is the one before it backwards, and each pair begins
+    with another arm. So no arm is always first, or always follows the same one."""
+    first = repeat // 2 % len(arms)
     turned = [*arms[first:], *arms[:first]]
     return turned[::-1] if repeat % 2 else turned
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import object_stores, places, records, tables, values
+from . import object_stores, places, records, rounds, tables, values
 from .layout import several, size
 from .loaded import OURS, PEERS
 from .object_stores import ObjectStore
@@ -144,6 +144,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def result() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             records.require_room(options)
+            rounds.require_installed({arm.partition(":")[0] for arm in options.arms}, ARMS)
             arms = measured(options.arms, source, options.latency_ms, options.repeats)
             name = records.name_of(options, source)
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))

@@ -17,12 +17,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gdsload.system.available import available_bytes
+
 from . import cache, places, records, rounds, tables
 from .layout import several, size
-from .loaded import OURS, PEERS
+from .loaded import OURS, PEERS, files_of
 from .records import Refused
 
 ARMS = {"gdsload": OURS, "gdsload:page_cache=fill": OURS, "safetensors-mmap": OURS, "runai": PEERS}
@@ -56,14 +59,24 @@ def started(arm: str, source: Path, count: int) -> list[dict[str, Any]]:
 
 def make_cold(source: Path) -> None:
     """Evicts the weights. Raises Refused if some stay."""
-    left = cache.evict(source.glob("*.safetensors"))
+    left = cache.evict(files_of(source))
     if left:
         raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
     time.sleep(SETTLE_SECONDS)
 
 
-def measured(arm: str, source: Path, at_once: Sequence[int], kept: dict[str, Any]) -> None:
-    """Adds one round of one loader: seconds by situation."""
+def require_room(source: Path, most: int) -> None:
+    """Raises Refused if so many processes cannot hold the checkpoint, each in memory of its own."""
+    wanted, free = most * sum(file.stat().st_size for file in files_of(source)), available_bytes()
+    if free is not None and wanted > free:
+        raise Refused(f"{most} at once need {size(wanted)} of memory: {size(free)} are available")
+
+
+def measured(
+    arm: str, source: Path, at_once: Sequence[int], kept: dict[str, Any], sums: set[int]
+) -> None:
+    """Adds one round of one loader: seconds by situation. Adds the sums of the weights."""
+    require_room(source, max(at_once))
     make_cold(source)
     runs = {"cold": started(arm, source, 1)}
     for number in range(1, RESTARTS + 1):
@@ -71,9 +84,9 @@ def measured(arm: str, source: Path, at_once: Sequence[int], kept: dict[str, Any
     for count in at_once:
         make_cold(source)
         runs[f"{count} at once"] = started(arm, source, count)
-    sums = {run["sum"] for found in runs.values() for run in found}
+    sums.update(run["sum"] for found in runs.values() for run in found)
     if len(sums) != 1:
-        raise Refused(f"{arm}: its processes do not agree on the weights: {sums}")
+        raise Refused(f"{arm}: the processes do not agree on the weights: {sums}")
     for name, found in runs.items():
         took = [run["seconds"] for run in found]
         # Of processes at once the last one to be ready counts.
@@ -103,7 +116,7 @@ def notes(result: dict[str, Any]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     how: Any = {"arms": ARMS, "repeats": 5, "counts": ("--at-once", AT_ONCE), "fact": "seconds"}
-    return rounds.program("restarts", __doc__, words, measured, **how)
+    return rounds.program("restarts", __doc__, words, partial(measured, sums=set()), **how)
 
 
 if __name__ == "__main__":

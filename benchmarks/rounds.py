@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cache, records, values
+from . import cache, places, records, values
+from .loaded import OURS, files_of
+from .records import Refused
+
+
+def require_installed(arms: Iterable[str], environments: Mapping[str, str]) -> None:
+    """Raises Refused for an arm whose environment was not made: before the first round."""
+    for arm in arms:
+        environment = environments[arm]
+        if environment != OURS and not places.python_of(environment).exists():
+            raise Refused(f"{arm}: not installed: make bench-deps, or gdsload bench deps")
 
 
 def program(
@@ -46,14 +56,16 @@ def program(
     def result() -> tuple[dict[str, Any], str]:
         with records.source_of(options) as source:
             records.require_room(options)
-            cache.require_cold_can_be(source.glob("*.safetensors"))
+            require_installed(options.arms, arms)
+            files = files_of(source)
+            cache.require_cold_can_be(files)
             found: dict[str, dict[str, Any]] = {arm: {} for arm in options.arms}
             for turn in range(options.rounds):
                 for arm in records.in_turn(options.arms, turn):
                     measured(arm, source, options.counts, found[arm])
                     records.say(f"round {turn + 1}, {arm}: done")
             name = records.name_of(options, source)
-            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+            nbytes = sum(file.stat().st_size for file in files)
             rows = [{"label": arm, fact: kept} for arm, kept in found.items()]
             return records.record(
                 kind, source, name=name, bytes=nbytes, rounds=options.rounds, arms=rows

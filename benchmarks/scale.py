@@ -126,7 +126,7 @@ def require_whole(source: Path, state: dict[str, Any], tensors: int, total: int)
 
 
 def against(section: str, room: Path, repeats: int, most: int | None) -> list[dict[str, Any]]:
-    """The steps of one section, taken in turn."""
+    """The steps of one section, one after the other."""
     found: list[dict[str, Any]] = []
     for tensors, total, shards in SECTIONS[section]:
         if most is not None and total > most:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .records import Refused
+
 
 @contextmanager
 def serving(
@@ -20,6 +22,9 @@ def serving(
     Args:
         source: What is served.
         stderr: As for `subprocess.Popen`.
+
+    Raises:
+        Refused: It ended before it served.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "gdsload", "serve", str(source), "--json", "--port", "0"],
@@ -33,7 +38,8 @@ def serving(
         lines: list[str] = []
         while lines[-1:] != ["}\n"]:
             line = process.stdout.readline()
-            assert line, "the server ended"
+            if not line:
+                raise Refused("the server ended")
             lines = [line] if line == "{\n" else [*lines, line]  # libraries may print lines before
         yield process, json.loads("".join(lines))["url"]
     finally:

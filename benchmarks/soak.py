@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -355,18 +355,19 @@ def in_processes(
         sys.executable, "-m", "benchmarks.soak", "--child", str(folder),
         "--loads", str(max(loads // count, 1)), "--kinds", *patterns,
     ]  # fmt: skip
-    children = [
-        subprocess.Popen(
-            [*command, "--seed", str(seed + number)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        for number in range(count)
-    ]
     found = []
-    for number, child in enumerate(children):
-        out, _ = child.communicate()
-        if child.returncode:
-            raise records.Refused(f"process {number} ended with {child.returncode}")
-        found.append(json.loads(out))
+    with ExitStack() as stack:
+        children = []
+        for number in range(count):
+            words = [*command, "--seed", str(seed + number)]
+            child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            children.append(stack.enter_context(child))
+            stack.callback(child.kill)
+        for number, child in enumerate(children):
+            out, _ = child.communicate()
+            if child.returncode:
+                raise records.Refused(f"process {number} ended with {child.returncode}")
+            found.append(json.loads(out))
     return found
 
 

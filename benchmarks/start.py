@@ -4,11 +4,10 @@
 
 Each figure is of a fresh process; the arms take turns, and the weights are evicted from the page
 cache some seconds before the clock starts. `imports` and `read` are the two halves alone: with
-prefetch the whole should take as long as the longer one. An extra process warms the files of
-Python's packages and compiles them to bytecode. "Touched" means one byte of every page of every
-tensor; the checksum of all tensors, equal for all arms, is
-taken after the clock has stopped. The picture (`gdsload bench report RESULT.json`) is the timeline
-of the median run of each arm.
+prefetch the whole should take as long as the longer one. An extra process of each arm warms the
+files of Python's packages and compiles them to bytecode. "Touched" means one byte of every page of
+every tensor; the checksum of all tensors, equal for all arms, is taken after the clock has stopped.
+The picture (`gdsload bench report RESULT.json`) is the timeline of the median run of each arm.
 """
 
 from __future__ import annotations
@@ -96,14 +95,13 @@ print(json.dumps({"marks": marks, "checksum": checksum, "reads": spans}))
 """
 
 
-def environment() -> dict[str, str]:
-    """The environment of a child: bytecode is compiled once, in a directory of its own."""
+def environment(bytecode: Path) -> dict[str, str]:
+    """The environment of a child, which compiles what it imports to this directory."""
     words = {name: word for name, word in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    home = os.path.join(tempfile.gettempdir(), f"gdsload-start-{os.getuid()}")
-    return {"PYTHONPYCACHEPREFIX": home} | words
+    return {"PYTHONPYCACHEPREFIX": str(bytecode)} | words
 
 
-def child(arm: str, source: Path) -> dict[str, Any]:
+def child(arm: str, source: Path, bytecode: Path) -> dict[str, Any]:
     """The report of a fresh process. Raises Refused if it fails."""
     begin = time.monotonic()
     ran = subprocess.run(
@@ -111,7 +109,7 @@ def child(arm: str, source: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=environment(),
+        env=environment(bytecode),
     )
     if ran.returncode:
         said = ran.stderr.strip().splitlines() or ["it ended without a word"]
@@ -120,7 +118,7 @@ def child(arm: str, source: Path) -> dict[str, Any]:
     return facts
 
 
-def run(arm: str, source: Path) -> dict[str, Any]:
+def run(arm: str, source: Path, bytecode: Path) -> dict[str, Any]:
     """One fresh process with cold weights. Raises Refused if some stay in the page cache."""
     files = sorted(source.glob("*.safetensors"))
     left = cache.evict(files)
@@ -132,14 +130,18 @@ def run(arm: str, source: Path) -> dict[str, Any]:
         raise Refused(
             f"{source}: another process read {resident:,} bytes of it before {arm} started"
         )
-    facts = child(arm, source)
+    facts = child(arm, source, bytecode)
     return {"arm": arm, "seconds": facts["marks"]["ready"], **facts}
 
 
 def measured(source: Path, rounds: int) -> list[dict[str, Any]]:
     """Runs each arm `rounds` times, in turn. Raises Refused if the models differ."""
-    child("imports", source)
-    runs = [run(arm, source) for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
+    with tempfile.TemporaryDirectory(prefix="gdsload-start-") as name:
+        bytecode = Path(name)
+        for arm in ARMS:  # what it imports, also late, is compiled and in the page cache
+            child(arm, source, bytecode)
+        turns = [arm for turn in range(rounds) for arm in records.in_turn(ARMS, turn)]
+        runs = [run(arm, source, bytecode) for arm in turns]
     sums = {one["checksum"] for one in runs if one["arm"] in MODELS}
     if len(sums) != 1:
         raise Refused(f"the arms do not agree on the weights: {sums}")
@@ -175,6 +177,12 @@ def floor(result: dict[str, Any]) -> float:
     return max(tables.seconds_of(found[arm]).median for arm in ("imports", "read"))
 
 
+def too_few(result: dict[str, Any]) -> str:
+    """Why the result cannot tell whether the aim is met; "" if it can."""
+    rounds = len(tables.by_label(result)["prefetch"]["seconds"])
+    return f"{several(rounds, 'repeat')} cannot tell" if rounds < FEWEST else ""
+
+
 def title(result: dict[str, Any]) -> str:
     rounds = len(tables.by_label(result)["stock"]["seconds"])
     return (
@@ -208,9 +216,7 @@ def table(result: dict[str, Any]) -> str:
 def notes(result: dict[str, Any]) -> str:
     prefetch = tables.by_label(result)["prefetch"]
     over = tables.seconds_of(prefetch).median / floor(result) - 1
-    said = "met" if over <= AIM else "missed"
-    if (rounds := len(prefetch["seconds"])) < FEWEST:
-        said = f"{several(rounds, 'repeat')} cannot tell"
+    said = too_few(result) or ("met" if over <= AIM else "missed")
     checked = ""
     if result["residency_checked"]:  # older results were not
         checked = " and none of them resident when its clock started"

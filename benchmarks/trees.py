@@ -32,7 +32,6 @@ LATENCY = 0.001  # seconds until a replica knows that bytes have arrived at its 
 PIECE_BYTES = 8 << 20  # of one request, and of a block with a checksum
 IN_FLIGHT = 8  # requests of one reader
 SAMPLE_SECONDS = 0.01
-PATIENCE_SECONDS = 600
 
 
 class Rates(NamedTuple):

@@ -193,7 +193,7 @@ def load_file(
             past it at the first load of a checkpoint. The next load that does not find it there, or
             one beside another load, reads it into the page cache and maps it, if it has room, is on
             local storage and is loaded into host memory with `cache` "auto"; later ones read
-            nothing. "fill" does so at the first load, which takes longer than direct reads (1.2
+            nothing. "fill" does so at the first load, which takes longer than direct reads (1.3
             times, 1.5 GB); "keep" never does. "drop" removes at the end of the load what was
             read through the page cache, except for bytes that were there before, and for mapped
             files. The kernel allows it only for files that the user owns or may write to;

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def fake_child(arm: str, source: Path) -> dict[str, Any]:
+def fake_child(arm: str, source: Path, bytecode: Path) -> dict[str, Any]:
     """The result of a child that took the time of its arm in READY."""
     marks = {"imports": min(READY["imports"], READY[arm]), "loaded": READY[arm] - 0.1}
     return {
@@ -44,7 +44,7 @@ def fake_child(arm: str, source: Path) -> dict[str, Any]:
 def test_start_child_reports_its_marks(tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(1 << 20)}  # smaller ones are mapped without a read
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    found = start.run("read", tmp_path)
+    found = start.run("read", tmp_path, tmp_path / "bytecode")
     assert found["arm"] == "read"
     assert 0 < found["marks"]["imports"] <= found["seconds"] == found["marks"]["ready"]
     assert found["reads"]
@@ -52,7 +52,7 @@ def test_start_child_reports_its_marks(tmp_path: Path) -> None:
 
 def test_start_failing_child_is_refused(tmp_path: Path) -> None:
     with pytest.raises(start.Refused, match="CheckpointNotFound"):
-        start.child("read", tmp_path)
+        start.child("read", tmp_path, tmp_path)
 
 
 def test_start_overlapping_reads_are_merged() -> None:
@@ -65,7 +65,7 @@ def test_start_overlapping_reads_are_merged() -> None:
 def test_start_runs_alternate(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "child", fake_child)
     first = [run["arm"] for run in start.measured(source, 3)[:: len(start.ARMS)]]
-    assert first == ["imports", "imports", "stock"]
+    assert first == ["imports", "prefetch", "read"]
 
 
 def test_start_result_has_table_and_picture(
@@ -105,12 +105,12 @@ def test_start_warm_weights_are_refused(source: Path, monkeypatch: pytest.Monkey
             file.read_bytes()
 
     monkeypatch.setattr(start, "child", fake_child)
-    assert start.run("stock", source)["seconds"] == READY["stock"]
+    assert start.run("stock", source, source)["seconds"] == READY["stock"]
     monkeypatch.setattr(start.time, "sleep", read)
     with pytest.raises(
         records.Refused, match=r"another process read [\d,]+ bytes of it before stock"
     ):
-        start.run("stock", source)
+        start.run("stock", source, source)
 
 
 def test_start_different_models_are_refused(
@@ -120,7 +120,7 @@ def test_start_different_models_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        start, "child", lambda arm, source: {**fake_child(arm, source), "checksum": len(arm)}
+        start, "child", lambda arm, *where: {**fake_child(arm, *where), "checksum": len(arm)}
     )
     path = tmp_path / "start.json"
     assert start.main([str(source), "--rounds", "1", "--output", str(path)]) == 1

@@ -6,6 +6,8 @@ import argparse
 import json
 import random
 import re
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -238,6 +240,28 @@ def test_judge_different_tensors_are_refused(tmp_path: Path) -> None:
         one._compare(second, {"a": 1, "b": 3}, one.sums, "sum")
     with pytest.raises(judge.NotWhatItSays, match="bare did not load b"):
         one._compare(second, {"a": 1}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="bare alone loaded c"):
+        one._compare(second, {"a": 1, "b": 2, "c": 3}, one.sums, "sum")
+
+
+def test_model_may_have_other_tensors_than_the_files(tmp_path: Path) -> None:
+    """Tied ones have another name in it, and transformers fuses some."""
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    one = judge.Judge(judge.Conditions(tmp_path))
+    model, tensors = (measuring.program("arms").parse(n) for n in ("gdsload-model", "gdsload"))
+    one._compare(model, {"a": 1, "fused": 5}, one.sums, "sum")
+    one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
+    one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="a: its sum is 9"):
+        one._compare(model, {"a": 9}, one.sums, "sum")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6])
+def test_no_arm_is_first_more_often_than_others(count: int) -> None:
+    rounds = [records.in_turn(range(count), turn) for turn in range(2 * count)]
+    assert all(sorted(each) == [*range(count)] for each in rounds)
+    assert Counter(each[0] for each in rounds) == dict.fromkeys(range(count), 2)
+    assert rounds[0] == rounds[1][::-1] != rounds[1]
 
 
 def test_arm_unreachable_device_has_reason() -> None:
@@ -366,6 +390,42 @@ def test_truth_impossible_rate_is_refused(file: Path) -> None:
         device.require_possible(84.7e9, device.after, "linuxaio")
     with pytest.raises(records.Refused, match="no rate of this device"):
         cells.run_cell(one_cell(file), truth.Truth(file), Trusting(1 << 40, 1e12, limit=1.0))
+
+
+def test_sweep_of_threads_counts_their_slowest(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread has the device to itself while another compares its bytes: they begin together."""
+    took = {0: cells.Steps(0.0, 0.0, 1.0), 1: cells.Steps(0.0, 0.0, 3.0)}
+    running, most = 0, 0
+    both = threading.Barrier(2, timeout=240)
+
+    def one(cell: Any, backend: Any, offset: int, files: Any, memory: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        both.wait()
+        most = max(most, running)
+        both.wait()
+        running -= 1
+        return took[int(offset >= file.stat().st_size // 2)]
+
+    monkeypatch.setattr(cells, "one", one)
+    monkeypatch.setattr(truth.Truth, "check", lambda *_: None)
+    line = cells.run_cell(one_cell(file, threads=2), truth.Truth(file), Trusting(1 << 40))
+    assert most == 2
+    assert line["bytes_per_second"] == pytest.approx(2 * 8192 / 3.0)
+
+
+def test_sweep_thread_that_fails_ends_the_others(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(cell: Any, backend: Any, offset: int, *_: Any) -> Any:
+        if offset:
+            raise records.Refused("no byte came")
+        return cells.Steps(0.0, 0.0, 1.0)
+
+    monkeypatch.setattr(cells, "one", one)
+    monkeypatch.setattr(truth.Truth, "check", lambda *_: None)
+    with pytest.raises(records.Refused, match="no byte came"):
+        cells.run_cell(one_cell(file, threads=2, seconds=1e9), truth.Truth(file), Trusting(1))
 
 
 def test_sweep_requests_stay_in_their_share(file: Path) -> None:
@@ -654,6 +714,110 @@ def test_arms_are_compared_by_round() -> None:
         {"label": "b", "seconds": [2.0, 1.0, 10.0]},
     ]
     assert measuring.program("targets").by_rounds({"arms": arms}, "a", "b") == 2.0
+
+
+def test_few_rounds_meet_no_target(tmp_path: Path) -> None:
+    targets = measuring.program("targets")
+    arms = [{"label": arm, "seconds": [1.0] * 3} for arm in ("imports", "read", "prefetch")]
+    with pytest.raises(ValueError, match="3 repeats cannot tell"):
+        targets.process_start({"arms": arms})
+    kept = {"kind": "loads", "conditions": {"repeats": 2}, "arms": []}
+    (tmp_path / "models-qwen3-0.6b-cold.json").write_text(json.dumps(kept))
+    (said,) = {
+        line[3]
+        for line in targets.lines(tmp_path)
+        if line[1] == "models-qwen3-0.6b-cold" and line[3] != targets.NOT_THERE
+    }
+    assert said == "not measured: the result is a trial of few rounds"
+
+
+def test_memory_that_shrinks_is_no_growth() -> None:
+    targets = measuring.program("targets")
+
+    def result(**last: int) -> dict[str, Any]:
+        first = dict.fromkeys(pool.GROWN, 5)
+        return {"first": first, "last": first | last}
+
+    assert targets.grown(result(mappings=4, threads=3)).met
+    assert not targets.grown(result(shared_bytes=5 << 20)).met
+    assert not targets.grown(result(threads=6)).met
+
+
+def test_rounds_without_the_environment_of_an_arm_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    """Before the first round, not after hours of other arms."""
+    monkeypatch.setattr(measuring.program("places"), "CACHE", tmp_path)
+    restarts = measuring.program("restarts")
+    words = [str(file), "--output", str(tmp_path / "result.json")]
+    assert restarts.main([*words, "--arms", "gdsload", "runai"]) == 1
+    assert "runai: not installed: make bench-deps" in capsys.readouterr().err
+
+
+def test_restarts_of_one_file_are_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    restarts = measuring.program("restarts")
+    resident = []
+
+    def started(arm: str, source: Path, count: int) -> list[dict[str, Any]]:
+        resident.append(page_cache.resident_bytes(file))
+        source.read_bytes()
+        return [{"seconds": 1.0, "sum": 1}] * count
+
+    monkeypatch.setattr(restarts, "started", started)
+    monkeypatch.setattr(restarts.time, "sleep", lambda _: None)
+    words = [str(file), "--repeats", "1", "--at-once", "2", "--arms", "gdsload"]
+    assert restarts.main([*words, "--output", str(tmp_path / "result.json")]) == 0
+    size = file.stat().st_size
+    pages = -(-size // 4096) * 4096
+    assert [each in (size, pages) for each in resident] == [False, True, True, False]
+    assert resident[0] == resident[3] == 0
+    assert json.loads((tmp_path / "result.json").read_text())["bytes"] == size
+
+
+def test_restarts_that_do_not_fit_into_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    restarts = measuring.program("restarts")
+    monkeypatch.setattr(restarts, "available_bytes", lambda: 4 << 20)
+    restarts.require_room(file, 3)
+    with pytest.raises(records.Refused, match="8 at once need"):
+        restarts.require_room(file, 8)
+
+
+def test_restarts_of_arms_that_differ_are_refused(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    restarts = measuring.program("restarts")
+    monkeypatch.setattr(restarts.time, "sleep", lambda _: None)
+    sums: set[int] = set()
+    for arm, total in (("gdsload", 1), ("runai", 2)):
+        run = {"seconds": 1.0, "sum": total}
+        monkeypatch.setattr(restarts, "started", lambda *_, run=run: [run])
+        if arm == "gdsload":
+            restarts.measured(arm, file, [2], {}, sums)
+            continue
+        with pytest.raises(records.Refused, match="runai: the processes do not agree"):
+            restarts.measured(arm, file, [2], {}, sums)
+
+
+def test_error_of_a_library_is_foreign_in_any_checkout() -> None:
+    """Its files may lie below a directory that is called gdsload."""
+    faults = measuring.program("faults")
+
+    def raised(file: str) -> BaseException:
+        try:
+            exec(compile("raise OSError", file, "exec"), {})
+        except OSError as error:
+            return error
+        raise AssertionError
+
+    import gdsload
+
+    assert faults.is_foreign(raised("/src/gdsload/.venv/lib/transformers/modeling_utils.py"))
+    assert not faults.is_foreign(raised(str(Path(gdsload.__file__).with_name("api.py"))))
+    assert not faults.is_foreign(raised("src/gdsload/_native/pump.pyx"))
 
 
 def test_result_json_has_one_line_per_arm() -> None:

@@ -92,7 +92,7 @@ class Late:
 
 late = Late()
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (ran.stdout, ran.stderr) == ("None\n", "")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("gdsload.integrations.transformers.model")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 240
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_service_becomes_ready_and_answers(address: str) -> None:
         seen.append(code)
         if code == 200:
             break
-        select.select([], [], [], 0.02)
+        time.sleep(0.2)  # asking takes as much of a busy machine as importing
     health = json.loads(text)
     assert set(seen) <= {200, 503} and health["ready"], text
     assert health["landed_bytes"] == health["wanted_bytes"] > 0
