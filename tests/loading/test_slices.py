@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import gdsload
 from devicetensors import BACKENDS, raw
 from gdsload.errors import CheckpointError
+from gdsload.loading import window_writer
 from gpudoubles import Doubles
 
 Load = Callable[..., dict[str, torch.Tensor]]
@@ -105,3 +106,32 @@ def test_stream_in_layer_order_assembles_slices(path: Path) -> None:
     index = (slice(None), slice(0, 10))
     got = dict(gdsload.stream(path, slices={"a": index}, order="layers", window_bytes=1))
     assert torch.equal(got["a"], gdsload.load_file(path)["a"][index])
+
+
+def test_tensor_that_is_named_as_a_part_of_another_one_is_its_own(tmp_path: Path) -> None:
+    saved = {"w": torch.arange(40.0).reshape(8, 5), "w[0:2]": -torch.ones(2, 5)}
+    save_file(saved, tmp_path / "model.safetensors")
+    expected = {"w": saved["w"][:2], "w[0:2]": saved["w[0:2]"]}
+    slices = {"w": slice(0, 2)}
+    target = {name: torch.zeros(2, 5) for name in expected}
+    gdsload.load_into(target, tmp_path, slices=slices)
+    for found in (
+        target,
+        gdsload.load_file(tmp_path, slices=slices),
+        dict(gdsload.stream(tmp_path, slices=slices)),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_tensor_that_is_named_as_rows_of_a_large_one_is_its_own(tmp_path: Path) -> None:
+    """Of one that is larger than a window, the rows are read one window after another."""
+    rows = window_writer.WINDOW_BYTES // (1 << 20)
+    saved = {
+        "w": torch.randint(0, 256, (rows + 8, 1 << 20), dtype=torch.uint8),
+        f"w[{rows}:{rows + 8}]": torch.zeros(8, 1 << 20, dtype=torch.uint8),
+    }
+    save_file(saved, tmp_path / "model.safetensors")
+    target = {name: torch.full_like(tensor, 7) for name, tensor in saved.items()}
+    gdsload.load_into(target, tmp_path)
+    assert all(torch.equal(target[name], saved[name]) for name in saved)

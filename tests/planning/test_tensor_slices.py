@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import pickle
 import random
 from typing import Any
 
@@ -14,6 +16,7 @@ from gdsload.errors import CheckpointError
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange
 from gdsload.planning.tensor_slices import (
     MAX_RUNS,
+    PartName,
     TensorSlice,
     rows_of,
     runs_of,
@@ -104,6 +107,16 @@ def test_equal_slices_have_equal_keys() -> None:
     assert slice_of(info, slice(0, 4)) == whole(info) == slice_of(info, ...)
     assert slice_of(info, slice(0, 2)).key == slice_of(info, (slice(0, 2), slice(None))).key
     assert slice_of(info, slice(0, 2)).key != slice_of(info, slice(1, 3)).key
+
+
+def test_name_of_a_part_is_that_of_no_tensor() -> None:
+    name = PartName("w", "[0:2]")
+    assert str(name) == f"{name}" == "w[0:2]" and repr(name) == "'w[0:2]'"
+    assert name != "w[0:2]" and operator.ne("w[0:2]", name) and "w[0:2]" not in {name: 1}
+    same = PartName("w", "[0:2]")
+    assert name == same and not operator.ne(name, same) and {name: 1}[same] == 1
+    assert PartName(PartName("w", "[0:8]"), "[0:2]") != PartName("w[0:8]", "[0:2]")
+    assert pickle.loads(pickle.dumps(name)) == name
 
 
 def test_packed_dtype_is_read_whole() -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from gdsload.checkpoint import TensorInfo
 from gdsload.dtypes import DTYPES
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
+from gdsload.planning.tensor_slices import PartName
 
 # From start to stop (excluded), for each dimension.
 Box = tuple[tuple[int, int], ...]
@@ -186,7 +187,7 @@ def info_of(layouts: Sequence[Layout], rows: Rows) -> TensorInfo:
     layout = layouts[rows.tensor]
     nbytes = (rows.stop - rows.start) * layout.row_bytes
     return layout.info._replace(
-        name=f"{layout.info.name}[rows {rows.start}:{rows.stop}]",
+        name=PartName(layout.info.name, f"[rows {rows.start}:{rows.stop}]"),
         dtype="U8",
         shape=(nbytes,),
         offset=_offset(layouts, rows),

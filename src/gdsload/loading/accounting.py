@@ -74,7 +74,7 @@ def tensor_at(plan: ReadPlan, transfer: Transfer) -> str:
     """The name of a tensor that the transfer reads bytes of."""
     for name, location in plan.locations.items():
         if location.first <= transfer.tag <= location.last:
-            return name
+            return str(name)
     return "?"
 
 

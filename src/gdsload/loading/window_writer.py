@@ -27,7 +27,7 @@ from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.planning.read_plan import FILE_ORDER, ReadPlan, grouped, ranges_of
-from gdsload.planning.tensor_slices import rows_of
+from gdsload.planning.tensor_slices import PartName, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -228,5 +228,6 @@ def _split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
     step = max(limit_bytes // (info.nbytes // count), 1)
     for first in range(0, count, step):
         end = min(first + step, count)
-        rows = rows_of(info, first, end)._replace(name=f"{info.name}[{first}:{end}]")
+        name = PartName(info.name, f"[{first}:{end}]")
+        rows = rows_of(info, first, end)._replace(name=name)
         yield piece._replace(info=rows, at=(*piece.at, slice(first, end)))

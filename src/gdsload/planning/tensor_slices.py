@@ -28,6 +28,32 @@ if TYPE_CHECKING:
 MAX_RUNS = 8192
 
 
+class PartName(str):
+    """The name of a part of a tensor. It reads as `w[0:2]`, and is equal to no name of a tensor, as
+    a checkpoint may have one with that very name; it is equal to names that are made of the same.
+    """
+
+    __slots__ = ("_made_of",)
+    _made_of: tuple[str, str]
+
+    def __new__(cls, tensor: str, part: str) -> PartName:
+        made = super().__new__(cls, tensor + part)
+        made._made_of = tensor, part
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartName) and self._made_of == other._made_of
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((PartName, self._made_of))
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self._made_of
+
+
 class TensorSlice(NamedTuple):
     """The wanted part of a tensor.
 
@@ -82,7 +108,7 @@ def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
                 return _in_memory(info, items)
             # The index begins with a range of rows: only these are read.
             rows = _in_memory(rows_of(info, *ranges[0]), (slice(None), *items[1:]))
-            key = f"{info.name}[{items}]"
+            key = PartName(info.name, f"[{items}]")
             return rows._replace(key=key, parts=(rows.parts[0]._replace(name=key),))
         start, stop, _ = item.indices(size)
         ranges.append((start, max(stop, start)))
@@ -91,7 +117,7 @@ def slice_of(info: TensorInfo, index: Any = ...) -> TensorSlice:
 
 
 def _in_memory(info: TensorInfo, index: Any) -> TensorSlice:
-    key = f"{info.name}[{index}]"
+    key = PartName(info.name, f"[{index}]")
     return TensorSlice(key, (info._replace(name=key),), index=index)
 
 
@@ -100,7 +126,8 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
     lengths = tuple(stop - start for start, stop in ranges)
     if lengths == shape:
         return whole(info)
-    key = f"{info.name}[{', '.join(f'{start}:{stop}' for start, stop in ranges)}]"
+    part = ", ".join(f"{start}:{stop}" for start, stop in ranges)
+    key = PartName(info.name, f"[{part}]")
     if 0 in lengths:
         return TensorSlice(key, (info._replace(name=key, shape=lengths, nbytes=0),))
     strides = [info.nbytes // prod(shape[: d + 1]) for d in range(len(shape))]
@@ -123,7 +150,7 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
         return TensorSlice(key, (rows_of(info, start, stop)._replace(name=key),), index=index)
     parts = tuple(
         info._replace(
-            name=f"{key}#{number}",
+            name=PartName(key, f"#{number}"),
             shape=(stop - start, *shape[depth + 1 :]),
             offset=info.offset + sum(map(mul, (*outer, start), strides)),
             nbytes=(stop - start) * strides[depth],
@@ -207,7 +234,9 @@ def _indexed(info: TensorInfo, index: Any) -> WantedTensor:
         if isinstance(item, slice):
             if item.step is not None and item.step < 1:
                 raise IndexError(f"{text}, goes backwards")
-            ranges.append(slice(*item.indices(size)))
+            start, stop, step = item.indices(size)
+            # torch computes with the step: one beyond the end, of any size, is the same.
+            ranges.append(slice(start, stop, min(step, max(size, 1))))
             continue
         if isinstance(item, bool) or not hasattr(item, "__index__"):
             raise TypeError(f"{text}, has {item!r}: numbers, ranges and one ellipsis are allowed")
