@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import shutil
+import socket
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file as reference_load_file
+from safetensors.torch import load_file as reference_load_file, save_file
 
 import descriptors
 import gdsload
+from forked import end_with, fork
 from gdsload import warmup
 from gdsload._native.cuda import CudaFailure
 from gdsload._native.memory import Lease
@@ -474,6 +476,36 @@ def test_a_child_takes_nothing_from_its_parents_pool(tiny_checkpoint: Path) -> N
         assert pool.held_bytes == held
         by_load_file(tiny_checkpoint)
         assert from_pool() > 0
+
+
+def test_tensors_of_a_child_keep_their_bytes_when_the_parent_loads_others(tmp_path: Path) -> None:
+    for value in (1, 2):
+        tensors = {"w": torch.full((4 << 20,), value, dtype=torch.uint8)}
+        save_file(tensors, tmp_path / f"{value}.safetensors")
+    with warmup.HostPool(8 << 20) as pool:
+        mine = gdsload.load_file(tmp_path / "1.safetensors", **READ)
+        ours, theirs = socket.socketpair()
+        pid = fork()
+        if not pid:
+
+            def child() -> None:
+                theirs.recv(1)
+                raw = mine["w"].numpy()  # threads of torch did not come with the fork
+                assert raw.min() == raw.max() == 1
+
+            end_with(child)
+        mine.clear()
+        gc.collect()
+        other = gdsload.load_file(tmp_path / "2.safetensors", **READ)
+        assert bool((other["w"] == 2).all())
+        ours.send(b"x")
+        assert os.waitpid(pid, 0)[1] == 0
+        other.clear()
+        again = gdsload.load_file(tmp_path / "2.safetensors", **READ)
+        assert from_pool() == 4 << 20 and bool((again["w"] == 2).all())
+        assert pool.held_bytes <= 8 << 20
+    ours.close()
+    theirs.close()
 
 
 def test_a_lease_counts_what_lives(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class Segment:
         self.source = ""
         self.used = time.monotonic()
         self.stored: set[Identity] = set()  # the files with bytes in it
+        self.inherited = False  # a child of fork() may have tensors in it, and see what it holds
         self.pinned: Region | None = None
 
     @property
@@ -301,7 +302,8 @@ class HostPool(quiesce.Holder):
             idle = next((one for one in self._segments if one.idle), None)
             if idle is None:
                 return None
-            if idle.length * _LEAST_REUSED_SHARE <= length <= idle.length:
+            fits = idle.length * _LEAST_REUSED_SHARE <= length <= idle.length
+            if fits and not idle.inherited:
                 # Reused with its pages: fresh ones often take longer to touch than to read.
                 self._forget(idle)
                 return idle
@@ -371,6 +373,11 @@ class HostPool(quiesce.Holder):
             finally:
                 os.close(segment.fd)
 
+    def leave_to_child(self) -> None:
+        """Before a fork: no segment that there is now gets other bytes."""
+        for segment in list(self._segments):
+            segment.inherited = True
+
     def make_room(self, nbytes: int) -> None:
         """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""
         with self._lock:
@@ -412,3 +419,11 @@ class HostPool(quiesce.Holder):
 
 def _start(row: _StoredRange) -> int:
     return row.start
+
+
+def _before_fork() -> None:
+    for pool in list(pools):
+        pool.leave_to_child()
+
+
+os.register_at_fork(before=_before_fork)
