@@ -105,10 +105,9 @@ class ReadSettings:
         checkpoint: Checkpoint,
         report: LoadReport,
         nbytes: int,
-        verifier: Verifier | None = None,
+        verifier: Verifier | None,
     ) -> Session:
-        """A session for reads of about `nbytes` bytes in all, as near to the device as they get.
-        `verifier`: in place of one of its own."""
+        """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
         device = self.device
         if device != "cpu":
             from gdsload.loading.device_batch import reached
@@ -125,7 +124,7 @@ class ReadSettings:
             stall_seconds=self.stall_seconds,
             maps=self.verify == "size",
             expected_bytes=nbytes,
-            verifier=verifier or verifier_of(checkpoint, self.verify, report),
+            verifier=verifier,
         )
 
 
@@ -134,7 +133,7 @@ def _target_of(device: object) -> str:
     first read is posted, because the import takes seconds. Raises PlacementError."""
     if "torch" not in sys.modules:
         text = f"cuda:{device}" if type(device) is int else str(device)
-        if re.fullmatch(r"cuda(:\d+)?", text):
+        if re.fullmatch(r"cuda(:(0|[1-9]\d*))?", text):
             return "cuda:0" if text == "cuda" else text  # torch begins with device 0
     return require_device(device)
 
@@ -249,7 +248,8 @@ def load_file(
     """
     how = backend, cache, page_cache, options, stall_seconds, verify, on_event
     settings = ReadSettings(device, *how)
-    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+    wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
+    lookup = Lookup(*wanted_files, stall_seconds)
     opened = partial(_opened, filename, settings, lookup, names, slices, progress)
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
@@ -358,14 +358,15 @@ def load_into(
     from gdsload.loading import destinations, into
     from gdsload.planning.tensor_slices import wanted_tensors
 
-    how = backend, cache, page_cache, options, stall_seconds
-    checked = ReadSettings("cpu" if device is None else device, *how, verify)
+    how = backend, cache, page_cache, options, stall_seconds, verify
+    checked = ReadSettings("cpu" if device is None else device, *how)
     only = None if device is None else checked.device
     targets = destinations.named_tensors(tensors)
     report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
-            lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+            wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
+            lookup = Lookup(*wanted_files, stall_seconds)
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
@@ -385,7 +386,7 @@ def load_into(
         try:
             for where, group in by_device.items():
                 settings = ReadSettings(where, *how)
-                if settings.device == "cpu" and len(by_device) > 1 and not reaches(backend, DRAM):
+                if settings.device == "cpu" and not reaches(backend, DRAM):
                     settings.backend, settings.options = "auto", None
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
                 with settings.session(checkpoint, report, nbytes, verifier) as session:
@@ -479,7 +480,8 @@ def stream(
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     how = backend, cache, page_cache, options, stall_seconds, verify, on_event
     settings = ReadSettings(device, *how)
-    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+    wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
+    lookup = Lookup(*wanted_files, stall_seconds)
 
     sharing = _sharing(group, shards, readers)
     opened = partial(_opened, source, settings, lookup, names, slices, progress, order)
@@ -555,7 +557,10 @@ def _opened(
             checkpoint = stack.enter_context(lookup.open(source))
             wanted = _Wanted(checkpoint, names, slices, order)
         report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
-        session = stack.enter_context(settings.session(checkpoint, report, report.wanted_bytes))
+        verifier = verifier_of(checkpoint, settings.verify, report)
+        session = stack.enter_context(
+            settings.session(checkpoint, report, report.wanted_bytes, verifier)
+        )
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         yield session, wanted, advance
 

@@ -17,7 +17,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
-from gdsload.loading.session import STALL_SECONDS
+from gdsload.loading.session import STALL_SECONDS, verifier_of
 from gdsload.loading.whole_tensors import load
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
@@ -97,11 +97,15 @@ class safe_open:
         self._lock = fork_safe_lock(self)
         self._slices = 0  # slices that exist; they may be read after the `with` block
         self._left = False
-        lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit)
+        lookup = Lookup(
+            *(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
+        )
         self._checkpoint = lookup.open(filename)
         try:
             report = LoadReport(self._checkpoint.source, device=self._device)
-            self._session = settings.session(self._checkpoint, report, self._checkpoint.total_bytes)
+            verifier = verifier_of(self._checkpoint, verify, report)
+            nbytes = self._checkpoint.total_bytes
+            self._session = settings.session(self._checkpoint, report, nbytes, verifier)
         except BaseException:
             self._checkpoint.close()
             raise
@@ -121,6 +125,7 @@ class safe_open:
         """The `__metadata__` of the headers; None if there is none."""
         return self._open().header_metadata()
 
+    @safetensors_errors()
     def get_tensor(self, name: str) -> Any:
         """Reads one tensor.
 
@@ -134,7 +139,8 @@ class safe_open:
             CheckpointError: There is no tensor of this name.
             ReadError: The read failed.
         """
-        return self.get_tensors([name])[name]
+        info = self._open().info(name)
+        return self._converted(name, self._read([info])[name])
 
     @safetensors_errors()
     def get_tensors(self, names: Names = None) -> dict[str, Any]:
@@ -186,11 +192,10 @@ class safe_open:
         with self._lock:
             if self._checkpoint.closed and self._checkpoint.shards:
                 raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
-            verify = self._session.report.verify
-            report = self._session.report = LoadReport(
+            report = LoadReport(
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )
-            report.verify = verify
+            self._session.report_to(report)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
             with report.whole():
                 return load(self._session, infos, report.wanted_bytes, self._device)

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import signal
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.numpy
 
 import descriptors
-from gdsload.checkpoint import file_io
-from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
+import gdsload
+from gdsload.checkpoint import checkpoint, file_io
+from gdsload.checkpoint.file_io import (
+    is_directory,
+    open_error,
+    open_regular,
+    parallel_map,
+    read_exactly,
+)
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
     CheckpointNotFound,
     CheckpointUnreadable,
     ReadError,
+    StallError,
 )
+from gdsload.system.cancellation import CancelToken, LoadCancelled
 
+PATIENCE_SECONDS = 240.0
 SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -229,3 +243,69 @@ def test_opened_file_has_the_status_of_its_descriptor(tmp_path: Path) -> None:
         assert os.get_blocking(fd) and not os.get_inheritable(fd)
     finally:
         os.close(fd)
+
+
+def test_file_with_a_lease_is_opened_when_it_is_given_back(tmp_path: Path) -> None:
+    """A file server has one on a file that a client writes to, and gives it back when asked."""
+    path = tmp_path / "f"
+    path.write_bytes(b"abc")
+    holder = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        os.close(holder)
+        pytest.skip(f"no leases here: {error.strerror}")
+    before = signal.signal(signal.SIGIO, lambda *_: os.close(holder))
+    try:
+        fd, status = open_regular(str(path))
+    finally:
+        signal.signal(signal.SIGIO, before)
+    os.close(fd)
+    assert status.st_size == 3
+
+
+def test_wait_for_the_storage_ends_with_the_load(tmp_path: Path) -> None:
+    """At its limit, or when it is cancelled."""
+    end, token = threading.Event(), CancelToken()
+
+    def hang(_: str) -> None:
+        end.wait(PATIENCE_SECONDS)
+
+    def mapped(stall_seconds: float) -> list[None]:
+        return list(
+            parallel_map(hang, ["f"], path_of=lambda path: path, stall_seconds=stall_seconds)
+        )
+
+    try:
+        with pytest.raises(StallError, match=r"f: the storage has not answered for 0\.2 s"):
+            mapped(0.2)
+        timer = threading.Timer(0.2, token.ask)
+        timer.start()
+        with pytest.raises(LoadCancelled):
+            token.run(mapped, PATIENCE_SECONDS)
+        timer.join()
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        gdsload.load_file,
+        lambda path, **words: gdsload.load_into({}, path, **words),
+        lambda path, **words: list(gdsload.stream(path, **words)),
+        gdsload.safe_open,
+        lambda path, **words: gdsload.prefetch(path, **words).wait(),
+    ],
+)
+def test_opening_ends_at_the_limit_of_the_load(
+    use: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, end = tmp_path / "model.safetensors", threading.Event()
+    safetensors.numpy.save_file({}, path)
+    monkeypatch.setattr(checkpoint, "open_regular", lambda *_, **__: end.wait(PATIENCE_SECONDS))
+    try:
+        with pytest.raises(StallError, match=r"has not answered for 0\.2 s"):
+            use(path, stall_seconds=0.2)
+    finally:
+        end.set()

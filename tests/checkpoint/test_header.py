@@ -609,3 +609,13 @@ def test_many_tensors_open_in_memory_bounded_by_the_header(tmp_path: Path) -> No
         assert tracemalloc.get_traced_memory()[1] < 13 * len(text)
     finally:
         tracemalloc.stop()
+
+
+def test_metadata_of_null_is_none_as_for_safetensors(tmp_path: Path) -> None:
+    text = b'{"__metadata__":null,"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+    with safetensors.safe_open(path, "np") as expected, gdsload.safe_open(path, "np") as opened:
+        assert opened.metadata() is None is expected.metadata()
+    with pytest.raises(CheckpointError, match="__metadata__ twice"):
+        parse_header(b'{"__metadata__":null,"__metadata__":{}}', 100, path="f", shard=0)

@@ -23,7 +23,9 @@ import descriptors
 import gdsload
 from gdsload._native.memory import Region
 from gdsload.backends.posix import engines
+from gdsload.checkpoint import Shard
 from gdsload.dtypes import DTYPES
+from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import whole_tensors
 from gdsload.memory import host_buffers, page_cache
 from legal import TORCH_DTYPES, files, raw, same, write
@@ -491,3 +493,50 @@ def test_stream_holds_two_windows_and_the_last_tensor(
     assert 2 * window <= most <= 3 * (window + (2 << 20))
     del tensor
     assert regions.held_bytes() == 0
+
+
+def test_name_of_one_tensor_is_no_pattern(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(
+        {"a.0": torch.ones(2), "a.1": torch.ones(2), "a.*": torch.zeros(3)}, path
+    )
+    with gdsload.safe_open(path) as opened:
+        assert opened.get_tensor("a.*").shape == (3,)
+        with pytest.raises(CheckpointError, match=r"a\.\[01\]"):
+            opened.get_tensor("a.[01]")
+
+
+class Redirected:
+    """In place of stderr: a log takes what is written to it."""
+
+    def write(self, text: str) -> None:
+        """Takes text."""
+
+
+@pytest.mark.parametrize("stderr", [Redirected(), None, "closed"])
+@pytest.mark.parametrize("progress", [None, False])
+def test_load_needs_no_stderr(
+    stderr: Any, progress: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2)}, path)
+    if stderr == "closed":
+        stderr = (tmp_path / "log").open("w")
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert gdsload.load_file(path, progress=progress)["w"].sum() == 2
+
+
+def test_direct_reads_that_fail_tell_the_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(1 << 20)}, path)
+
+    def reopen(self: Shard) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Shard, "reopen_direct", reopen)
+    with pytest.raises(ReadError, match="Too many open files") as caught:
+        gdsload.load_file(path, cache="direct")
+    assert caught.value.errno == errno.EMFILE

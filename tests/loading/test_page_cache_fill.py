@@ -241,3 +241,29 @@ def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> Non
                 batch.wait()
         finally:
             batch.release()
+
+
+def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
+    with gdsload.safe_open(path) as opened:
+        for name in ("t0", "t1"):
+            opened.get_tensor(name)
+            assert gdsload.last_report().page_cache.startswith("not filled: ")
+    page_cache.evict(path)
+    with gdsload.safe_open(path, page_cache="fill") as opened:
+        opened.get_tensor("t0")
+    assert gdsload.last_report().page_cache.startswith("filled: ")
+
+
+def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(1 << 18)}, path)
+    if page_cache.evict(path):
+        pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
+    gdsload.load_file(path, page_cache="keep")
+    # The header is read through it.
+    assert page_cache.resident_bytes(path) < path.stat().st_size // 2
+    assert gdsload.last_report().page_cache == ""
+    page_cache.evict(path)
+    gdsload.load_file(path)
+    assert page_cache.resident_bytes(path) >= path.stat().st_size
+    assert gdsload.last_report().page_cache.startswith("filled: ")

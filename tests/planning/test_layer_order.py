@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import gdsload
@@ -110,3 +111,11 @@ def test_errors_come_out_of_it(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointNotFound):
         asyncio.run(none())
+
+
+def test_number_of_thousands_of_digits_is_no_number(tmp_path: Path) -> None:
+    name = "model.layers." + "9" * 5000
+    safetensors.torch.save_file({name: torch.ones(2)}, tmp_path / "model.safetensors")
+    assert [one for one, _ in gdsload.stream(tmp_path, order="layers")] == [name]
+    for names in (~gdsload.layers(0, 4), ~gdsload.experts()):
+        assert list(gdsload.load_file(tmp_path, names=names)) == [name]

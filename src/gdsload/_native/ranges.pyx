@@ -90,7 +90,7 @@ def merged(list ordered, int64_t gap):
         if place.nbytes == 0:
             empty.append(item)
             continue
-        if place.shard != shard or place.offset > end + gap or place.offset < end:
+        if place.shard != shard or place.offset - end > gap or place.offset < end:
             if inside:
                 found.append((shard, start, end, inside))
             shard, start, end, inside = place.shard, place.offset, 0, []

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gdsload._native.ranges import bytes_of
-from gdsload.checkpoint.file_io import open_regular, parallel_map
+from gdsload.checkpoint.file_io import STALL_SECONDS, open_regular, parallel_map
 from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
@@ -85,6 +85,7 @@ class Checkpoint:
         cache_dir: PathLike | None = None,
         strict: bool = True,
         header_limit: int = HEADER_LIMIT_BYTES,
+        stall_seconds: float = STALL_SECONDS,
     ) -> Checkpoint:
         """Opens a .safetensors file, a directory, an index, a model in the hub cache, or a URL.
 
@@ -107,6 +108,7 @@ class Checkpoint:
                 are ignored, and of two shards the shard in the index (else the last) counts.
                 Tensors that are not in the index are loaded in both cases, as by transformers.
             header_limit: The largest size of a header and of the index in bytes.
+            stall_seconds: The longest time in which the storage answers nothing.
 
         Raises:
             CheckpointError: A file is missing, cannot be opened or is invalid.
@@ -127,7 +129,7 @@ class Checkpoint:
             cache_dir=cache_dir,
             limit=header_limit,
         )
-        return cls._opened(path_text(source), find, strict, header_limit)
+        return cls._opened(path_text(source), find, strict, header_limit, stall_seconds)
 
     @classmethod
     def of(
@@ -138,6 +140,7 @@ class Checkpoint:
         cache_dir: PathLike | None = None,
         strict: bool = True,
         header_limit: int = HEADER_LIMIT_BYTES,
+        stall_seconds: float = STALL_SECONDS,
     ) -> Checkpoint:
         """Opens a list of files, in any directories, as one checkpoint.
 
@@ -147,6 +150,7 @@ class Checkpoint:
             cache_dir: For URLs: as for `open`.
             strict: As for `open`.
             header_limit: As for `open`.
+            stall_seconds: As for `open`.
 
         Raises:
             CheckpointError: As for `open`, and if `weight_map` does not fit `files`.
@@ -173,12 +177,17 @@ class Checkpoint:
                         tensor=tensor,
                     )
         found = CheckpointFiles(title, shards, weight_map)
-        return cls._opened(title, lambda _: found, strict, header_limit)
+        return cls._opened(title, lambda _: found, strict, header_limit, stall_seconds)
 
     @classmethod
     @collector_paused()
     def _opened(
-        cls, source: str, find: Callable[[str], CheckpointFiles], strict: bool, header_limit: int
+        cls,
+        source: str,
+        find: Callable[[str], CheckpointFiles],
+        strict: bool,
+        header_limit: int,
+        stall_seconds: float,
     ) -> Checkpoint:
         headers: list[dict[str, TensorInfo]] = []
         read_header = partial(_read_header, limit=header_limit)
@@ -206,7 +215,7 @@ class Checkpoint:
 
         # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
         ((files, shards, texts),) = parallel_map(
-            first, [source], path_of=shown_source, discard=close
+            first, [source], path_of=shown_source, discard=close, stall_seconds=stall_seconds
         )
         try:
             if len(shards) < len(files.shards):
@@ -219,6 +228,7 @@ class Checkpoint:
                         files.shards[len(shards) :],
                         path_of=_path_of,
                         discard=Shard.close,
+                        stall_seconds=stall_seconds,
                     )
                 ) as opening:
                     shards.extend(opening)
@@ -227,7 +237,9 @@ class Checkpoint:
             with (
                 nullcontext(texts)
                 if texts
-                else closing(parallel_map(read_header, shards, path_of=_path_of))
+                else closing(
+                    parallel_map(read_header, shards, path_of=_path_of, stall_seconds=stall_seconds)
+                )
             ) as found:
                 for number, (shard, text) in enumerate(zip(shards, found, strict=True)):
                     header = parse_header(text, shard.size, path=shard.path, shard=number)
@@ -319,6 +331,7 @@ class Lookup(NamedTuple):
     cache_dir: PathLike | None = None
     strict: bool = True
     header_limit: int = HEADER_LIMIT_BYTES
+    stall_seconds: float = STALL_SECONDS
 
     def open(self, source: PathLike | Sequence[PathLike]) -> Checkpoint:
         """Opens the checkpoint, or a list of its shards. Raises what `Checkpoint.open` raises."""
@@ -328,6 +341,7 @@ class Lookup(NamedTuple):
                 cache_dir=self.cache_dir,
                 strict=self.strict,
                 header_limit=self.header_limit,
+                stall_seconds=self.stall_seconds,
             )
         return Checkpoint.open(source, **self._asdict())  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
+from gdsload.system.cancellation import LoadCancelled, check
 from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
 
@@ -68,7 +69,11 @@ def open_regular(
     fd = -1
     try:
         _require_regular(os.stat(path), shown_as)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+        try:
+            fd = os.open(path, flags | os.O_NONBLOCK)
+        except BlockingIOError:  # somebody has a lease on it, as a file server: it gives it back
+            fd = os.open(path, flags)
         status = os.fstat(fd)
         _require_regular(status, shown_as)
         os.set_blocking(fd, True)
@@ -195,6 +200,7 @@ def parallel_map(
     Raises:
         StallError: No item was finished for `stall_seconds`. The hung thread is left behind and
             discards its result.
+        LoadCancelled: The load was cancelled. Threads at work are left behind as well.
         BaseException: The first error of `work`, in the order of the items.
     """
     changed = threading.Condition()
@@ -251,6 +257,7 @@ def parallel_map(
                     changed.wait(min(_WAKE_SECONDS, stall_seconds))
                     if crashes:
                         raise crashes[0]
+                    check()
                     if finished != before:
                         before, start = finished, time.monotonic()
                     if watch.stalled(time.monotonic() - start, stall_seconds):
@@ -268,8 +275,8 @@ def parallel_map(
                 finally:
                     del error  # as in `run`
             yield result  # type: ignore[misc]
-    except KeyboardInterrupt:
-        join_seconds = 0.2  # the user waits for the prompt
+    except (KeyboardInterrupt, LoadCancelled):
+        join_seconds = 0.2  # somebody waits for the end
         raise
     finally:
         with changed:

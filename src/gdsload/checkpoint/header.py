@@ -131,6 +131,7 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
         raise CheckpointError(message, path=path) from None
 
     metadata: dict[str, str] | None = None
+    has_metadata = False
     tensors: dict[str, TensorInfo] = {}
     count = 0
     expected = 0  # the offset of the next tensor if the header is in the order of the data
@@ -139,9 +140,10 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
     try:
         for name, fields in top:
             if name == "__metadata__":
-                if metadata is not None:
+                if has_metadata:
                     raise FormatError("its header has __metadata__ twice")
-                metadata = {} if fields is None else _string_map(fields, name)
+                has_metadata = True
+                metadata = None if fields is None else _string_map(fields, name)
                 continue
             count += 1
             # The form that safetensors writes is unpacked here, all others by _fields.

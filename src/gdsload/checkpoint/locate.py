@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
@@ -115,7 +116,7 @@ def locate(
         CheckpointError: The files cannot be found or the index is invalid.
     """
     title = path_text(source)
-    subfolder = relative(subfolder, "subfolder")
+    subfolder = relative(os.fspath(subfolder or ""), "subfolder")
     if variant is not None and not re.fullmatch(r"[\w.-]+", variant):
         raise CheckpointError(f"{shown(variant)} is not the name of a variant")
     if is_url(title):
@@ -194,6 +195,10 @@ def path_text(path: PathLike) -> str:
         raise CheckpointNotFound("the path of a checkpoint is empty", errno=errno.ENOENT)
     if "\0" in text:
         raise CheckpointError(f"the path {shown(text)} contains a NUL character")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"the path {shown(text)} cannot be encoded") from None
     return text
 
 
@@ -373,6 +378,7 @@ def _revisions(repo: str) -> str:
         for directory, _, files in os.walk(refs)
         for file in files
     ]
-    snapshots = os.path.join(repo, "snapshots")
-    commits = os.listdir(snapshots) if os.path.isdir(snapshots) else []
+    commits: list[str] = []
+    with suppress(OSError):  # a directory that may be entered, but not listed
+        commits = os.listdir(os.path.join(repo, "snapshots"))
     return ", ".join(sorted(names)[:8] + sorted(commits)[:8]) or "none"

@@ -27,8 +27,9 @@ _GLOB = re.compile(r"[*?[]")
 # Comparing a name with 1000 others takes 20 ms.
 _MOST_COMPARED = 2000
 _LONGEST_COMPARED = 200
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?=\.|$)")
+# More digits are no number of a layer, and Python refuses to convert thousands of them.
+_LAYER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d{1,18})(?=\.|$)")
 
 
 class Selection:

@@ -22,7 +22,7 @@ from gdsload.cli.warming import warmup
 from gdsload.errors import one_line
 from gdsload.report import size
 from gdsload.synthetic.model_shapes import MODELS
-from gdsload.system.progress_bar import progress_bar
+from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
 
 __all__ = ["main"]
 
@@ -82,8 +82,7 @@ def make_checkpoint(
     total = checkpoints.total_bytes(model, layers)
     found = checkpoints.holds(directory, model, layers=layers, seed=seed)
     if not found:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        with progress_bar(terminal, total, title=model) as advance:
+        with progress_bar(stderr_is_terminal(), total, title=model) as advance:
             checkpoints.write(model, directory, layers=layers, seed=seed, progress=advance)
     if as_json:
         show_json({"directory": directory, "model": model, "bytes": total, "written": not found})

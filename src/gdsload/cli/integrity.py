@@ -5,7 +5,6 @@ The bytes are read as by a load, in windows of bounded memory; torch is not impo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from gdsload.loading.integrity import Recorder, Verifier, open_verifier
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import ByteRange, grouped
 from gdsload.report import LoadReport, count, size
-from gdsload.system.progress_bar import progress_bar
+from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
 
 # Bytes that are in memory together. Longer tensors are read in parts of this size.
 _WINDOW_BYTES = 8 * BLOCK_BYTES
@@ -106,8 +105,7 @@ def verify(source: str, manifest: str | None, method: str, as_json: bool, **wher
 
 
 def _bar(checkpoint: Checkpoint, title: str) -> Any:
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    return progress_bar(terminal, checkpoint.total_bytes, title=title)
+    return progress_bar(stderr_is_terminal(), checkpoint.total_bytes, title=title)
 
 
 def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], None]) -> None:

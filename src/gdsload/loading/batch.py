@@ -130,8 +130,12 @@ class Batch:
         self._request = request
         if self.ahead:
             backend.yield_to_loads(request, True)
+        self._before_reads()
         backend.post(request)
         describe(self.session.report, backend)  # the engine may be another one since `prepare`
+
+    def _before_reads(self) -> None:
+        """Called when all is ready, just before the reads are posted."""
 
     def has_arrived(self, first: int, last: int) -> bool:
         """Whether all bytes of these transfers are there."""

@@ -37,9 +37,14 @@ class TargetBatch(Batch):
         plan: ReadPlan,
         views: dict[str, BufferView],
         destinations: Sequence[Destination],
+        begin: Callable[[], None],
     ) -> None:
-        self._destinations = destinations
+        """Posts the reads, and calls `begin` just before."""
+        self._destinations, self._begin = destinations, begin
         super().__init__(session, plan, views)
+
+    def _before_reads(self) -> None:
+        self._begin()
 
     def _take_memory(self) -> list[Memory]:
         from gdsload.loading.device_batch import memory_in
@@ -165,10 +170,16 @@ def _read_in_place(
     if not destinations:
         return
     parts = [part for each in destinations for part in each.wanted.slice.parts]
-    batch = TargetBatch(session, *session.arrange(ranges_of(parts)), destinations)
-    for each in destinations:
-        progress.set(each, UNDEFINED)
+    arranged = session.arrange(ranges_of(parts))
+    batch: TargetBatch | None = None
+
+    def begin() -> None:
+        for each in destinations:
+            progress.set(each, UNDEFINED)
+
     try:
+        batch = TargetBatch(session, *arranged, destinations, begin)
+        begin()  # if nothing is read, prefetched bytes are copied
         batch.wait(advance)
         batch.copy_views()
         _finish_copies(session)
@@ -178,12 +189,13 @@ def _read_in_place(
     except GdsloadError:
         session.checkpoint.verify_unchanged()
         for each in destinations:
-            if batch.has(each):
+            if batch is not None and batch.has(each):
                 progress.set(each, COMPLETE)
         raise
     finally:
-        batch.views.clear()
-        batch.release()
+        if batch is not None:
+            batch.views.clear()
+            batch.release()
         for each in destinations:
             _count_version(each)
 

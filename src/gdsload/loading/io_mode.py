@@ -76,7 +76,7 @@ class ShardAccess:
         self.cache = cache
         self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
         self._checkpoint = checkpoint
-        self._report = report
+        self.report = report
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
         self._direct_fds: list[int] = []
         self._residency: dict[int, str] = {}  # by shard
@@ -85,8 +85,8 @@ class ShardAccess:
         self._drops = page_cache == "drop" and not self._remote
         self._asked = page_cache == "fill"
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
-        local = cache == "auto" and not self._drops and not self._remote
-        self._small = local and self._total_bytes <= SMALL_BYTES
+        may_fill = cache == "auto" and page_cache in ("auto", "fill") and not self._remote
+        self._small = may_fill and self._total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
         self._first = False  # not filled for this reason alone: it is the first load
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
@@ -121,6 +121,8 @@ class ShardAccess:
                 except OSError:
                     self._unreadable.add(shard)
 
+        if cold:
+            self.report.page_cache = f"filled: up to {SMALL_BYTES:,} bytes are read into it"
         if cold:  # in a thread, so that a disk that hangs cannot block Ctrl-C
             list(parallel_map(fill, [cold], path_of=lambda cold: shards[cold[0][0]].path))
 
@@ -180,7 +182,7 @@ class ShardAccess:
             if self._first:
                 refusal = "the first load since it was evicted; the next one fills it"
         self._fills = not refusal
-        self._report.page_cache = (
+        self.report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
         )
 
@@ -190,7 +192,7 @@ class ShardAccess:
         if not self._first or not load_locks.others(self._checkpoint.shards[0].fd):
             return False
         self._first, self._fills = False, True
-        self._report.page_cache = "filled in part: another load began during this one"
+        self.report.page_cache = "filled in part: another load began during this one"
         return True
 
     def _is_first(self) -> bool:
@@ -276,7 +278,7 @@ class ShardAccess:
     def _open_direct(self, shard: int) -> int:
         """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
         opened = self._checkpoint.shards[shard]
-        direct_fd, self.blocks[shard], refusal = _open_direct(opened)
+        direct_fd, self.blocks[shard], refusal, code = _open_direct(opened)
         if direct_fd is not None:
             self._direct_fds.append(direct_fd)
             return direct_fd
@@ -284,10 +286,10 @@ class ShardAccess:
             raise ReadError(
                 f"{opened.path}: cache='direct', but {refusal}",
                 path=opened.path,
-                errno=errno.EINVAL,
+                errno=code,
                 hint="cache='auto' reads it through the page cache",
             )
-        self._report.refusals[f"direct I/O on {opened.name}"] = refusal
+        self.report.refusals[f"direct I/O on {opened.name}"] = refusal
         return -1
 
     def _note_absent(self, shard: Shard) -> None:
@@ -296,7 +298,7 @@ class ShardAccess:
             absent = list(page_cache.absent_ranges(shard.fd, 0, shard.size))
             self._absent.append((os.dup(shard.fd), absent))
         except OSError as error:
-            self._report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
+            self.report.refusals[f"page_cache='drop' on {shard.name}"] = str(error.strerror)
 
     def close(self, backend: Backend | None) -> None:
         """Gives registrations and direct descriptors back, and drops from the page cache what was
@@ -354,14 +356,17 @@ def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
         )
 
 
-def _open_direct(shard: Shard) -> tuple[int | None, int, str]:
+def _open_direct(shard: Shard) -> tuple[int | None, int, str, int]:
     """Opens a shard again with O_DIRECT: the descriptor or None, the block size in bytes, and the
-    reason for None. Direct reads start and end on a multiple of the block, in file and memory."""
+    reason for None with its errno. Direct reads start and end on a multiple of the block, in file
+    and memory."""
     alignment = system.direct_alignment(shard.fd)
     if alignment is not None and alignment[1] == 0:
-        return None, DEFAULT_BLOCK_BYTES, "its filesystem says that it does no direct I/O"
+        why = "its filesystem says that it does no direct I/O"
+        return None, DEFAULT_BLOCK_BYTES, why, errno.EINVAL
     block = max(alignment) if alignment is not None else DEFAULT_BLOCK_BYTES
     try:
-        return shard.reopen_direct(), block, "its filesystem does no direct I/O"
+        return shard.reopen_direct(), block, "its filesystem does no direct I/O", errno.EINVAL
     except OSError as error:
-        return None, block, f"it cannot be opened for direct I/O: {error.strerror}"
+        why = f"it cannot be opened for direct I/O: {error.strerror}"
+        return None, block, why, error.errno or 0

@@ -157,6 +157,13 @@ class Session:
                 self.close()
                 raise
 
+    def report_to(self, report: LoadReport) -> None:
+        """Goes on with another report. What is true of all reads is noted there, too."""
+        before, self.report = self.report, report
+        report.verify, report.page_cache = before.verify, before.page_cache
+        report.refusals.update(before.refusals)
+        self._access.report = report
+
     def open(self) -> Backend:
         """The backend; the first call opens it. Raises BackendUnavailable."""
         with self._opening:

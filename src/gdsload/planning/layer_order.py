@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # What precedes the first layer: embeddings of tokens and positions, and the first layer for images.
 _FIRST = re.compile(r"(^|\.)(embed|wte|wpe|word_emb|position_emb|tok_emb|patch_emb|conv1)")
 _DIGITS = re.compile(r"(\d+)")
+_MOST_DIGITS = 18  # of a number
 
 
 def in_layers(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
@@ -27,7 +28,8 @@ def _sort_key(name: str) -> tuple[int, bool, list[tuple[int, int, str]]]:
     parts = name.split(".")
     # Numbers are compared as numbers and precede words.
     natural = [
-        (0, int(word), "") if word.isdecimal() else (1, 0, word)
+        # Python refuses to convert thousands of digits.
+        (0, int(word), "") if word.isdecimal() and len(word) < _MOST_DIGITS else (1, 0, word)
         for part in parts
         for word in _DIGITS.split(part)
         if word

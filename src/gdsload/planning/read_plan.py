@@ -11,6 +11,7 @@ The same input gives the same plan. Nothing is read and no memory is allocated h
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -373,7 +374,7 @@ def _merged(
     The gap is at least two blocks. Otherwise two merged ranges could both read a shared block, and
     the later read would overwrite a tensor that its owner has already modified.
     """
-    gap = max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES))
+    gap = min(max(gap_bytes, 2 * max(block, DEFAULT_BLOCK_BYTES)), sys.maxsize)
     found, empty = native.merged(native.in_file_order(list(ranges)), gap)
     return [
         (MergedRange(shard, start, end - start), inside) for shard, start, end, inside in found

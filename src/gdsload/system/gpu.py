@@ -115,8 +115,12 @@ def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
 
     Raises:
         PlacementError: There is too little memory; with the number of missing bytes.
+        BackendUnavailable: The device does not answer.
     """
-    free_bytes, total = device(ordinal).memory()
+    try:
+        free_bytes, total = device(ordinal).memory()
+    except CudaFailure as error:  # as after an error of a kernel
+        raise BackendUnavailable(f"the memory of cuda:{ordinal} is not known: {error}") from error
     missing = nbytes + SPARE_BYTES - free_bytes - reusable_bytes
     if missing > 0:
         raise PlacementError(

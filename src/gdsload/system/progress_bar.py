@@ -11,6 +11,14 @@ from typing import Any
 _DELAY_SECONDS = 0.5  # a load that is over sooner shows no bar
 
 
+def stderr_is_terminal() -> bool:
+    """Whether somebody looks at stderr. False if it is closed, or something else than a file."""
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
 @contextmanager
 def progress_bar(
     wanted: bool | None, total_bytes: int, title: str = "gdsload"
@@ -29,8 +37,7 @@ def progress_bar(
         A function that takes the number of new bytes.
     """
     notebook = "ipykernel" in sys.modules
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    shown = wanted or (wanted is None and (terminal or notebook))
+    shown = wanted or (wanted is None and (notebook or stderr_is_terminal()))
     bar: Any = None
 
     def advance(nbytes: int) -> None:

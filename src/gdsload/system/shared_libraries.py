@@ -35,5 +35,8 @@ def _loaded(soname: str) -> Iterator[str]:
 
 def _in_wheels(soname: str) -> Iterator[str]:
     for entry in sys.path:
+        if not isinstance(entry, str):  # Python ignores it, too
+            continue
         for pattern in ("nvidia/*/lib", "nvidia/lib"):
-            yield from sorted(glob.glob(os.path.join(entry, pattern, soname)), reverse=True)
+            wanted = os.path.join(glob.escape(entry), pattern, soname)
+            yield from sorted(glob.glob(wanted), reverse=True)

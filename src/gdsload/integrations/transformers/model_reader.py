@@ -83,7 +83,7 @@ class Options:
 
 
 @contextmanager
-def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
+def _checkpoint_of(files: Sequence[str], stall_seconds: float) -> Iterator[Checkpoint]:
     """These files as one checkpoint. Of two files that hold a tensor the last one counts, as in
     transformers. A checkpoint that is open before is left open."""
     known, before = opened_as(files), opened_before.get()
@@ -92,7 +92,8 @@ def _checkpoint_of(files: Sequence[str]) -> Iterator[Checkpoint]:
     if known is not None:
         yield known
         return
-    with Checkpoint.of([original(file) for file in files], strict=False) as checkpoint:
+    paths = [original(file) for file in files]
+    with Checkpoint.of(paths, strict=False, stall_seconds=stall_seconds) as checkpoint:
         yield checkpoint
 
 
@@ -121,7 +122,7 @@ class ModelReader:
         self._devices: dict[str, str] = {}  # the device that reads go to, by wanted device
         with ExitStack() as stack:
             with report.phase("open"):
-                self.checkpoint = stack.enter_context(_checkpoint_of(files))
+                self.checkpoint = stack.enter_context(_checkpoint_of(files, options.stall_seconds))
             self.verifier = verifier_of(self.checkpoint, options.verify, report)
             # A backend for devices only cannot read to the host.
             to_host = reaches(options.backend, DRAM)

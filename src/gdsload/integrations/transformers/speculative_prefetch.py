@@ -116,7 +116,7 @@ def _open(
             options.cache == "auto" and any(map(_is_warm, files))
         ):
             return None
-        return Checkpoint.of(files, strict=False)
+        return Checkpoint.of(files, strict=False, stall_seconds=options.stall_seconds)
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
 
