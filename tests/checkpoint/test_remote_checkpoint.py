@@ -23,7 +23,9 @@ from gdsload.checkpoint.manifest import (
     write_manifest,
 )
 from gdsload.errors import CheckpointError, CheckpointNotFound, FileChanged
+from gdsload.loading.integrity import open_verifier
 from gdsload.remote.file import LocalCopy
+from gdsload.report import LoadReport
 from remotefiles import MemoryDirectory, MemoryFile
 
 FIRST, SECOND = "1111.safetensors", "2222.safetensors"
@@ -93,6 +95,11 @@ def test_url_of_a_directory_an_index_or_a_shard_opens_what_it_names(opened: Open
                 shard = checkpoint.shards[info.shard]
                 assert shard.read(info.offset, info.nbytes) == shard.name[:4].encode()
         assert all(file.closed for file in opened[URL].files.values())
+
+
+def test_sha256_of_files_elsewhere_needs_a_manifest(opened: Opened) -> None:
+    with Checkpoint.open(URL) as checkpoint, pytest.raises(CheckpointNotFound):
+        open_verifier(checkpoint, "sha256", LoadReport(""))
 
 
 def test_subfolder_and_variant_of_a_url_choose_its_files(opened: Opened, bucket: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import gpudoubles
 from command import answer, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gdsload import api, warmup
-from gdsload.checkpoint import Checkpoint, manifest as manifest_module
+from gdsload.checkpoint import Checkpoint, Shard, manifest as manifest_module
 from gdsload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -29,8 +30,10 @@ from gdsload.errors import (
     IntegrityError,
     PartialLoad,
 )
-from gdsload.loading import device_batch, into
+from gdsload.loading import device_batch, integrity, into
+from gdsload.loading.session import Session
 from gdsload.planning.read_plan import FILE_ORDER
+from gdsload.report import LoadReport
 from gpudoubles import Doubles
 
 NORM = "model.norm.weight"
@@ -463,6 +466,54 @@ def test_hub_blobs_are_compared_with_their_names(hub: Path) -> None:
     with pytest.raises(IntegrityError):
         next(gdsload.stream("org/model", **where))
     assert run(*verify).exit_code == 1
+
+
+def test_hub_blobs_are_compared_to_their_last_byte(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In reads of a limited size, each file of several with its own name."""
+    snapshot = hub / "models--org--model" / "snapshots" / "abc"
+    blobs = [(snapshot / "model.safetensors").resolve()]
+    (snapshot / "model.safetensors").rename(snapshot / "model-1.safetensors")
+    save_file({"v": torch.arange(3000.0)}, hub / "new")
+    blobs.append(blobs[0].with_name(hashlib.sha256((hub / "new").read_bytes()).hexdigest()))
+    (hub / "new").rename(blobs[1])
+    (snapshot / "model-2.safetensors").symlink_to(f"../../blobs/{blobs[1].name}")
+    total = sum(blob.stat().st_size for blob in blobs)
+    monkeypatch.setattr(integrity, "_READ_BYTES", 1000)
+    reads, moved, report = [], [], LoadReport("")
+    read = Shard.read
+    monkeypatch.setattr(Shard, "read", lambda *it: reads.append(it[2]) or read(*it))
+    with Checkpoint.open(snapshot) as checkpoint:
+        reads.clear()
+        assert integrity.open_verifier(checkpoint, "sha256", report, moved.append) is None
+    assert sum(reads) == sum(moved) == report.verified_bytes == total
+    assert max(reads) <= 1000
+    assert {span.name for span in report.spans if span.track == "phases"} == {"verify"}
+    for blob in blobs:
+        flip(blob, blob.stat().st_size - 1)
+        with pytest.raises(IntegrityError, match="SHA-256") as caught:
+            gdsload.load_file(snapshot, verify="sha256")
+        assert os.path.realpath(caught.value.path) == str(blob)
+        assert caught.value.nbytes == blob.stat().st_size
+        flip(blob, blob.stat().st_size - 1)
+
+
+def test_verified_load_into_existing_tensors_maps_no_file(hub: Path) -> None:
+    target = {"w": torch.zeros(5000)}
+    with mock.patch.object(Session, "__init__", autospec=True) as made:
+        made.side_effect = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            gdsload.load_into(target, "org/model", cache_dir=hub, verify="sha256")
+    assert made.call_args.kwargs["maps"] is False
+
+
+def test_manifest_of_other_checksums_is_no_sha256(source: Path) -> None:
+    pytest.importorskip("xxhash")
+    record(source, "xxh3_128")
+    with pytest.raises(IntegrityError, match="its checksums are of xxh3_128") as caught:
+        gdsload.load_file(source, verify="sha256")
+    assert caught.value.path == str(source / manifest_module.MANIFEST_NAME)
 
 
 def test_sha256_without_hub_or_manifest_is_refused(tiny_checkpoint: Path) -> None:

@@ -1,0 +1,143 @@
+"""One open file: what is said of its changes, and the end of its descriptor."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forked import end_with, fork
+from gdsload.checkpoint import Identity, Shard
+from gdsload.checkpoint.file_io import open_regular
+from gdsload.errors import CheckpointError, FileChanged
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(100))
+    os.utime(path, (1, 1))
+    return path
+
+
+def opened(path: Path | str) -> Shard:
+    fd, status = open_regular(str(path))
+    return Shard(fd, Identity.of(status), path=str(path), name="model.safetensors")
+
+
+def replace(path: Path) -> None:
+    """By a copy of the same size and time."""
+    copy = shutil.copy2(path, path.with_name("copy"))
+    os.replace(copy, path)
+
+
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        (lambda path: os.truncate(path, 7), "its size went from 100 to 7 bytes"),
+        (
+            lambda path: os.utime(path, (2, 2)),
+            "it was written to (its modification time moved)",
+        ),
+        (os.unlink, "it was deleted or replaced"),
+        (replace, "it was deleted or replaced"),
+        (
+            lambda path: os.chmod(path, 0o400),
+            "its status changed (ctime moved: mode, owner, links or times)",
+        ),
+    ],
+)
+def test_change_of_an_open_file_is_named(
+    change: Callable[[Path], object], text: str, path: Path
+) -> None:
+    shard = opened(path)
+    shard.verify_unchanged()
+    change(path)
+    with pytest.raises(FileChanged) as caught:
+        shard.verify_unchanged()
+    assert str(caught.value) == f"{path}: the file changed while it was read: {text}"
+    assert caught.value.path == str(path)
+    shard.close()
+
+
+def test_file_that_another_one_took_the_place_of_is_not_opened_again(path: Path) -> None:
+    shard = opened(path)
+    shard.quiesce()
+    assert not shard.closed
+    replace(path)
+    with pytest.raises(FileChanged, match=r"while it was read: it became another file$"):
+        shard.read(0, 1)
+    assert shard.closed
+    with pytest.raises(CheckpointError, match="the checkpoint is closed") as caught:
+        shard.read(0, 1)
+    assert caught.value.path == str(path)
+
+
+def test_file_is_opened_again_from_another_directory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    shard = opened(path.name)
+    assert shard.path == path.name
+    shard.quiesce()
+    monkeypatch.chdir("/")
+    assert shard.read(0, 3) == bytes(3)
+    shard.close()
+
+
+def test_file_is_opened_in_a_directory_that_is_gone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    shard = opened(path)
+    shard.quiesce()
+    assert shard.read(0, 3) == bytes(3)
+    shard.close()
+
+
+def test_descriptor_0_is_closed_like_any_other(path: Path) -> None:
+    """A daemon has closed its standard input: a shard gets its number."""
+
+    def child() -> None:
+        os.close(0)
+        for end in (Shard.close, lambda _: None):
+            shard = opened(path)
+            assert shard.fd == 0
+            shard.quiesce()
+            assert shard.read(0, 1) == b"\0" and shard.fd == 0
+            end(shard)
+            del shard
+            gc.collect()
+            assert not os.path.exists("/proc/self/fd/0")
+
+    pid = fork()
+    if not pid:
+        end_with(child)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_file_opened_again_by_two_threads_has_one_descriptor(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = opened(path)
+    shard.quiesce()
+    before = len(os.listdir("/proc/self/fd"))
+    real = Shard._require_same
+
+    def another_is_faster(self: Shard, status: os.stat_result) -> None:
+        monkeypatch.setattr(Shard, "_require_same", real)
+        assert self.read(0, 1) == b"\0"
+        real(self, status)
+
+    monkeypatch.setattr(Shard, "_require_same", another_is_faster)
+    assert shard.read(0, 1) == b"\0"
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    shard.close()
+    shard.close()
+    assert len(os.listdir("/proc/self/fd")) == before
