@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import gdsload
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
 from gdsload.errors import CheckpointError, FileChanged, PartialLoad, PlacementError, ReadError
-from gdsload.loading import destinations, device_batch, into
+from gdsload.loading import batch, destinations, device_batch, into
 from gdsload.loading.batch import Batch
+from gdsload.loading.into import TargetBatch
 from gdsload.loading.window_writer import WindowWriter
 from gpudoubles import ERRNO, Doubles
 
@@ -496,6 +498,36 @@ def test_failed_copy_to_vram_tells_what_is_undefined(
     for name in error.complete:
         require_equal(targets, {name: saved[name]})
     assert copy.copy(error).undefined == error.undefined
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupt_while_reads_are_posted_tells_what_is_undefined(
+    after: bool,
+    device_targets: Callable[..., Tensors],
+    path: Path,
+    saved: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They write to the targets from then on, and not before."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if after:  # the report is updated when the reads are posted
+        monkeypatch.setattr(batch, "describe", interrupted)
+    else:
+        monkeypatch.setattr(TargetBatch, "_take_memory", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        gdsload.load_into(device_targets(saved), path, options=BACKENDS[1][1], cache="direct")
+    notes = "".join(getattr(caught.value, "__notes__", [""]))
+    assert ("hold undefined bytes: " in notes) == after or sys.version_info < (3, 11)
+
+
+def test_backend_for_devices_alone_reads_host_memory_as_auto(path: Path, saved: Tensors) -> None:
+    targets = zeros(saved)
+    report = gdsload.load_into(targets, path, backend="gds_mt", cache="buffered")
+    require_equal(targets, saved)
+    assert report.backend == "posix"
 
 
 def test_targets_on_host_and_device_are_read_by_one_call(
