@@ -148,6 +148,10 @@ class LoadReport:
         self.unexpected: list[str] = []
         self.spans: list[Span] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process has no observers."""
+        return {**self.__dict__, "_on_event": None, "_publisher": None}
+
     def __repr__(self) -> str:
         return f"LoadReport({self.to_dict()})"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -274,6 +275,14 @@ def test_only_what_was_added_is_reported() -> None:
     assert [event.nbytes for event in of(FailedOver, seen)] == [10, 20]
     assert [event.reason for event in of(PathRefused, seen)] == ["no driver", "no GPU"]
     assert not of(PhaseEnded, seen) and not of(BackendChosen, seen)
+
+
+def test_report_of_an_observed_load_can_be_sent_to_another_process(checkpoint: Path) -> None:
+    events: list[Any] = []
+    gdsload.load_file(checkpoint, on_event=lambda event: events.append(event))
+    report = gdsload.last_report()
+    copied = pickle.loads(pickle.dumps(report))
+    assert copied.to_dict() == report.to_dict() and events
 
 
 def test_load_without_observers_imports_no_events(checkpoint: Path) -> None:
