@@ -345,7 +345,7 @@ def test_shown_source_has_no_secrets(url: str, shown: str | None) -> None:
 
 
 def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
-    url = object_server.url("http", "m.safetensors").replace("127", "user:word@127")
+    url = object_server.url("http", "m.safetensors").replace("127", "user:word@127", 1)
     object_server.script("416", count=None)
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(f"{url}?sig=hidden")

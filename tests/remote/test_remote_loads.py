@@ -291,7 +291,7 @@ def test_commands_for_files_refuse_urls(url: str, words: tuple[str, ...]) -> Non
 
 
 def test_report_has_no_secrets(server: ObjectServer) -> None:
-    signed = f"{server.url('http', 'model')}?X-Signature=hidden".replace("127", "a:b@127")
+    signed = f"{server.url('http', 'model')}?X-Signature=hidden".replace("127", "a:b@127", 1)
     gdsload.load_file(signed)
     assert "hidden" not in gdsload.last_report().to_json()
     assert "a:b" not in gdsload.last_report().to_json()
