@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import gdsload
 import tinymodels
 from equal import FIRST, IS_SURE, NEW, VERSION, both, require_same
+from gdsload.integrations.transformers.model import architecture
 from ranks import HERE, ranks
 
 WRITES_DCP = VERSION >= (5, 20)
@@ -246,6 +247,48 @@ def test_remote_code_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert tinymodels.differences(stock, ours) == []
     assert torch.equal(ours.inner.weight, tensors["inner.weight"])
     assert gdsload.last_report().integration == FIRST
+
+
+def test_code_of_a_checkpoint_comes_before_a_class_of_the_same_name(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    source = Path(shutil.copytree(qwen, tmp_path / "changed"))
+    (source / "changed.py").write_text(
+        "from transformers import Qwen2ForCausalLM as Base\n"
+        "class Qwen2ForCausalLM(Base):\n    changed = True\n"
+    )
+    facts = json.loads((source / "config.json").read_text())
+    assert facts["architectures"] == ["Qwen2ForCausalLM"]
+    facts["auto_map"] = {"AutoModelForCausalLM": "changed.Qwen2ForCausalLM"}
+    (source / "config.json").write_text(json.dumps(facts))
+    assert gdsload.from_pretrained(source, trust_remote_code=True).changed
+    assert not hasattr(gdsload.from_pretrained(source), "changed")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_model_loaded_in_inference_mode_is_that_of_transformers(qwen: Path, dtype: str) -> None:
+    """Threads of transformers are not in the mode of the caller: its parameters can be trained."""
+    with torch.inference_mode():
+        stock, ours = both(qwen, dtype=dtype)
+    require_same(stock, ours)
+    inference = {name: tensor.is_inference() for name, tensor in stock.state_dict().items()}
+    for name, tensor in ours.state_dict().items():
+        assert tensor.is_inference() <= inference[name], name
+
+
+def test_adapter_in_the_hub_cache_is_one_for_an_auto_class(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--lora" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_config.json").write_text("{}")
+    (tmp_path / "models--org--lora" / "refs").mkdir()
+    (tmp_path / "models--org--lora" / "refs" / "main").write_text("abc")
+    words: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
+    assert architecture("org/lora", **words) is transformers.AutoModelForCausalLM
+    with pytest.raises(OSError, match="find"):
+        architecture("org/none", **words)
 
 
 def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:

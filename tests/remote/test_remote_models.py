@@ -48,7 +48,9 @@ def test_model_is_that_of_the_directory(
     url = server.url(scheme, "model")
     model = gdsload.from_pretrained(url)
     require_same(model, tiny_checkpoint)
-    assert model.name_or_path == model.config.name_or_path == url
+    named = [each for each in model.modules() if hasattr(each, "name_or_path")]
+    assert len(named) > 1 and {each.name_or_path for each in named} == {url}
+    assert model.config.name_or_path == url
     report = gdsload.last_report()
     assert (report.source, report.integration) == (url, "hook")
     assert set(report.paths) == {f"object_store/{scheme}"}
@@ -182,6 +184,24 @@ def test_first_layers_are_prefetched(
     assert any(span.track == "head start" for span in gdsload.last_report().spans)
 
 
+def test_config_of_a_model_is_loaded_without_its_weights(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculative_prefetch, "SMALL_BYTES", 0)
+    config = gdsload.from_pretrained(server.url("s3", "model"), cls=transformers.AutoConfig)
+    assert config.architectures
+    assert not any(span.track == "head start" for span in gdsload.last_report().spans)
+    assert gdsload.last_report().integration == ""
+
+
+def test_modules_of_a_model_are_ready_as_they_come(server: ObjectServer) -> None:
+    ready: list[str] = []
+    gdsload.from_pretrained(
+        server.url("s3", "model"), on_module_ready=lambda name, _: ready.append(name)
+    )
+    assert ready[-1] == "" and gdsload.last_report().modules_ready == "as they came"
+
+
 def test_config_and_tokenizer_files_are_fetched_and_large_ones_are_not(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +228,7 @@ def test_tokenizer_is_loaded_by_its_class(object_server: ObjectServer) -> None:
     url = object_server.url("s3", "tokenizer")
     tokenizer = gdsload.from_pretrained(url, cls=transformers.AutoTokenizer)
     assert tokenizer("b")["input_ids"] == [1]
+    assert gdsload.last_report().integration == ""
     assert tokenizer.name_or_path == url
 
 

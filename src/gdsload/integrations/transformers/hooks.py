@@ -40,6 +40,7 @@ from gdsload.integrations.transformers.patches import (
     LOADING_PATCHES,
     MODELING_PATCHES,
     SET_PARAM,
+    outside_inference,
     running,
 )
 from gdsload.integrations.transformers.stand_ins import (
@@ -143,7 +144,8 @@ def _load(
     try:
         with ExitStack() as stack:
             reader = stack.enter_context(ModelReader(files, options, report))
-            reader.start(model, config)
+            with outside_inference():  # what it makes is written to outside of it
+                reader.start(model, config)
             stack.pop_all()
     except BackendUnavailable as error:
         if options.backend != "auto" or original_of(files[0]) != files[0]:

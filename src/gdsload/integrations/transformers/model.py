@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _CONFIG_WORDS = (
     "cache_dir", "code_revision", "force_download", "gguf_file", "local_files_only", "proxies",
     "revision", "subfolder", "token", "trust_remote_code",
+)  # fmt: skip
+_ADAPTER_WORDS = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
 )  # fmt: skip
 _lock = fork_safe_lock(sys.modules[__name__])
 hooks.patcher.add(other_libraries.PATCHES)
@@ -120,8 +123,12 @@ def from_pretrained(
         held(current, callbacks),
         _entered(inherited),
         _path_of(source, report, kwargs) as path,
-        speculative_prefetch(path, inherited, report, kwargs),
+        speculative_prefetch(path, inherited, report, kwargs)
+        if _is_of_models(cls)
+        else nullcontext(),
     ):
+        if callbacks is not None:
+            callbacks.source = str(path)
         if cls is None:
             with report.phase("import transformers"):  # which takes nearly all of it
                 cls = architecture(path, **kwargs)
@@ -136,11 +143,17 @@ def from_pretrained(
             rename(model, str(path), str(source))
         if not report.integration and report.tensors:
             hooks.note(report, hooks.LOAD_FILE)
-        elif not report.integration:
+        elif not report.integration and _is_of_models(cls):
             hooks.note(report, hooks.STOCK, "transformers did not call its function for weights")
         if callbacks is not None:
             callbacks.finish(model)
         return model
+
+
+def _is_of_models(cls: Any) -> bool:
+    """Whether a class has weights to load, unlike those of tokenizers and configurations."""
+    names = "_load_pretrained_model", "_model_mapping"
+    return cls is None or any(hasattr(cls, name) for name in names)
 
 
 @contextmanager
@@ -187,18 +200,24 @@ def architecture(source: str | os.PathLike[str], **kwargs: Any) -> Any:
                     path=str(source),
                 ) from None
             # An adapter has no config of its own: the Auto classes find its base model.
-            if not os.path.exists(os.path.join(str(source), "adapter_config.json")):
+            found = None
+            with suppress(OSError, ValueError):
+                where = {name: kwargs[name] for name in _ADAPTER_WORDS if name in kwargs}
+                found = transformers.utils.find_adapter_config_file(str(source), **where)
+            if found is None:
                 raise
             return transformers.AutoModelForCausalLM
     mapped = getattr(config, "auto_map", None) or {}
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
-        if found is not None:
-            return found
         for auto, home in mapped.items():
             where = home[0] if isinstance(home, (list, tuple)) else home
-            if str(where).rpartition(".")[2] == name and hasattr(transformers, auto):
+            named = str(where).rpartition(".")[2] == name and hasattr(transformers, auto)
+            # With trust_remote_code the checkpoint's own code comes first, as for Auto classes.
+            if named and (found is None or kwargs.get("trust_remote_code")):
                 return getattr(transformers, auto)
+        if found is not None:
+            return found
     for auto in ("AutoModelForCausalLM", "AutoModel"):
         if auto in mapped:
             return getattr(transformers, auto)

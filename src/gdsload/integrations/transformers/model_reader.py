@@ -116,6 +116,7 @@ class ModelReader:
         self.plan = LoadPlan()
         # State of transformers' loop: the parameter of the last key, and those with a converter.
         self.renamed = ""
+        self.replaces_threads = False  # transformers would have made the tensors in others
         self.converted: set[str] = set()
         self.buffers = ParameterBuffers([])
         self._device_queues: dict[str, ReadaheadQueue] = {}

@@ -38,7 +38,7 @@ class ModuleCallbacks:
         # The callback sees the context variables of the caller: a load that it starts is
         # independent of this one.
         self._context = copy_context()
-        self._source = os.fspath(source)
+        self.source = os.fspath(source)  # what transformers is given
         self._report = report
         report.modules_ready = (
             "at the end: transformers does not report each parameter on this path"
@@ -77,7 +77,7 @@ class ModuleCallbacks:
         if len(devices) > 1 or "disk" in devices:
             return "weights are moved between devices"
         named = getattr(load_config, "pretrained_model_name_or_path", None)
-        if named is not None and str(named) != self._source:
+        if named is not None and str(named) != self.source:
             return "an adapter may exchange modules"
         return ""
 

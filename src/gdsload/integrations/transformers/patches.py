@@ -20,6 +20,7 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,11 @@ def _patch_threads(module: ModuleType) -> Iterator[Replacement]:
     @functools.wraps(is_true)
     def is_env_variable_true(env_variable: str) -> Any:
         reader = running.get()
+        stock = is_true(env_variable)
         if reader is not None and env_variable == "HF_DEACTIVATE_ASYNC_LOAD":
-            return reader.plan.deferred or is_true(env_variable)
-        return is_true(env_variable)
+            reader.replaces_threads = reader.plan.deferred and not stock
+            return reader.plan.deferred or stock
+        return stock
 
     yield Replacement(module, "is_env_variable_true", is_env_variable_true)
 
@@ -127,6 +130,14 @@ def _patch_set_param(module: ModuleType) -> Iterator[Replacement]:
     yield Replacement(module, SET_PARAM, set_param_for_module)
 
 
+def outside_inference() -> AbstractContextManager[Any]:
+    """Threads of transformers are not in the inference mode of the caller: what they make can be
+    trained and written to."""
+    import torch
+
+    return torch.inference_mode(False)
+
+
 def _patch_materialize(module: ModuleType) -> Iterator[Replacement]:
     original = function_of(module, "_materialize_copy", "tensor", "device", "dtype", exact=True)
 
@@ -134,8 +145,10 @@ def _patch_materialize(module: ModuleType) -> Iterator[Replacement]:
     def materialize_copy(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
         # Not by `running`: transformers may call this from threads of its own.
         written = getattr(tensor, "written", None)
-        found = None if written is None else written(device, dtype)
-        return original(tensor, device, dtype) if found is None else found
+        reader = running.get()
+        with outside_inference() if reader and reader.replaces_threads else nullcontext():
+            found = None if written is None else written(device, dtype)
+            return original(tensor, device, dtype) if found is None else found
 
     yield Replacement(module, "_materialize_copy", materialize_copy)
 

@@ -185,6 +185,8 @@ def _has_weights(source: RemoteDirectory) -> bool:
 def rename(loaded: Any, top: str, url: str) -> None:
     """Names a loaded model, config or tokenizer by the URL instead of by the stand-in."""
     first = loaded[0] if isinstance(loaded, tuple) else loaded
-    for owner in (first, getattr(first, "config", None)):
+    modules = getattr(first, "modules", None)
+    inner = [] if modules is None else list(modules())
+    for owner in (first, getattr(first, "config", None), *inner):
         if owner is not None and getattr(owner, "name_or_path", None) == top:
             owner.name_or_path = without_secrets(url)
