@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file as reference_load_file
+from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
 from gated import Gate, gated
@@ -619,3 +619,27 @@ def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path
     assert wait()() is None
     with pytest.raises(CheckpointError, match="missing"):
         ahead.wait(60)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_bytes_that_no_load_takes_are_given_back(keep: bool, tmp_path: Path) -> None:
+    """Also if a tensor that a load took lies in the same memory."""
+
+    def anonymous_bytes() -> int:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+    each = 8 << 20
+    save_file(
+        {f"t{n}": torch.full((each,), n, dtype=torch.uint8) for n in range(6)},
+        tmp_path / "model.safetensors",
+    )
+    page_cache.evict(tmp_path / "model.safetensors")
+    with gdsload.prefetch(tmp_path, cache="direct", keep=keep) as ahead:
+        ahead.wait()
+        before = anonymous_bytes()
+        tensors = gdsload.load_file(tmp_path, names=["t3"])
+        after = anonymous_bytes()
+        assert before - after < each if keep else before - after > 4 * each
+    assert before - anonymous_bytes() > 4 * each
+    assert bool((tensors["t3"] == 3).all())
