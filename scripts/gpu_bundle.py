@@ -49,6 +49,23 @@ def build_wheel(out: Path) -> Path:
     return wheel
 
 
+def require_pip() -> None:
+    """Gets pip if the environment has none, as those of uv. Raises SystemExit if it cannot."""
+    with_uv = '. scripts/uv.sh && exec uv pip install --quiet --python "$1" pip'
+    has_pip = [sys.executable, "-m", "pip", "--version"]
+    errors = []
+    for command in (
+        [sys.executable, "-m", "ensurepip"],
+        ["sh", "-c", with_uv, "sh", sys.executable],
+    ):
+        if subprocess.run(has_pip, capture_output=True).returncode == 0:
+            return
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        errors += ran.stderr.strip().splitlines()[-1:]
+    if subprocess.run(has_pip, capture_output=True).returncode:
+        sys.exit("gpu-bundle: no pip, which downloads the wheels: " + "; ".join(errors))
+
+
 def download(out: Path, python: str, *packages: str) -> str:
     """Downloads wheels for a version of Python; returns the error, or ""."""
     digits = python.replace(".", "")
@@ -91,6 +108,7 @@ def newest_glibc(wheel: Path) -> str:
 
 
 def main() -> int:
+    require_pip()
     bundle = ROOT / "build/gpu-bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     wheel = build_wheel(bundle / "wheels/ours")
@@ -101,14 +119,19 @@ def main() -> int:
         ("peers", [f"{name}{pins[name]}" for name in PEERS] + list(PEER_NEEDS)),
         ("prefetch", [f"safetensors{prefetch['safetensors']}"]),
     ]
+    missing = []
     for folder, packages in plans:
         for package in packages:
             for python in PYTHONS:
                 if why := download(bundle / "wheels" / folder, python, package):
                     print(f"gpu-bundle: left out: {package} for Python {python}: {why}")
+                    missing += [f"{package} for Python {python}"] if folder == "ours" else []
                 module = re.split("=", package)[0].replace("-", "_")
                 if any((bundle / "wheels" / folder).glob(f"{module}-*-none-any.whl")):
                     break  # of the oldest Python, for all
+    if missing:
+        print(f"gpu-bundle: gdsload needs {', '.join(missing)}", file=sys.stderr)
+        return 1
     for each in sorted((bundle / "wheels/peers").glob("*.whl")):
         repack(each)
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())

@@ -195,3 +195,52 @@ def test_gpu_bundle_pins_the_versions_of_the_benchmarks() -> None:
     pins = bundle.requirements("peers")
     assert all(pins[name].startswith("==") for name in bundle.PEERS)
     assert bundle.requirements("prefetch")["safetensors"].startswith("==0.9")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = module("gpu_bundle")
+    for folder in ("scripts", "benchmarks"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.setattr(found, "ROOT", tmp_path)
+
+    def build_wheel(out: Path) -> Path:
+        out.mkdir(parents=True)
+        with zipfile.ZipFile(out / "gdsload-0-py3-none-any.whl", "w"):
+            return out / "gdsload-0-py3-none-any.whl"
+
+    monkeypatch.setattr(found, "build_wheel", build_wheel)
+    return found
+
+
+def test_gpu_bundle_without_the_packages_of_gdsload_fails(
+    bundle: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = {"click"}
+    monkeypatch.setattr(
+        bundle,
+        "download",
+        lambda out, python, package: "no such wheel" if package in refused else "",
+    )
+    assert bundle.main() == 1
+    assert "gdsload needs click for Python 3.10" in capfd.readouterr().err
+    refused.clear()
+    assert bundle.main() == 0
+
+
+def test_gpu_bundle_without_pip_ends_before_it_builds(
+    bundle: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pip", "ensurepip"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('no {name} here')")
+    uv = tmp_path / "bin/uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\necho 'uv has no network' >&2\nexit 1\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
+    with pytest.raises(SystemExit, match=r"no pip.*no ensurepip here; uv has no network"):
+        bundle.main()
+    assert not (tmp_path / "build").exists()
+    uv.write_text(f'#!/bin/sh\n[ "$1 $2" = "pip install" ] && : >"{tmp_path}/pip.py"\n')
+    bundle.require_pip()
