@@ -88,6 +88,23 @@ def test_search_path_may_have_entries_that_are_no_text(monkeypatch: pytest.Monke
     NixlReader("UCX", {}).give_up()
 
 
+def test_process_with_nixl_imports_nothing_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "path/gdsload/remote"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "nixl_child.py").write_text("def main(**words): raise SystemExit('started')")
+    (tmp_path / "json.py").write_text("raise SystemExit('of the current directory')")
+    monkeypatch.chdir(tmp_path)
+    path = [entry for entry in sys.path if entry]
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "path"), *path])
+    reader = NixlReader("UCX", {})
+    with pytest.raises(ReaderFailed, match=r"started$"), reader.read("peer", b"", "DRAM", []):
+        pass
+
+
 def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

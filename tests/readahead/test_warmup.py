@@ -235,6 +235,18 @@ def test_the_command_goes_on_in_another_process(checkpoint: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+def test_the_command_imports_nothing_of_the_current_directory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("click", "queue", "gdsload"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    pid = answer("warmup", checkpoint)["pid"]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not (tmp_path / "imported").exists()
+
+
 def test_the_command_needs_no_torch(checkpoint: Path) -> None:
     code = (
         "import sys; from gdsload.cli import main; main(standalone_mode=False);"

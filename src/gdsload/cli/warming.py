@@ -6,7 +6,6 @@ For init containers, snapshot builds and scripts; torch is not imported.
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +14,7 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.errors import one_line
 from gdsload.report import size
+from gdsload.system.child_process import python_command
 from gdsload.system.progress_bar import progress_bar
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def in_background(source: str, tier: str, limit: int, where: dict[str, Any]) -> 
     words = ["warmup", source, "--tier", tier, "--limit", str(limit), "--wait"]
     for name, value in where.items():
         words += [f"--{name.replace('_', '-')}", value] if value else []
-    program = [sys.executable, "-c", "from gdsload.cli import main; main()", *words]
+    program = python_command("from gdsload.cli import main; main()", *words)
     files: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process: subprocess.Popen[bytes] = subprocess.Popen(program, start_new_session=True, **files)
     process.returncode = 0  # not waited for: without this, Popen warns

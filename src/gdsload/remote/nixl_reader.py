@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from gdsload.remote.messages import MessageError, receive, send
 from gdsload.system import lifecycle
+from gdsload.system.child_process import python_command
 
 SLOTS = 8
 SLOT_BYTES = 8 << 20
@@ -34,10 +35,8 @@ _REASON_BYTES = 2000  # of what the child wrote to stderr, for messages
 
 _PROGRAM = """
 import json, sys
-words = json.loads(sys.argv[1])
-sys.path[:] = words.pop("path")
 from gdsload.remote.nixl_child import main
-main(**words)
+main(**json.loads(sys.argv[1]))
 """
 
 
@@ -101,7 +100,6 @@ class NixlReader:
             lifeline, self._lifeline = os.pipe()
             ours.append(lifeline)
             words = {
-                "path": _search_path(sys.path),
                 "ring_fd": ring_fd,
                 "slot_bytes": SLOT_BYTES,
                 "socket_fds": sockets,
@@ -110,7 +108,7 @@ class NixlReader:
                 "parameters": parameters,
             }
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(words)],
+                python_command(_PROGRAM, json.dumps(words)),
                 pass_fds=ours,
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,
@@ -221,11 +219,6 @@ class NixlReader:
         self.broken = True
         self._process.returncode = 0  # it is not ours
         self._close_descriptors()
-
-
-def _search_path(entries: Sequence[object]) -> list[str]:
-    """The entries that importlib takes, too: some programs add a pathlib.Path."""
-    return [each for each in entries if isinstance(each, str)]
 
 
 class SharedReader:
