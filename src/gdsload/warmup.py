@@ -252,6 +252,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Prefetch |
     Returns:
         The prefetch, or None if the variable is not set.
 
+    Raises:
+        PlacementError: The device is neither "cpu" nor a GPU such as "cuda:0".
+
     Example:
         >>> gdsload.warmup.from_environment({"GDSLOAD_PREFETCH": "model@cuda:0"})
     """
@@ -280,7 +283,7 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         The prefetch, or None, and the words after the options.
 
     Raises:
-        SystemExit: An option has no value or a wrong one.
+        SystemExit: An option, or GDSLOAD_PREFETCH, has no value or a wrong one.
 
     Example:
         >>> ahead, rest = gdsload.warmup.from_words(sys.argv[1:])
@@ -297,10 +300,16 @@ def from_words(words: Sequence[str]) -> tuple[Prefetch | None, list[str]]:
         wanted[name[2:]] = value
         given.append(name)
     if not given:
-        return from_environment(), rest
+        try:
+            return from_environment(), rest
+        except ValueError as error:
+            raise SystemExit(f"gdsload: {VARIABLE}: {error}") from None
     if "model" not in wanted:
         raise SystemExit(f"gdsload: {given[0]} needs --model")
     tier = wanted["tier"]
     if tier not in TIERS:
         raise SystemExit(f"gdsload: --tier {tier} must be one of {', '.join(TIERS)}")
-    return prefetch(wanted["model"], wanted["device"], tier=tier), rest
+    try:
+        return prefetch(wanted["model"], wanted["device"], tier=tier), rest
+    except ValueError as error:
+        raise SystemExit(f"gdsload: --model {wanted['model']}: {error}") from None

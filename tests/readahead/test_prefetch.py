@@ -21,7 +21,7 @@ from safetensors.torch import load_file as reference_load_file, save_file
 import gdsload
 from gated import Gate, gated
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import CheckpointError, FileChanged, ReadError
+from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
 from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
@@ -394,6 +394,12 @@ def test_errors_come_where_somebody_waits(tmp_path: Path, checkpoint: Path) -> N
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         gdsload.prefetch("model", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cuda0", "cuda:", "cuda:01", "gpu", "cuda:-1", "mps", -1, True])
+def test_device_that_no_prefetch_reaches_is_refused_at_once(device: object) -> None:
+    with pytest.raises(PlacementError, match="neither cpu nor a GPU"):
+        gdsload.prefetch("model", device)  # type: ignore[arg-type]
 
 
 def test_page_cache_is_filled_and_counted(checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ import gdsload
 from command import answer, process, run
 from gated import Gate, gated
 from gdsload import warmup
-from gdsload.errors import CheckpointNotFound
+from gdsload.errors import CheckpointNotFound, PlacementError
 from gdsload.memory import page_cache
 from gdsload.readahead import prefetch
 
@@ -166,11 +166,27 @@ def test_words_start_one_and_leave_the_rest(
 
 
 @pytest.mark.parametrize(
-    "words", [["--model"], ["--device", "cpu", "script.py"], ["--model", "x", "--tier", "tape"]]
+    "words",
+    [
+        ["--model"],
+        ["--device", "cpu", "script.py"],
+        ["--model", "x", "--tier", "tape"],
+        ["--model", "x", "--device", "cuda0"],
+    ],
 )
 def test_words_that_make_no_sense_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="gdsload: --"):
         warmup.from_words(words)
+
+
+def test_an_environment_without_a_device_behind_its_at_sign_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(warmup.VARIABLE, "org/model@main")
+    with pytest.raises(PlacementError, match="'main' is neither cpu nor"):
+        warmup.from_environment()
+    with pytest.raises(SystemExit, match="gdsload: GDSLOAD_PREFETCH: device 'main' is neither"):
+        warmup.from_words(["script.py"])
 
 
 @pytest.mark.parametrize(

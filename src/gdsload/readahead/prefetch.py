@@ -40,6 +40,7 @@ from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fit
 from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
 from gdsload.system import lifecycle, quiesce
+from gdsload.system.device_name import require_name
 from gdsload.system.gc_control import ease_imports, imports_done
 from gdsload.system.stall import StallWatch
 from gdsload.system.threads import start_thread
@@ -556,6 +557,7 @@ def prefetch(
     Raises:
         ValueError: `tier`, `cache`, `page_cache`, `verify` or `limit_bytes` has no such value, or
             tier "pool" finds no open pool.
+        PlacementError: `device` is neither "cpu" nor a GPU such as "cuda:0".
         TypeError: `names` is of another type.
 
     Example:
@@ -578,7 +580,7 @@ def prefetch(
         )
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
-    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    name = require_name(device)
     session = dict(
         backend=backend,
         cache=cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gdsload.errors import PlacementError
@@ -15,6 +16,14 @@ def device_name(device: Any) -> str:
     import torch
 
     return f"cuda:{torch.cuda.current_device()}"
+
+
+def require_name(device: object) -> str:
+    """The name of the CPU or of a GPU, which need not exist. Raises PlacementError for others."""
+    name = _named(device)
+    if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d*))?", name, re.ASCII):
+        raise PlacementError(f"device {name!r} is neither cpu nor a GPU such as cuda:0")
+    return "cpu" if name == "cpu:0" else name
 
 
 def require_device(device: object) -> str:
