@@ -255,8 +255,8 @@ look_at_settings() {
         add yes use_pci_p2pdma - "asked for"
     else
         add no use_pci_p2pdma p2pdma "not asked for" \
-            'in /etc/cufile.json: {"properties": {"use_pci_p2pdma": true},
- "block": {"nvme": {"use_pci_p2pdma": true}}}'
+            "in /etc/cufile.json: {\"properties\": {\"use_pci_p2pdma\": true},\
+ \"block\": {\"nvme\": {\"use_pci_p2pdma\": true}}}"
     fi
     cache=$(number max_device_cache_size_kb 131072)
     each=$(number per_buffer_cache_size_kb 1024) batch=$(number io_batchsize 128)

@@ -223,6 +223,15 @@ def test_check_missing_requirement_rules_out_p2pdma(
     assert finding(answer, name)["hint"]
 
 
+def test_check_hint_is_complete_and_part_of_its_finding(machine: Machine) -> None:
+    answer = machine.check()
+    assert finding(answer, "use_pci_p2pdma")["hint"] == (
+        'in /etc/cufile.json: {"properties": {"use_pci_p2pdma": true},'
+        ' "block": {"nvme": {"use_pci_p2pdma": true}}}'
+    )
+    assert "" not in {each["name"] for each in answer["findings"]}
+
+
 def test_check_old_cuda_or_gpu_rules_out_p2pdma(machine: Machine) -> None:
     machine.with_gpu("Tesla T4, 7.5\n")
     machine.with_p2pdma()
