@@ -23,8 +23,10 @@ export CPATH="$prefix/include${CPATH:+:$CPATH}"
 export LIBRARY_PATH="$prefix/lib${LIBRARY_PATH:+:$LIBRARY_PATH}"
 
 has_liburing() {
+    # CC may have arguments ("ccache gcc"): split on purpose.
+    # shellcheck disable=SC2086
     [ "${GDSLOAD_LIBURING:-}" != 0 ] &&
-        printf '#include <liburing.h>\n' | "${CC:-cc}" -E - >/dev/null 2>&1
+        printf '#include <liburing.h>\n' | ${CC:-cc} -E - >/dev/null 2>&1
 }
 
 # --- nothing to do? ---------------------------------------------------------------------------
@@ -103,7 +105,8 @@ fi
 [ -n "$python" ] || die "there is no Python 3.10 or newer; install one, or name it with PYTHON="
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-compiles() { printf '%s\n' "$1" | "${CC:-cc}" -E "-I$include" - >/dev/null 2>&1; }
+# shellcheck disable=SC2086 # as in has_liburing
+compiles() { printf '%s\n' "$1" | ${CC:-cc} -E "-I$include" - >/dev/null 2>&1; }
 include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if ! compiles '#include <stdio.h>'; then
     { is_root && get "there is no C compiler" "gcc libc6-dev" "gcc glibc-devel" &&
