@@ -5,7 +5,8 @@ SCRIPTS := $(wildcard scripts/*.sh benchmarks/*.sh .ci/run)
 
 # Headers and archives that scripts/setup.sh unpacked where it was not root.
 PREFIX := $(CURDIR)/.cache/prefix
-ifneq ($(wildcard $(PREFIX)),)
+# Not $(wildcard): the path may have spaces.
+ifneq ($(shell test -d .cache/prefix && echo yes),)
 export CPATH := $(PREFIX)/include$(if $(CPATH),:$(CPATH))
 export LIBRARY_PATH := $(PREFIX)/lib$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 endif
