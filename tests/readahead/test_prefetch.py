@@ -121,6 +121,18 @@ def test_a_load_waits_for_a_prefetch_that_still_opens_the_files(
     assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
+def test_prefetch_that_opens_a_hub_model_holds_only_files_of_this_model(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(snapshot)
+    offer = claims.Offer("org/name")
+    assert offer.may_hold(str(snapshot / "model.safetensors"))
+    assert offer.may_hold(str(tmp_path / "link/model.safetensors"))
+    assert not offer.may_hold(str(tmp_path / "model.safetensors"))
+    assert not offer.may_hold("/cache/models--org--name-2/snapshots/abc/model.safetensors")
+    assert claims.Offer("/a/x.safetensors and 2 more").may_hold("/a/y.safetensors")
+
+
 def test_a_second_load_reads_for_itself_and_shares_nothing(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, **READ):
         first = gdsload.load_file(checkpoint)

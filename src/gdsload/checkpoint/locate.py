@@ -339,10 +339,16 @@ def _expanded(path: str) -> str:
     return os.path.expandvars(os.path.expanduser(path))
 
 
+def hub_folder(source: str) -> str:
+    """The directory of a model in the hub cache, such as "models--org--name"; "" if `source` is
+    not the id of a model."""
+    return "models--" + source.replace("/", "--") if _HUB_ID.fullmatch(source) else ""
+
+
 def _snapshot(repo_id: str, revision: str | None, cache_dir: PathLike | None) -> str:
     """The snapshot directory of a cached model. `revision` is a branch, a tag or a full commit."""
     cache = _expanded(local_path_text(cache_dir)) if cache_dir is not None else hub_cache()
-    repo = os.path.join(cache, "models--" + repo_id.replace("/", "--"))
+    repo = os.path.join(cache, hub_folder(repo_id))
     wanted = relative(revision or "main", "revision")
     if not is_directory(repo):
         hint = (

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Identity
+from gdsload.checkpoint.locate import hub_folder
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
 from gdsload.remote.directory import is_url
@@ -137,13 +138,16 @@ class Offer:
             return False
         if is_url(self.source) or is_url(path):
             return path.startswith(self.source)
+        files = os.path.abspath(path), os.path.realpath(path)
         if not os.path.exists(self.source):
-            return True  # a model of the hub: the paths of its files are not known yet
+            folder = hub_folder(self.source)
+            # Without a folder it may be an open Checkpoint of several files.
+            return not folder or any(folder in file.split(os.sep) for file in files)
         for normal in (os.path.abspath, os.path.realpath):
             root = normal(self.source)
             if os.path.isfile(root):
                 root = os.path.dirname(root)
-            for file in (os.path.abspath(path), os.path.realpath(path)):
+            for file in files:
                 if os.path.commonpath([root, file]) == root:
                     return True
         return False
