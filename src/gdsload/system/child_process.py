@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def python_command(program: str, *words: str) -> list[str]:
@@ -10,6 +11,7 @@ def python_command(program: str, *words: str) -> list[str]:
 
     `python -c` puts the current directory in front of it: a json.py there would be imported.
     """
-    # Only entries that importlib takes: some programs add a pathlib.Path.
-    path = [entry for entry in sys.path if isinstance(entry, str)]
+    entries: Sequence[object] = sys.path
+    # Only those that importlib takes: some programs add a pathlib.Path.
+    path = [entry for entry in entries if isinstance(entry, str)]
     return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *words]
