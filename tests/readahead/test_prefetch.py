@@ -339,6 +339,47 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
             assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
+@pytest.fixture
+def slow_opening(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The first prefetch of a test opens its files only after this event."""
+    go, real, calls = threading.Event(), gdsload.Checkpoint.open, iter(range(9))
+
+    def slow(source: str, **where: object) -> object:
+        if threading.current_thread().name == "gdsload-prefetch" and next(calls) == 0:
+            assert go.wait(PATIENCE_SECONDS)
+        return real(source, **where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gdsload.Checkpoint, "open", slow)
+    yield go
+    go.set()
+
+
+def test_prefetch_waits_for_an_older_one_that_still_opens_the_files(
+    checkpoint: Path, gate: Gate, slow_opening: threading.Event
+) -> None:
+    with (
+        gdsload.prefetch(checkpoint, backend="gated", **READ) as first,
+        gdsload.prefetch(checkpoint, backend="gated", **READ) as again,
+    ):
+        assert again.wait(0.1) is False and gate.requests == []
+        slow_opening.set()
+        gate.open(0)
+        assert first.wait(PATIENCE_SECONDS) and again.wait(PATIENCE_SECONDS)
+        assert len(gate.requests) == 1
+
+
+def test_prefetch_that_waits_for_an_older_one_may_be_closed(
+    checkpoint: Path, slow_opening: threading.Event
+) -> None:
+    with gdsload.prefetch(checkpoint, **READ) as first:
+        with gdsload.prefetch(checkpoint, **READ) as again:
+            assert again.wait(0.1) is False
+        with pytest.raises(PrefetchCancelled):
+            again.wait(PATIENCE_SECONDS)
+        slow_opening.set()
+        assert first.wait(PATIENCE_SECONDS)
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_one_that_relied_on_another_tells_what_became_of_it(
     checkpoint: Path, gate: Gate, end: str

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
@@ -303,6 +304,7 @@ class Prefetch(quiesce.Holder):
         """The byte ranges that no other prefetch reads into the same tier and device, and the
         prefetches that read the rest."""
         shards = session.checkpoint.shards
+        self._await_older(session)
         mine, others = list(ranges), []
         for other in prefetches():
             if other is self or (other.tier, other._offer.device) != (self.tier, session.device):
@@ -312,6 +314,21 @@ class Prefetch(quiesce.Holder):
                 mine = left
                 others.append(other)
         return mine, others
+
+    def _await_older(self, session: Session) -> None:
+        """Waits for older prefetches that are opening what may be the same files. Those never wait
+        for this one."""
+        end = time.monotonic() + session.stall_seconds
+        for older in takewhile(lambda one: one is not self, prefetches()):
+            if (older.tier, older.report.device) == (self.tier, self.report.device) and any(
+                older._offer.may_hold(shard.path) for shard in session.checkpoint.shards
+            ):
+                while (
+                    self._state == OPENING
+                    and time.monotonic() < end
+                    and not older._posted.wait(_OTHER_POLL_SECONDS)
+                ):
+                    pass
 
     def _fail(self, error: GdsloadError) -> None:
         with self._lock:
