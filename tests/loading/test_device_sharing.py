@@ -24,7 +24,7 @@ from gdsload.backends.cufile.gds import MOST_IN_FLIGHT, GdsBackend
 from gdsload.backends.cufile.gds_mt import THREADS, GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.posix.backend import DEPTH
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import device_buffers, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
@@ -156,6 +156,45 @@ def test_ring_of_vram_that_cannot_be_freed_fails_no_load(doubles: Doubles, file:
         doubles.fault("cuFileBufDeregister", CODE, 5026)
         staging_ring.release_idle(0)
         assert staging_ring.rings() == [], "its slots are out of use"
+
+
+def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: OpenFile) -> None:
+    """They keep 6 of the 9 slots of the old one, which is freed when they have returned."""
+    doubles.fault("cuFileRead", HANG, times=6)
+    options = {"request_bytes": 16 << 10, "ring_bytes": 9 * (16 << 10)}
+    with GdsMtBackend(**options) as backend:
+        load = Load(backend, file)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while doubles.hung < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        backend.release(load.request)
+    (ring,) = staging_ring.rings()
+    with GdsMtBackend(**options) as backend:
+        other = Load(backend, file)
+        assert staging_ring.rings() != [ring]
+        assert other.finish() == {} and other.bytes() == bytes_of(0)
+        backend.release(other.request)
+    doubles.let_go()
+    while doubles.cufile_log["buffers"]:
+        assert time.monotonic() < deadline
+        staging_ring.release_rings()
+
+
+@pytest.mark.parametrize("kind", [PosixBackend, GdsMtBackend])
+def test_ring_that_cannot_be_freed_for_another_shape_raises_placement_error_once(
+    kind: type[Backend], doubles: Doubles, file: OpenFile
+) -> None:
+    read(file, kind)
+    (ring,) = staging_ring.rings()
+    doubles.fault("cuMemHostUnregister", CODE, 719)
+    doubles.fault("cuFileBufDeregister", CODE, 5026)
+    with kind(**{**SMALL, "ring_bytes": 2 << 20}) as backend:
+        with pytest.raises(PlacementError, match="cannot be freed"):
+            Load(backend, file)
+    read(file, kind, ring_bytes=2 << 20)
+    if kind is PosixBackend:
+        gpu.device(0).unpin(ring.address)  # other tests count pins
 
 
 def test_refused_registration_of_the_ring_is_reported_by_each_load(

@@ -114,8 +114,10 @@ class StagingPipeline:
 
     def close(self) -> bool:
         """Ends the thread. False if a read hangs: then the thread ends after that read."""
+        ended = self.pump.close(DRAIN_SECONDS)
+        # Not before: the ring would take slots that are still lent for those of reads that hang.
         self.ring.users.discard(self)
-        return self.pump.close(DRAIN_SECONDS)
+        return ended
 
 
 class StagedRequest(PumpedRequest):

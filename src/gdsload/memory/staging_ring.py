@@ -163,8 +163,17 @@ class StagingRing(quiesce.Holder):
         self._watched = False  # if a load uses it now, another thread waits after that load
         release_idle(self.ordinal, self)
 
+    @property
+    def usable(self) -> bool:
+        """Whether half of its slots, or more, can be lent to a load. If no pipeline is in use, all
+        slots that are lent belong to reads that hang."""
+        with self._lock:
+            in_use = self.users or self.visitors
+        hung = self.native.lost if in_use else self.native.lent
+        return bool(hung <= self.native.count // 2)
+
     def give_up(self) -> None:
-        """Marks the ring unusable: its memory stays, since a lost read may still write to it. The
+        """Marks the ring unusable: its memory stays as long as a read may still write to it. The
         parked pipelines are closed."""
         with self._lock:
             self._given_up = True
@@ -212,6 +221,9 @@ class StagingRing(quiesce.Holder):
                 self._undo.pop()()
         except TimeoutError:
             self._undo.clear()  # cuFile still has the memory: it is never freed
+        except (CudaFailure, CuFileFailure):
+            _refused.append(self._undo)
+            raise
 
     def busy(self) -> str:
         """A slot that something may still write to keeps the ring pinned and registered."""
@@ -237,8 +249,10 @@ class _Place:
 # By kind of memory, device and, in VRAM, size of a slot, in which cuFile's backends differ. One
 # pinned ring serves all loads of a device.
 _places: dict[tuple[str, int, int], _Place] = {}
-# Rings with slots that lost reads may still write to. Their memory is never freed.
+# Rings with slots that reads may still write to. They are freed if these reads complete after all.
 _given_up: list[StagingRing] = []
+# The memory of rings that a device refused to free: what is still pinned must stay mapped.
+_refused: list[object] = []
 
 
 @contextmanager
@@ -302,21 +316,30 @@ def _fitting(
         )
     known = place.ring
     if known is not None:
-        native = known.native
-        usable = native.lost <= native.count // 2
+        native, usable = known.native, known.usable
         if usable and (native.slot_bytes, native.count) == (slot_bytes, count):
             return known
-        if not known.close():
+        if known.retire():
+            place.ring = None  # also if the device refuses to free it
+            try:
+                known.free()
+            except (CudaFailure, CuFileFailure) as error:
+                raise PlacementError(
+                    f"the staging ring of cuda:{ordinal} cannot be freed: {error}"
+                ) from error
+        else:
             if usable and native.slot_bytes >= slot_bytes:
                 return known  # of another shape, but in use and good enough
-            if native.lost == 0:
+            if usable and native.lost == 0:
                 raise PlacementError(
                     f"the staging ring of cuda:{ordinal} has slots of {native.slot_bytes} bytes"
                     f" and is in use; slots of {slot_bytes} were asked for"
                 )
             known.give_up()
             _given_up.append(known)
-        place.ring = None
+            place.ring = None
+    with suppress(CudaFailure, CuFileFailure):
+        _release_given_up(kind, ordinal)
     return StagingRing(kind, ordinal, slot_bytes, count, register)
 
 
@@ -335,6 +358,17 @@ def release_rings(kind: str = "", ordinal: int = -1, only: StagingRing | None = 
                     place.ring = None  # also if the device refuses to free it
                     ring.free()
                     freed += ring.nbytes
+    return freed + _release_given_up(kind, ordinal)
+
+
+def _release_given_up(kind: str, ordinal: int) -> int:
+    """The same for rings that were given up and whose reads have completed after all."""
+    freed = 0
+    for ring in _given_up.copy():
+        if kind in ("", ring.kind) and ordinal in (-1, ring.ordinal) and ring.retire():
+            _given_up.remove(ring)
+            ring.free()
+            freed += ring.nbytes
     return freed
 
 
