@@ -37,17 +37,21 @@ def rates_are(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     monkeypatch.setattr(Part, "seconds", lambda part: seconds[part.candidate.name])
 
 
-def keep(path: Path, rates: dict[str, float], fixed: dict[str, float]) -> None:
-    """Caches these rates, as if they had been measured, and the seconds to open backends."""
+def keep(
+    path: Path, rates: dict[str, float], fixed: dict[str, float], options: dict[str, Any] = SMALL
+) -> None:
+    """Caches these rates, as if they had been measured with `options`, and the seconds to open
+    backends."""
     mount = mount_of(path)
     assert mount is not None
     device = "Double 0 0000:01:00.0"
+    text = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
     result = tuning_cache.TunedChoice(
         mount.key,
         device,
         cheapest(rates),
         rates,
-        tuning_cache.versions(),
+        {**tuning_cache.versions(), "options": text},
         fixed_seconds=fixed,
     )
     assert tuning_cache.store(result) == ""

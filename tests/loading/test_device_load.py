@@ -262,8 +262,8 @@ def test_large_model_is_read_by_cufile(
     doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend_module, "WORTH_CUFILE_BYTES", 1)
-    keep(tiny_checkpoint, {"gds_mt": 3e9, "posix": 1e9, "gds": 1e9}, {})
     options = {"ring_bytes": 64 << 20}
+    keep(tiny_checkpoint, {"gds_mt": 3e9, "posix": 1e9, "gds": 1e9}, {}, options)
     gdsload.load_file(tiny_checkpoint, "cuda:0", cache="direct", options=options)
     report = gdsload.last_report()
     assert (report.backend, report.engine) == ("gds_mt", "nvfs")

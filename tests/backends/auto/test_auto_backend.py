@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,16 @@ from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module, benchmark
 from gdsload.backends.auto.backend import AutoBackend, Part, ragged_ends_apart
+from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.staging import StagingPipeline
-from gdsload.errors import BackendUnavailable
+from gdsload.errors import BackendUnavailable, PlacementError, ReadError
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpuauto import MIB, SMALL, load, rates_are
 from gpucontract import DeviceMemory, suite
 from gpudoubles import CODE, STRANGE, Doubles
+from gpuloads import Load, direct
 
 
 @pytest.fixture
@@ -110,9 +113,58 @@ def test_backend_missing_in_the_cache_is_measured(
     doubles.set()
     again = load(checkpoint)
     assert "cached in" in again.choice and "gds" not in again.rates
+    assert again.refusals["gds"].startswith("it failed when it was measured on ")
     tuning_cache.store(dataclasses.replace(cached, rates={"gds_mt": 2.0, "posix": 1.0}))
     report = load(checkpoint)
     assert report.choice == "gds: measured in this load"
+
+
+@pytest.mark.parametrize("kind", [PlacementError, BackendUnavailable, ReadError])
+def test_backend_that_fails_for_lack_of_resources_is_measured_by_the_next_load(
+    kind: type[Exception], doubles: Doubles, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: GdsBackend, device: str) -> StagingPipeline:
+        if kind is ReadError:
+            raise ReadError("too many open files", errno=errno.EMFILE)
+        raise kind("no thread") from OSError(errno.EAGAIN, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GdsBackend, "_open_pipeline", refuse)
+        report = load(checkpoint)
+    assert report.choice.endswith(
+        "measured in this load, and not cached: gds could not be opened this time"
+    )
+    assert "gds" not in report.rates and tuning_cache.entries() == []
+    assert "gds" in load(checkpoint).rates
+
+
+def test_rates_under_a_bandwidth_limit_are_not_cached(doubles: Doubles, checkpoint: Path) -> None:
+    gdsload.warmup.limit_bandwidth(1 << 40, of="all")
+    try:
+        report = load(checkpoint)
+    finally:
+        gdsload.warmup.limit_bandwidth(None, of="all")
+    assert report.choice.endswith("and not cached: a bandwidth limit was set")
+    assert len(report.rates) == 3 and tuning_cache.entries() == []
+
+
+def test_rates_of_a_prefetch_are_not_cached(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "SAMPLE_BYTES", 2 * BLOCK)
+    with direct(file) as opened, AutoBackend("cuda:0", 1 << 30, **SMALL) as backend:
+        load = Load(backend, opened, io_mode="direct")
+        backend.yield_to_loads(load.request, True)
+        assert load.finish() == {}
+        assert "not cached: a prefetch gives way" in backend.status().choice
+        backend.release(load.request)
+    assert tuning_cache.entries() == []
+
+
+def test_rates_measured_with_other_options_are_not_used(doubles: Doubles, checkpoint: Path) -> None:
+    load(checkpoint)
+    assert "cached in" in load(checkpoint).choice
+    assert "measured in this load" in load(checkpoint, ring_bytes=2 * MIB).choice
 
 
 def test_cache_that_cannot_be_written_is_reported(

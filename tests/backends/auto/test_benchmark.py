@@ -49,7 +49,7 @@ def test_cheapest_counts_bytes_by_rate_and_fixed_seconds(
 
 
 def test_cached_result_is_chosen_by_the_size_of_the_load(doubles: Doubles, tmp_path: Path) -> None:
-    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {"gds_mt": 1.0, "posix": 0.1})
+    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {"gds_mt": 1.0, "posix": 0.1}, {})
     names = ["gds_mt", "posix"]
     small = Benchmark(names, str(tmp_path), "cuda:0", GB)
     assert small.choice == "posix"
@@ -62,7 +62,7 @@ def test_cached_result_is_chosen_by_the_size_of_the_load(doubles: Doubles, tmp_p
 def test_cached_result_without_fixed_seconds_is_chosen_by_rates(
     doubles: Doubles, tmp_path: Path
 ) -> None:
-    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {})
+    keep(tmp_path, {"gds_mt": 2e9, "posix": 1e9}, {}, {})
     assert Benchmark(["gds_mt", "posix"], str(tmp_path), "cuda:0", 1).choice == "gds_mt"
 
 
@@ -74,7 +74,7 @@ def test_single_candidate_is_chosen_without_measuring(doubles: Doubles, tmp_path
 def test_dropped_choice_leaves_the_next_best_and_no_cached_result(
     doubles: Doubles, tmp_path: Path
 ) -> None:
-    keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 2e9}, {})
+    keep(tmp_path, {"gds_mt": 3e9, "posix": 1e9, "gds": 2e9}, {}, {})
     found = Benchmark(["gds_mt", "posix", "gds"], str(tmp_path), "cuda:0", GB)
     found.drop("gds_mt")
     assert (found.choice, tuning_cache.entries()) == ("gds", [])

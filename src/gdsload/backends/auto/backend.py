@@ -13,6 +13,7 @@ reads what it had in flight.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from functools import partial
 from itertools import accumulate, count
 from typing import Any, ClassVar
 
+from gdsload._native.pump import traffic
 from gdsload.backends import registry
 from gdsload.backends.auto.benchmark import LAST, Benchmark
 from gdsload.backends.base import (
@@ -65,6 +67,7 @@ SILENT_SECONDS = 35.0
 MOST_COMPAT_BYTES = 64 << 20
 MOST_COMPAT_SHARE = 0.05
 _POLL_SECONDS = 0.1  # a forked child waits this long for a thread that it does not have
+_SHORTAGES = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _COMPAT = ("posix", library.COMPAT)  # cuFile's names for paths that are not native
 
 
@@ -465,7 +468,10 @@ class AutoBackend(Backend):
         ordinal, nbytes = gpu.ordinal_of(self._device), max(self._wanted, self._asked)
         rings = {each.kind for each in staging_ring.rings() if each.ordinal == ordinal}
         ready = [name for name in names if (DRAM if name == LAST else VRAM) in rings]
-        found = Benchmark(names, path, self._device, nbytes, ready)
+        found = Benchmark(names, path, self._device, nbytes, ready, self._options)
+        for name in names:
+            if found.rates.get(name) == 0.0:
+                self._refusals[name] = f"it failed when it was {found.why}"
         if not found.choice:  # all will be measured, the last one first
             for name in names:
                 if name != LAST:
@@ -479,6 +485,7 @@ class AutoBackend(Backend):
             sample, self._sample = self._sample, None
             sound = sample is not None and not sample.failures and not sample.candidate.left
             if sample is not None and sound and sample.is_direct:
+                benchmark.not_cached = benchmark.not_cached or self._distorted(sample)
                 name, fixed_seconds = sample.candidate.name, sample.candidate.fixed_seconds
                 benchmark.add(name, bytes_of(sample.transfers), sample.seconds(), fixed_seconds)
             if not self._waiting:
@@ -491,6 +498,13 @@ class AutoBackend(Backend):
                 self._waiting.appendleft((request, transfers[end:]))
             part = self._post(request, transfers[:end], reader)
             self._sample = part if measures else None
+
+    def _distorted(self, sample: Part) -> str:
+        """Why the rate of a sample is not that of its storage, or ""."""
+        if traffic()[0]:
+            return "a bandwidth limit was set"
+        ahead = any(each.ahead for each in self._requests if sample in each.parts)
+        return "a prefetch gives way to loads" if ahead else ""
 
     def _close_losers(self, choice: str) -> None:
         """Closes candidates that the load does not need, after its last transfers were posted and
@@ -520,7 +534,7 @@ class AutoBackend(Backend):
                 if candidate.name == LAST:
                     request.error = error
                 else:
-                    self._leave(candidate, str(error))
+                    self._leave(candidate, str(error), is_temporary(error))
                     candidate = self._after(candidate)
         return None
 
@@ -596,11 +610,12 @@ class AutoBackend(Backend):
         stalled = candidate.watch.stalled(idle, SILENT_SECONDS)
         return f"no byte has arrived for {idle:.0f} s" if stalled else ""
 
-    def _leave(self, candidate: Candidate, why: str) -> None:
-        """Leaves a candidate: the next one reads what it has in flight."""
+    def _leave(self, candidate: Candidate, why: str, temporary: bool = False) -> None:
+        """Leaves a candidate: the next one reads what it has in flight. `temporary`: it may work in
+        a later load."""
         candidate.left = why
         if self._benchmark is not None:
-            self._benchmark.drop(candidate.name)
+            self._benchmark.drop(candidate.name, temporary)
         for request, part in self._active():
             if part.candidate is candidate and not part.ended:
                 self._collect(request, part)
@@ -647,6 +662,13 @@ class AutoBackend(Backend):
             self.release(request)
         for candidate in self._candidates.values():
             candidate.close()
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether a backend could not be opened because memory, descriptors or threads were short."""
+    cause = error.__cause__ if isinstance(error, BackendUnavailable) else error
+    short = isinstance(cause, OSError) and cause.errno in _SHORTAGES
+    return short or isinstance(error, PlacementError)
 
 
 def _names_of_options(kind: type[Backend]) -> set[str]:

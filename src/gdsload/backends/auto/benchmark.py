@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from gdsload.backends import tuning_cache
 from gdsload.system import gpu
@@ -30,11 +31,18 @@ class Benchmark:
     Attributes:
         choice: The candidate that reads the rest of the load, "" until it is known.
         why: The reason for the choice.
+        not_cached: Why the result must not be cached, or "".
         rates: Bytes per second, by candidate; 0.0 if it failed.
     """
 
     def __init__(
-        self, names: Sequence[str], path: str, device: str, nbytes: int, ready: Collection[str] = ()
+        self,
+        names: Sequence[str],
+        path: str,
+        device: str,
+        nbytes: int,
+        ready: Collection[str] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Looks into the tuning cache.
 
@@ -44,17 +52,19 @@ class Benchmark:
             device: The device that it loads into.
             nbytes: The size of the load.
             ready: Candidates that are open in this process already.
+            options: The options of the load. Rates of other options do not count.
         """
         self._names = names
         self._bytes, self._seconds = Counter[str](), defaultdict[str, float](float)
         self._fixed_seconds: dict[str, float] = {}
         self.rates: dict[str, float] = {}
-        self.choice = self.why = ""
+        self.choice = self.why = self.not_cached = ""
         mount, facts = mount_of(path), gpu.device(gpu.ordinal_of(device))
         # Keys that are equal for all files of one storage, and independent of the GPU's number.
         self._mount = mount.key if mount is not None else ""
         self._device = f"{facts.name} {facts.bus}"
-        self._versions = tuning_cache.versions()
+        set_by_user = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
+        self._versions = {**tuning_cache.versions(), "options": set_by_user}
         cached = tuning_cache.find(self._mount, self._device, self._versions)
         # If a candidate was not measured then, it may be the fastest now.
         if len(names) > 1 and cached is not None and cached.rates.keys() >= set(names):
@@ -93,9 +103,16 @@ class Benchmark:
             self.rates[name] = self._bytes[name] / max(self._seconds[name], 1e-9)
             self._decide()
 
-    def drop(self, name: str) -> None:
-        """Excludes a candidate that does not work. If it was the choice, the cache drops it."""
+    def drop(self, name: str, temporary: bool = False) -> None:
+        """Excludes a candidate that does not work. If it was the choice, the cache drops it.
+
+        Args:
+            name: The candidate.
+            temporary: Whether it lacked a resource that a later load may have.
+        """
         self.rates[name] = 0.0
+        if temporary:
+            self.not_cached = f"{name} could not be opened this time"
         if name == self.choice:
             tuning_cache.forget(self._mount, self._device)
             self.choice = cheapest(self.rates) or LAST
@@ -120,7 +137,7 @@ class Benchmark:
                 self._versions,
                 fixed_seconds=self._fixed_seconds,
             )
-            why_not = tuning_cache.store(entry)
+            why_not = self.not_cached or tuning_cache.store(entry)
             self.why += f", and not cached: {why_not}" if why_not else ""
 
 
