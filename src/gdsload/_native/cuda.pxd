@@ -6,7 +6,6 @@ from libc.stdint cimport uint64_t
 
 cdef enum:
     CUDA_SUCCESS = 0
-    CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NOT_READY = 600
     CU_STREAM_NON_BLOCKING = 1
     CU_EVENT_DISABLE_TIMING = 2
@@ -39,6 +38,7 @@ cdef struct CudaApi:
     int (*copy_async)(uint64_t to, uint64_t source, size_t nbytes, void *stream) noexcept nogil
     int (*stream_create)(void **stream, unsigned int flags) noexcept nogil
     int (*stream_destroy)(void *stream) noexcept nogil
+    int (*stream_synchronize)(void *stream) noexcept nogil
     int (*stream_wait)(void *stream, void *event, unsigned int flags) noexcept nogil
     int (*event_create)(void **event, unsigned int flags) noexcept nogil
     int (*event_record)(void *event, void *stream) noexcept nogil

@@ -31,8 +31,9 @@ _SYMBOLS = (
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode",
     "cuMemGetInfo_v2", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostRegister_v2",
     "cuMemHostUnregister", "cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyAsync",
-    "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
-    "cuEventQuery", "cuEventDestroy_v2", "cuMemGetAddressRange_v2",
+    "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuStreamWaitEvent",
+    "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventDestroy_v2",
+    "cuMemGetAddressRange_v2",
     "cuGetErrorName", "cuGetErrorString",
 )
 # Missing in older drivers.
@@ -266,6 +267,15 @@ cdef class Device:
         code = self.cuda.api.stream_capturing(<void *><uintptr_t>stream, &status)
         leave_context(self.cuda.api, mode)
         return code == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+    def synchronize(self, uint64_t stream):
+        """Waits for the work that a stream has (a CUstream of this device, 0: the default one).
+        Raises CudaFailure."""
+        cdef int code, mode
+        mode = self.enter()
+        with nogil:
+            code = self.cuda.api.stream_synchronize(<void *><uintptr_t>stream)
+        self.leave("cuStreamSynchronize", code, mode)
 
     def close(self):
         """Releases the context. Idempotent."""

@@ -16,7 +16,6 @@ from gdsload._native.pthreads cimport (
 )
 
 cdef enum:
-    CUFILE_BASE_ERR = 5000
     CU_FILE_CUDA_DRIVER_ERROR = 5011
     CU_FILE_HANDLE_TYPE_OPAQUE_FD = 1
     CUFILE_READ = 0

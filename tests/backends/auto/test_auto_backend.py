@@ -393,6 +393,20 @@ def test_backend_that_cannot_order_streams_is_left(
     assert "gds_mt" not in {path.partition("/")[0] for path, size in report.paths.items() if size}
 
 
+def test_last_backend_waits_for_a_stream_that_it_cannot_follow(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    doubles.fault("cuStreamWaitEvent", CODE, 1, times=2)
+    doubles.fault("cuStreamSynchronize", CODE, 719)
+    with AutoBackend("cuda:0", **SMALL) as backend:
+        assert backend.follow("cuda:0", 0)
+        with pytest.raises(BackendUnavailable, match="cuStreamSynchronize"):
+            Load(backend, file)
+        load = Load(backend, file)
+        assert load.finish() == {} and doubles.struck == 3
+        backend.release(load.request)
+
+
 class Measuring(AutoBackend):
     """Measures every request: those of a contract test are samples."""
 

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import accumulate, count
 from typing import Any, ClassVar
 
+from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import traffic
 from gdsload.backends import registry
 from gdsload.backends.auto.benchmark import LAST, Benchmark
@@ -237,7 +238,12 @@ class Candidate:
         reads = [read for transfer in transfers for read in split(transfer, limit)]
         if whole.stream is not None and not backend.follow(device, whole.stream):
             why = f"{device} cannot order its streams"
-            raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
+            if self.name != LAST:
+                raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
+            try:
+                gpu.device(gpu.ordinal_of(device)).synchronize(whole.stream)
+            except CudaFailure as error:
+                raise BackendUnavailable(f"{why}: {error}", {self.name: str(error)}) from error
         memory: list[Registration] = []
         with ExitStack() as taken:  # released in reverse order; here only if something fails
             for entry in whole.memory:
@@ -409,7 +415,8 @@ class AutoBackend(Backend):
         """Nothing to do: candidates deregister it when they are closed."""
 
     def follow(self, device: str, stream: int) -> bool:
-        """Applies to requests that this thread prepares from now on, whenever they are posted."""
+        """Applies to requests that this thread prepares from now on, whenever they are posted. The
+        last candidate waits for the stream if it cannot order its copies."""
         if device != self._device:
             return False
         self._followed.stream = stream
