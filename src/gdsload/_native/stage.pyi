@@ -4,6 +4,8 @@ from typing import final
 from gdsload._native.cuda import Device
 from gdsload._native.cufile import Files
 
+REFUSED_COPY: int
+
 @final
 class Ring:
     def __new__(cls, base: int, slot_bytes: int, count: int) -> Ring: ...
@@ -34,8 +36,6 @@ class Stage:
     def copies(self) -> int: ...
     @property
     def copied_bytes(self) -> int: ...
-    @property
-    def cuda_error(self) -> int: ...
 
 @final
 class AddressMap:

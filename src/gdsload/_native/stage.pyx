@@ -56,7 +56,11 @@ cdef enum:
     BYTES_PER_POLL = 4194304
     CLOSE_POLL_NS = 20000000
     LAST_COPIES_NS = 1000000000
+    # A result of -CUDA_REFUSED - CUresult: the device refused the copy. Engines have no such results.
+    CUDA_REFUSED = 65536
     ASYNC_BYTES = 262144   # 20 us of copying: a smaller read is copied faster than handed over
+
+REFUSED_COPY = CUDA_REFUSED
 
 # --- ring: slots that are registered once ------------------------------------------------------
 
@@ -220,7 +224,6 @@ cdef struct CStage:
     int room
     int64_t copies
     int64_t copied_bytes
-    int cuda_error          # the last CUresult that was an error
 
 
 cdef void release_map(CMap *addresses) noexcept nogil:
@@ -392,11 +395,6 @@ cdef class Stage:
     def copied_bytes(self):
         return gds_load(&self.stage.copied_bytes)
 
-    @property
-    def cuda_error(self):
-        """The last CUresult that was an error; 0: none."""
-        return self.stage.cuda_error
-
     def __dealloc__(self):
         if self.stage != NULL:
             release_stage(self.stage)
@@ -467,7 +465,7 @@ cdef class AddressMap:
                 self.number = i
                 break
         if self.number < 0 and stage.stage.room < MOST_MAPS:
-            room = 2 * stage.stage.room + 8
+            room = min(2 * stage.stage.room + 8, <int>MOST_MAPS)
             grown = <CMap **>realloc(stage.stage.maps, room * sizeof(CMap *))
             if grown != NULL:
                 memset(grown + stage.stage.room, 0, (room - stage.stage.room) * sizeof(void *))
@@ -585,14 +583,12 @@ cdef void end_read(Runner *self, Slot *slot, int64_t result) noexcept nogil:
         vacate(self, slot, lost)  # lost: the slot may still be written to, and is never used again
         return
     if made < 0:
-        stage.cuda_error = -made
-        slot.result = -EIO
+        slot.result = made - CUDA_REFUSED
     # Also after a failure: copies before it may be in flight.
     code = stage.cuda.event_record(slot.event, stage.stream)
     if code != CUDA_SUCCESS:
         # The device is in a state in which it runs nothing any more.
-        stage.cuda_error = code
-        slot.result = -EIO
+        slot.result = -code - CUDA_REFUSED
         end_copy(self, slot)
     elif made == 0:
         end_copy(self, slot)
@@ -622,8 +618,7 @@ cdef void poll_copies(Runner *self) noexcept nogil:
         if code == CUDA_ERROR_NOT_READY:
             return
         if code != CUDA_SUCCESS:
-            self.stage.cuda_error = code
-            slot.result = -EIO
+            slot.result = -code - CUDA_REFUSED
         self.first_copying = (self.first_copying + 1) % self.depth
         self.copying_count -= 1
         end_copy(self, slot)
@@ -664,7 +659,6 @@ cdef int open_stage(
             if error != CUDA_SUCCESS:
                 self.slots[i].event = NULL
     if error != CUDA_SUCCESS:
-        stage.cuda_error = error
         free_runner(self)
         return -EIO
     error = stage.ops.open(

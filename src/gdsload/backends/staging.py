@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from gdsload._native.cufile import Files
 from gdsload._native.pump import Pump
-from gdsload._native.stage import AddressMap, Stage
+from gdsload._native.stage import REFUSED_COPY, AddressMap, Stage
 from gdsload.backends.base import (
     VRAM,
     Failure,
@@ -153,14 +153,14 @@ class StagedRequest(PumpedRequest):
     def failure(self, number: int) -> Failure:
         _, got, code = self.native.result(number)
         pipeline = self.pipeline
+        if code > REFUSED_COPY:
+            text = f"the device refused a copy: CUDA error {code - REFUSED_COPY}"
+            return Failure(number, got, errno.EIO, text, final=True)
         if code < 0 and pipeline.files is not None and self._is_in_file(self.transfers[number]):
             text = "cuFile read nothing, though the file goes on"
             return Failure(number, got, errno.EIO, text)
         if code > 0 and pipeline.files is not None and (text := explain(code)):
             return Failure(number, got, 0, text, code)
-        if code > 0 and (cuda_error := pipeline.stage.cuda_error):
-            text = f"the device refused a copy: CUDA error {cuda_error}"
-            return Failure(number, got, code, text, final=True)
         return super().failure(number)
 
     def _is_in_file(self, transfer: Transfer) -> bool:
