@@ -32,7 +32,7 @@ struct script {
     int64_t reversed;                    /* the last submitted completes first */
     int64_t one_by_one;                  /* one completion from each reap */
 };
-struct log { int64_t opens, closes, reads, struck, cancels, hung, in_flight_at_close, wanted; };
+struct log { int64_t opens, closes, reads, struck, cancels, hung, in_flight_at_close, wanted, reaps; };
 
 enum { RULES = 8, ROOM = 4096 };
 struct engine { int depth, waiting, hung; struct read *reads, *stuck; };
@@ -133,6 +133,7 @@ static int fault_reap(
     struct engine *self = engine;
     int taken = 0;
     pthread_mutex_lock(&lock);
+    counted.reaps++;
     if (counted.wanted != wanted) {
         counted.wanted = wanted;
         pthread_cond_broadcast(&news);

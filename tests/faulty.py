@@ -51,7 +51,15 @@ class Script(ctypes.Structure):
 
 class Log(ctypes.Structure):
     _fields_ = _fields(
-        "opens", "closes", "reads", "struck", "cancels", "hung", "in_flight_at_close", "wanted"
+        "opens",
+        "closes",
+        "reads",
+        "struck",
+        "cancels",
+        "hung",
+        "in_flight_at_close",
+        "wanted",
+        "reaps",
     )
 
 

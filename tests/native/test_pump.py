@@ -158,10 +158,23 @@ def test_close_with_a_hanging_read_returns_false(fd: int, faults: Faults, pump: 
     request.post()
     faults.wait_hung()
     assert pump.close(0.0) is False
+    assert pump.close(0.0) is False, "the read is still in flight"
     del request, pump
     assert region.references == 2
     faults.let_go()
     faults.wait_closed()
+
+
+def test_abandoned_pump_does_not_poll_often(fd: int, faults: Faults, pump: Pump) -> None:
+    faults.script(rule(HANG))
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    request.post()
+    faults.wait_hung()
+    assert pump.close(0.05) is False
+    before = faults.log.reaps
+    time.sleep(0.4)
+    assert faults.log.reaps - before <= 40  # 20; 800 at the pace of a busy pump
 
 
 def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: Pump) -> None:

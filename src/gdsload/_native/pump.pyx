@@ -311,9 +311,10 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
     cdef CRequest *request = self.first
     cdef Waiter *waiter
     cdef int under_way = self.in_flight + self.staged_count
-    cdef int left = 0, unsubmitted = 0
+    cdef int left = 0, unsubmitted = 0, awaited = 0
     cancelled[0] = 0
     while request != NULL:
+        awaited |= not request.cancelled
         unsubmitted |= request.next < request.count and not request.cancelled
         cancelled[0] |= request.cancelled
         waiter = request.waiters
@@ -323,6 +324,8 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
             waiter = waiter.next
         request = request.next_posted
     wanted[0] = 1
+    if not awaited and self.staged_count == 0:
+        return IDLE_WAIT_NS  # a cancelled read may hang for ever
     if under_way < self.depth and (unsubmitted or left == 0 or cancelled[0]):
         return BUSY_WAIT_NS
     if cancelled[0]:
@@ -512,7 +515,7 @@ cdef class Pump:
         cdef timespec until
         cdef int finished
         if not pump.running:
-            return True
+            return self.finished
         pump.running = 0  # a concurrent call must not join the thread again
         if self.pid != getpid():  # the thread stayed in the parent
             return True
