@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from command import EMBEDDING, answer, run
 from gdsload import api
 from gdsload.checkpoint import Checkpoint
-from gdsload.cli.loading import checksum, load
+from gdsload.cli.loading import checksum, load, settings_of
 from gdsload.doctor.storage import filesystem
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
@@ -144,12 +144,20 @@ def test_unknown_engine_is_an_error_even_for_cached_files(tiny_checkpoint: Path)
         ("=3", "KEY=VALUE"),
         ("depht=3", "no option 'depht'"),
         ("depth=0", "depth"),
+        ("depth=true", "must be an integer"),
+        ("depth=2.5", "must be an integer"),
     ],
 )
 def test_wrong_option_exits_with_2(option: str, complaint: str, tiny_checkpoint: Path) -> None:
     result = run("load", tiny_checkpoint, "--cache", "direct", "--option", option)
     assert result.exit_code == 2
     assert complaint in result.stderr
+
+
+def test_options_become_numbers_and_booleans() -> None:
+    words = ["a=false", "b=True", "c=2.5", "d=-3", "e=1.x", "f="]
+    expected = {"a": False, "b": True, "c": 2.5, "d": -3, "e": "1.x", "f": ""}
+    assert settings_of(words) == expected
 
 
 def test_options_reach_the_backend(tiny_checkpoint: Path) -> None:

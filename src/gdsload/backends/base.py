@@ -8,13 +8,14 @@ verbs are those of NIXL's South Bound API.
 
 from __future__ import annotations
 
+import numbers
 import operator
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 from gdsload.errors import BackendUnavailable
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
@@ -26,6 +27,12 @@ API_VERSION = (1, 0)
 
 DRAM, VRAM = "dram", "vram"
 _POLL_SECONDS = 0.0005
+# By the type of an option's default: the types of its values, and their name.
+_ACCEPTED: Mapping[type, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (SupportsIndex, "an integer"),
+    float: (numbers.Real, "a number"),
+}
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -228,8 +235,8 @@ class Backend(ABC):
         """Checks the options.
 
         Raises:
-            TypeError: The backend has no such option, or an option whose default is an int was
-                given something else than an integer.
+            TypeError: The backend has no such option, or an option whose default is an int, a
+                float or a bool was given something else than an integer, a real number or a bool.
         """
         known = {option.name: option.default for option in self.options()}
         for name in options:
@@ -240,12 +247,14 @@ class Backend(ABC):
                 )
         self.settings: dict[str, Any] = {**known, **options}
         for name, default in known.items():
-            if type(default) is int:
-                try:
-                    self.settings[name] = operator.index(self.settings[name])
-                except TypeError:
-                    value = self.settings[name]
-                    raise TypeError(f"{name}={value!r} must be an integer") from None
+            value, kind = self.settings[name], type(default)
+            accepted, words = _ACCEPTED.get(kind, (object, ""))
+            if not isinstance(value, accepted) or (
+                words and (type(value) is bool) != (kind is bool)
+            ):
+                raise TypeError(f"{name}={value!r} must be {words}")
+            if kind is int:
+                self.settings[name] = operator.index(value)
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:

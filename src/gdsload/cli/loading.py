@@ -118,14 +118,23 @@ def load(
 
 
 def settings_of(options: Iterable[str]) -> dict[str, Any]:
-    """The options of the backend from KEY=VALUE pairs; integers are converted."""
+    """The options of the backend from KEY=VALUE pairs; integers, decimals, true and false are
+    converted."""
     settings: dict[str, Any] = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not key or not equals:
             raise click.UsageError(f"--option takes KEY=VALUE, not {option!r}")
-        settings[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+        settings[key] = _value_of(value)
     return settings
+
+
+def _value_of(text: str) -> int | float | bool | str:
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    if re.fullmatch(r"-?\d{0,18}\.\d{1,18}", text):
+        return float(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def make_cold(paths: Sequence[str]) -> None:

@@ -234,6 +234,20 @@ def test_later_failure_is_not_that_of_a_retried_copy(
         backend.release(failures.request)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), 1e300])
+def test_impossible_event_seconds_raise_value_error(seconds: float, doubles: Doubles) -> None:
+    with pytest.raises(ValueError, match="event_seconds="):
+        GdsBackend(event_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "options", [{"allow_compat": "false"}, {"allow_compat": 0}, {"event_seconds": "2.5"}]
+)
+def test_options_of_another_type_raise_type_error(options: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"must be (True or False|a number)"):
+        GdsBackend(**options)
+
+
 def test_file_refused_by_cufile_raises(doubles: Doubles, file: OpenFile) -> None:
     doubles.fault("cuFileHandleRegister", CODE, 5027)
     with GdsMtBackend(**SMALL) as backend, pytest.raises(CuFileError, match="udev") as caught:

@@ -330,9 +330,9 @@ class AutoBackend(Backend):
             ValueError: ``allow_compat`` is set.
         """
         super().__init__()
-        if options.get("allow_compat"):
+        if (compat := options.get("allow_compat", False)) is not False:
             raise ValueError(
-                "allow_compat=True: 'auto' never uses cuFile's compatibility mode; ask for"
+                f"allow_compat={compat!r}: 'auto' never uses cuFile's compatibility mode; ask for"
                 " backend='gds_mt' or 'gds' by name"
             )
         self._device, self._wanted, self._asked = device, wanted_bytes, 0

@@ -70,7 +70,7 @@ class CuFileBackend(PumpBackend):
     def probe_with(cls, device: str, options: Mapping[str, Any]) -> Support:
         if device.partition(":")[0] != "cuda":
             return Support(False, (f"it reaches CUDA devices, not {device}",))
-        return library.support(device, bool(options.get("allow_compat", False)))
+        return library.support(device, options.get("allow_compat") is True)
 
     def _open(self, device: str) -> library.Driver:
         if device.partition(":")[0] == "cuda":

@@ -17,6 +17,7 @@ from gdsload.planning.read_plan import Limits
 
 # In compatibility mode cuFile hangs inside a submission with more than its pool of 64 in flight.
 MOST_IN_FLIGHT = 64
+MOST_EVENT_SECONDS = 1e9  # nanoseconds are counted in 64 bits
 # The engine spreads entries over this many batch handles (_native/cufilebatch.pyx).
 _HANDLES = 4
 _DEFAULT_CACHE = 1 << 20  # per_buffer_cache_size_kb, by default
@@ -34,8 +35,11 @@ class GdsBackend(CuFileBackend):
                 f"depth={self.settings['depth']!r}: from 1 to {MOST_IN_FLIGHT} entries can be in"
                 " flight"
             )
-        if self.settings["event_seconds"] <= 0:
-            raise ValueError(f"event_seconds={self.settings['event_seconds']!r}: it takes some")
+        if not 0 < self.settings["event_seconds"] <= MOST_EVENT_SECONDS:
+            raise ValueError(
+                f"event_seconds={self.settings['event_seconds']!r}: more than 0, and up to"
+                f" {MOST_EVENT_SECONDS:g}"
+            )
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
