@@ -14,9 +14,11 @@ import torch
 import gdsload
 from contract import BackendContract
 from gdsload._native.first_touch import MODES
-from gdsload.backends import Backend, registry
+from gdsload._native.memory import Region
+from gdsload.backends import DRAM, Backend, Memory, OpenFile, registry
 from gdsload.backends.posix import PosixBackend, backend as backend_module, engines
 from gdsload.backends.pump_request import PumpedRequest
+from gdsload.planning.read_plan import Transfer
 
 GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-backend.md"
 
@@ -128,6 +130,52 @@ def test_impossible_settings_raise_value_error(options: dict[str, int]) -> None:
 def test_fractional_settings_raise_type_error(value: object) -> None:
     with pytest.raises(TypeError, match=r"ring_bytes=.* must be an integer"):
         PosixBackend(ring_bytes=value)
+
+
+@pytest.mark.parametrize("value", ["Never", False, 0, None])
+def test_unknown_fixed_buffers_raise_value_error(value: object) -> None:
+    with pytest.raises(ValueError, match=r"fixed_buffers=.* must be one of auto, always, never"):
+        PosixBackend(fixed_buffers=value)
+
+
+def test_mapped_reads_without_threads_raise_backend_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine would fill a private copy of the mapping."""
+    others = [name for name in engines.ENGINES[1:] if engines.try_engine(name).usable]
+    if not others:
+        pytest.skip("threads are the only engine here")
+    opened: list[str] = []
+    real = backend_module.Pump
+
+    def pump(*facts: Any) -> Any:
+        opened.append("")
+        if len(opened) == 1:
+            raise OSError(11, "Resource temporarily unavailable")
+        return real(*facts)
+
+    monkeypatch.setattr(backend_module, "Pump", pump)
+    read = Transfer(0, 0, 4096, 4096, 0, 0, "mapped", 0)
+    region = Region.anonymous(4096)
+    with PosixBackend() as backend:
+        assert "mapped" in backend.limits().io_modes
+        file = backend.register(OpenFile(__file__, -1, 4096))
+        memory = backend.register(Memory(DRAM, region.address, 4096, region))
+        with pytest.raises(gdsload.BackendUnavailable, match="cannot fill mapped memory"):
+            backend.prepare([read], [file], [memory])
+
+
+def test_engine_whose_module_cannot_be_opened_now_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(engine: str) -> Any:
+        raise ImportError("threads.so: cannot open shared object file: Too many open files")
+
+    monkeypatch.setattr(engines, "_tried", {})
+    with monkeypatch.context() as short:
+        short.setattr(engines, "engine_module", refuse)
+        assert "Too many open files" in str(engines.try_engine("threads"))
+    assert engines.try_engine("threads").usable
 
 
 @pytest.mark.parametrize("engine", ["warp", "aio"])

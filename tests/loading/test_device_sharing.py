@@ -189,9 +189,9 @@ def test_ring_that_cannot_be_freed_for_another_shape_raises_placement_error_once
     (ring,) = staging_ring.rings()
     doubles.fault("cuMemHostUnregister", CODE, 719)
     doubles.fault("cuFileBufDeregister", CODE, 5026)
-    with kind(**{**SMALL, "ring_bytes": 2 << 20}) as backend:
-        with pytest.raises(PlacementError, match="cannot be freed"):
-            Load(backend, file)
+    larger = kind(**{**SMALL, "ring_bytes": 2 << 20})
+    with larger, pytest.raises(PlacementError, match="cannot be freed"):
+        Load(larger, file)
     read(file, kind, ring_bytes=2 << 20)
     if kind is PosixBackend:
         gpu.device(0).unpin(ring.address)  # other tests count pins
@@ -276,6 +276,7 @@ def test_distant_storage_has_more_reads_in_flight_within_the_ring(
     doubles.hold_copies(True)
     with PosixBackend(ring_bytes=64 * BLOCK, request_bytes=BLOCK) as backend:
         load = Load(backend, file._replace(storage=storage))
+        assert backend.limits("cuda:0").depth == min(2 * (storage.depth or DEPTH), 64)
         (ring,) = staging_ring.rings()
         deadline = time.monotonic() + PATIENCE_SECONDS
         while ring.native.lent < in_flight:

@@ -248,6 +248,26 @@ def test_options_of_another_type_raise_type_error(options: dict[str, object]) ->
         GdsBackend(**options)
 
 
+def test_engine_that_does_not_open_into_vram_is_replaced_by_the_next(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def pump(*facts: Any) -> Pump:
+        opened.append(1)
+        if len(opened) == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return Pump(*facts)
+
+    monkeypatch.setattr("gdsload.backends.staging.Pump", pump)
+    with PosixBackend(**SMALL) as backend:
+        load = Load(backend, file)
+        assert load.finish() == {} and load.bytes() == bytes_of(0)
+        assert "Cannot allocate memory" in backend.status().refusals[f"posix/{DEVICE_ENGINES[0]}"]
+        assert backend.status().engine == DEVICE_ENGINES[1]
+        backend.release(load.request)
+
+
 def test_file_refused_by_cufile_raises(doubles: Doubles, file: OpenFile) -> None:
     doubles.fault("cuFileHandleRegister", CODE, 5027)
     with GdsMtBackend(**SMALL) as backend, pytest.raises(CuFileError, match="udev") as caught:

@@ -46,6 +46,9 @@ DEPTH = 16
 # Staging ring in DRAM: room for the reads of two loads at the same time, 2 * DEPTH each. The first
 # load of a process waits until all of it is pinned.
 RING_BYTES = 4 * DEPTH * REQUEST_BYTES
+# Reads in flight into a device, for each of those into DRAM: the device copies from half of the
+# slots while the others are read to.
+RING_READS = 2
 # The largest buffer that io_uring registers.
 LARGEST_BUFFER_BYTES = 1 << 30
 # More reads in flight than any disk needs.
@@ -63,6 +66,8 @@ class PosixBackend(PumpBackend):
         self._require_request_options(MOST_DEPTH, "reads")
         if self.settings["pages"] not in MODES:
             raise ValueError(f"pages={self.settings['pages']!r} must be one of {', '.join(MODES)}")
+        if (fixed := self.settings["fixed_buffers"]) not in ("auto", "always", "never"):
+            raise ValueError(f"fixed_buffers={fixed!r} must be one of auto, always, never")
         # Settings of loads to DRAM. Distant storage changes those that the user did not set.
         self._dram_settings = self.settings
         self._asked = frozenset(options)
@@ -118,11 +123,11 @@ class PosixBackend(PumpBackend):
         modes = ["direct", "buffered"]
         if device == "cpu" and self.engine == "threads":  # rings would copy to the mapping
             modes.append("mapped")
-        return Limits(
-            settings["request_bytes"],
-            depth=self._dram_settings["depth"],
-            io_modes=modes,
-        )
+        depth = self._dram_settings["depth"]
+        if device != "cpu":  # of a pipeline, which is no deeper than its ring
+            slots = settings["ring_bytes"] // settings["request_bytes"]
+            depth = min(RING_READS * depth, max(slots, 1))
+        return Limits(settings["request_bytes"], depth=depth, io_modes=modes)
 
     def register(self, what: OpenFile | Memory) -> Registration:
         if isinstance(what, OpenFile):
@@ -198,16 +203,30 @@ class PosixBackend(PumpBackend):
             for entry in memory
             if isinstance(what := entry.what, Memory)
         ]
-        return PumpedRequest("posix", self.pump, transfers, files, targets)
+        pump = self.pump
+        if self.engine != "threads" and any(each.io_mode == "mapped" for each in transfers):
+            why = f"{self.engine} cannot fill mapped memory"  # it would be private, and twice
+            raise BackendUnavailable(
+                f"backend 'posix': {why}; threads did not open", {**self.refusals, "posix": why}
+            )
+        return PumpedRequest("posix", pump, transfers, files, targets)
 
     def _open_pipeline(self, device: str) -> StagingPipeline:
         from gdsload.backends.posix import device as device_module  # imports CUDA
 
         if self.settings["engine"] == "auto" and self._pump is None:
             self.engine = self._first_engine(DEVICE_ENGINES)
-        capsule = engines.engine_capsule(self.engine)
-        settings = {**self.settings, "depth": self._dram_settings["depth"]}
-        return device_module.open_pipeline(device, self.engine, capsule, settings, self.refusals)
+        settings = {**self.settings, "depth": RING_READS * self._dram_settings["depth"]}
+        while True:  # like `_open_pump`
+            name, capsule = self.engine, engines.engine_capsule(self.engine)
+            try:
+                return device_module.open_pipeline(device, name, capsule, settings, self.refusals)
+            except BackendUnavailable as error:
+                others = DEVICE_ENGINES[DEVICE_ENGINES.index(name) + 1 :]
+                if self.settings["engine"] != "auto" or self._pump is not None or not others:
+                    raise
+                self.refusals[f"posix/{name}"] = str(error)
+                self.engine = self._first_engine(others)
 
     def paths(self, request: PumpedRequest) -> dict[str, int]:
         direct, buffered, _, _ = request.native.counts()

@@ -28,7 +28,7 @@ def open_pipeline(
         device: The device, such as "cuda:0".
         engine: The name of the engine.
         capsule: The engine.
-        settings: The settings of the posix backend.
+        settings: The settings of the posix backend; their depth is that of the pipeline.
         notes: Gets an entry for each limitation.
 
     Raises:
@@ -38,11 +38,9 @@ def open_pipeline(
     fixed = settings["fixed_buffers"] != "never"
     kind = ("posix", engine, settings["depth"], fixed)
     slot_bytes, ring_bytes = settings["request_bytes"], settings["ring_bytes"]
-    # Twice the depth: the device copies from half of the slots while the others are read to.
-    depth = 2 * settings["depth"]
     with ring_for(DRAM, gpu.ordinal_of(device), slot_bytes, ring_bytes) as ring:
         if ring.notes:
             notes["posix/ring"] = "; ".join(ring.notes)
         return ring.unpark(kind) or StagingPipeline(
-            "posix", ring, capsule, depth, register=fixed, kind=kind
+            "posix", ring, capsule, settings["depth"], register=fixed, kind=kind
         )

@@ -87,9 +87,11 @@ def _try_engine(engine: str) -> tuple[Support, int]:
         return Support(False, (f"unknown engine (available: {', '.join(ENGINES)})",)), 0
     try:
         module = engine_module(engine)
-    except ImportError:
+    except ModuleNotFoundError:
         why = "this build has no io_uring: liburing's headers were missing"
         return Support(False, (why,), "install liburing-dev and build again"), 0
+    except ImportError as error:  # such as too many open files
+        return Support(False, (f"{engine} cannot be opened: {error}",)), errno.EIO
     try:
         # A small file that surely exists and is in the page cache: this module, or the interpreter.
         file = __file__ if os.path.isfile(__file__) else sys.executable
