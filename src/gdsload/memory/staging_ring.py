@@ -92,6 +92,9 @@ class StagingRing(quiesce.Holder):
         except TimeoutError as error:
             self._undo.clear()  # the call goes on, and may still use the memory
             raise PlacementError(f"no staging ring for cuda:{ordinal}: {error}") from error
+        except OSError as error:  # no thread to register it
+            self.free()
+            raise PlacementError(f"no staging ring for cuda:{ordinal}: {error.strerror}") from error
         except BaseException:
             self.free()
             raise

@@ -248,6 +248,38 @@ def test_options_of_another_type_raise_type_error(options: dict[str, object]) ->
         GdsBackend(**options)
 
 
+def test_missing_descriptor_for_cufile_raises_read_error(
+    doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with GdsMtBackend(**SMALL) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr("gdsload.backends.cufile.base.own_descriptor", refuse)
+            with pytest.raises(ReadError, match="Too many open files") as caught:
+                backend.register(file)
+        assert (caught.value.path, caught.value.errno) == (file.path, errno.EMFILE)
+        with monkeypatch.context() as patch:
+            patch.setattr(library.Driver, "register_file", refuse)
+            with pytest.raises(BackendUnavailable, match="Too many open files"):
+                backend.register(file)
+
+
+def test_missing_thread_to_open_cufile_is_not_final(doubles: Doubles) -> None:
+    class NoThread:
+        def set_bool(self, *_: object) -> None: ...
+
+        def set_size(self, *_: object) -> None: ...
+
+        def open_driver(self, *_: object) -> None:
+            raise OSError(errno.EAGAIN, "no thread to call cuFile")
+
+    with pytest.raises(BackendUnavailable, match="no thread to call cuFile"):
+        library._open(NoThread(), "cuda:0", False)  # type: ignore[arg-type]
+    assert library.support("cuda:0", False).usable
+
+
 def test_engine_that_does_not_open_into_vram_is_replaced_by_the_next(
     doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile import library
 from gdsload.backends.pump_request import PumpBackend, PumpedRequest
 from gdsload.backends.staging import StagedRequest, StagingPipeline
-from gdsload.errors import BackendUnavailable, CuFileError
+from gdsload.errors import BackendUnavailable, CuFileError, ReadError
 from gdsload.memory.staging_ring import Register, ring_for
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
@@ -93,7 +93,14 @@ class CuFileBackend(PumpBackend):
                 raise BackendUnavailable(f"backend {self.name!r} does not reach {what.kind}")
             return Registration(what, -1)
         driver = self._open(self._device)
-        fd = own_descriptor(what)
+        try:
+            fd = own_descriptor(what)
+        except OSError as error:
+            raise ReadError(
+                f"{what.path}: no descriptor for cuFile: {error.strerror}",
+                path=what.path,
+                errno=error.errno,
+            ) from error
         try:
             handle = driver.register_file(fd)
         except TimeoutError as error:  # the call goes on: its descriptor must stay open
@@ -106,6 +113,11 @@ class CuFileBackend(PumpBackend):
                 f"{what.path}: cuFile does not take it: {library.explain(error.code) or error}",
                 code=error.code,
                 path=what.path,
+            ) from error
+        except OSError as error:  # no thread for the call
+            os.close(fd)
+            raise BackendUnavailable(
+                f"backend {self.name!r}: {error.strerror}", {self.name: str(error.strerror)}
             ) from error
         except BaseException:
             os.close(fd)

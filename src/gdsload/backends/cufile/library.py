@@ -371,6 +371,9 @@ def _open(found: CuFile, device: str, allow_compat: bool) -> Driver:
                 found.open_driver(owner, OPEN_SECONDS)
     except TimeoutError as error:
         raise _latch(f"{error}: the call is abandoned") from error
+    except OSError as error:  # no thread for the call, which was not made: it may work later
+        why = str(error.strerror)
+        raise BackendUnavailable(f"cuFile cannot be opened: {why}", {"cufile": why}) from error
     except CuFileFailure as error:
         why = explain(error.code) or str(error)
         if error.code < 0 and settings.source:  # it did not understand them
