@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -61,6 +62,22 @@ def test_change_of_an_open_file_is_named(
         shard.verify_unchanged()
     assert str(caught.value) == f"{path}: the file changed while it was read: {text}"
     assert caught.value.path == str(path)
+    shard.close()
+
+
+def test_status_that_cannot_be_read_is_a_change(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = opened(path)
+
+    def fstat(_: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as failing, pytest.raises(FileChanged) as caught:
+        failing.setattr(os, "fstat", fstat)
+        shard.verify_unchanged()
+    assert str(caught.value) == f"{path}: fstat failed: Stale file handle"
+    assert caught.value.path == str(path) and isinstance(caught.value.__cause__, OSError)
     shard.close()
 
 

@@ -33,10 +33,12 @@ from gdsload.errors import (
 from gdsload.loading import device_batch, integrity, into
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import FILE_ORDER
+from gdsload.planning.tensor_slices import PartName, rows_of
 from gdsload.report import LoadReport
 from gpudoubles import Doubles
 
 NORM = "model.norm.weight"
+ONE = "model-0.safetensors"
 FLIPS = int(os.environ.get("GDSLOAD_FLIPS", "200"))
 
 
@@ -431,6 +433,83 @@ def test_load_after_a_prefetch_that_maps_files_owns_its_bytes(
         assert maps_a_file_of(source)
         tensors = gdsload.load_file(source, **how)
     assert tensors and not maps_a_file_of(source)
+
+
+@pytest.fixture
+def unsorted(tmp_path: Path, small_blocks: None) -> Path:
+    """A checkpoint whose tensors are in another order than their names, with a manifest."""
+    folder = tmp_path / "unsorted"
+    folder.mkdir()
+    for number, (first, second) in enumerate((("z", "b"), ("y", "a"))):
+        tensors = {
+            first: torch.arange(4000.0).reshape(40, 100) + number,
+            second: torch.arange(9000).reshape(90, 100).to(torch.uint8) + number,
+            f"empty{number}": torch.zeros(0),
+        }
+        save_file(tensors, folder / f"model-{number}.safetensors")
+    record(folder)
+    return folder
+
+
+def test_blocks_of_rows_are_those_of_their_tensor(unsorted: Path) -> None:
+    with Checkpoint.open(unsorted) as checkpoint:
+        verifier = integrity.open_verifier(checkpoint, "checksum", LoadReport(""))
+        assert verifier is not None
+        for info in checkpoint.tensors.values():
+            if not info.nbytes:
+                assert not [*verifier.blocks_of(info)]
+                continue
+            shard = checkpoint.shards[info.shard]
+            assert sum(block.nbytes for block in verifier.blocks_of(info)) == info.nbytes
+            rows = rows_of(info, 11, 40)._replace(name=PartName(info.name, "[11:40]"))
+            blocks = [*verifier.blocks_of(rows)]
+            assert {block.tensor for block in blocks} == {info} and len(blocks) >= 2
+            for block in blocks:
+                assert rows.offset <= block.offset
+                assert block.offset + block.nbytes <= rows.offset + rows.nbytes
+                data = shard.read(block.offset, block.nbytes)
+                verifier.check_block(block, data)
+                with pytest.raises(IntegrityError, match="differ from their checksum"):
+                    verifier.check_block(block, bytes([data[0] ^ 1]) + data[1:])
+
+
+def test_blocks_are_recorded_in_any_order(unsorted: Path) -> None:
+    with Checkpoint.open(unsorted) as checkpoint:
+        recorder = integrity.Recorder(checkpoint, "sha256")
+        for info in checkpoint.tensors.values():
+            for block in reversed([*recorder.blocks_of(info)]):
+                recorder.check_block(block, checkpoint.shards[info.shard].read(*block[2:]))
+        found = recorder.files()
+        for info in checkpoint.tensors.values():
+            shard = checkpoint.shards[info.shard]
+            data = shard.read(info.offset, info.nbytes)
+            parts = [data[at : at + 1000] for at in range(0, len(data), 1000)]
+            sums = "".join(hashlib.sha256(part).hexdigest() for part in parts)
+            assert found[shard.name].tensors.get(info.name, "") == sums
+            assert found[shard.name].size == shard.size
+
+
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        (lambda facts: facts.clear(), "has no checksums of it"),
+        (lambda facts: facts[ONE].update(size=7), "but 7 according to the manifest"),
+        (lambda facts: facts[ONE].update(header="0" * 64), "its header, bytes 0 to "),
+    ],
+)
+def test_header_that_differs_is_named(
+    change: Callable[[dict[str, Any]], object], text: str, unsorted: Path
+) -> None:
+    path = unsorted / manifest_module.MANIFEST_NAME
+    facts = json.loads(path.read_text())
+    change(facts["files"])
+    path.write_text(json.dumps(facts))
+    with Checkpoint.open(unsorted) as checkpoint:
+        with pytest.raises(IntegrityError, match=text) as caught:
+            integrity.open_verifier(checkpoint, "checksum", LoadReport(""))
+        shard = checkpoint.shards[0]
+        assert caught.value.path == shard.path == str(unsorted / ONE)
+        assert caught.value.nbytes == shard.data_start
 
 
 # --- the hub cache ------------------------------------------------------------------------------
