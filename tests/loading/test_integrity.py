@@ -578,6 +578,15 @@ def test_hub_blobs_are_compared_to_their_last_byte(
         flip(blob, blob.stat().st_size - 1)
 
 
+def test_hub_blobs_count_beside_a_manifest_of_other_checksums(hub: Path) -> None:
+    pytest.importorskip("xxhash")
+    snapshot = hub / "models--org--model" / "snapshots" / "abc"
+    record(snapshot, "xxh3_128")
+    assert gdsload.load_file("org/model", cache_dir=hub, verify="sha256")
+    size = (snapshot / "model.safetensors").stat().st_size
+    assert gdsload.last_report().verified_bytes == size
+
+
 def test_verified_load_into_existing_tensors_maps_no_file(hub: Path) -> None:
     target = {"w": torch.zeros(5000)}
     with mock.patch.object(Session, "__init__", autospec=True) as made:
