@@ -18,6 +18,7 @@ import safetensors.numpy
 
 import descriptors
 import gdsload
+from forked import fork
 from gdsload.checkpoint import checkpoint, file_io
 from gdsload.checkpoint.file_io import (
     is_directory,
@@ -249,18 +250,27 @@ def test_file_with_a_lease_is_opened_when_it_is_given_back(tmp_path: Path) -> No
     """A file server has one on a file that a client writes to, and gives it back when asked."""
     path = tmp_path / "f"
     path.write_bytes(b"abc")
-    holder = os.open(path, os.O_RDWR)
+    read, write = os.pipe()
+    pid = fork()
+    if not pid:  # the server: the kernel asks it by a signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
+        try:
+            fcntl.fcntl(os.open(path, os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            os.write(write, b"lent")
+            signal.sigwait({signal.SIGIO})
+        finally:
+            os._exit(0)
+    os.close(write)
+    lent = os.read(read, 4)
+    os.close(read)
     try:
-        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError as error:
-        os.close(holder)
-        pytest.skip(f"no leases here: {error.strerror}")
-    before = signal.signal(signal.SIGIO, lambda *_: os.close(holder))
-    try:
+        if not lent:
+            pytest.skip("no leases here")
         fd, status = open_regular(str(path))
+        os.close(fd)
     finally:
-        signal.signal(signal.SIGIO, before)
-    os.close(fd)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     assert status.st_size == 3
 
 
