@@ -109,7 +109,7 @@ def doubles(folder: Path) -> Iterator[Any]:
         patched = stack.enter_context
         patched(mock.patch.object(shared_libraries, "candidates", lambda soname: [path]))
         patched(mock.patch.object(page_cache, "system", Warm(fd)))
-        patched(mock.patch.object(api, "require_device", str))  # torch sees no device here
+        patched(mock.patch.object(api, "require_target", str))  # torch sees no device here
         engine = capsule(instant)
         patched(mock.patch.object(engines, "engine_capsule", lambda *words: engine))
         gpu.device(0)

@@ -92,7 +92,7 @@ def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
     from gdsload.loading import device_batch
 
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_device", str)
+    monkeypatch.setattr(api, "require_target", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -38,7 +38,7 @@ def facts_of(library: str, backend: str, request_bytes: int, sources: list[str])
         lambda name: [name if name == shared_libraries.CUDA else library],
     )
     patch.setattr(device_batch, "empty", device_tensor)
-    patch.setattr(api, "require_device", str)
+    patch.setattr(api, "require_target", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
     options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": request_bytes}
     for source in sources:

@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
@@ -45,7 +43,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.remote.directory import shown_source
 from gdsload.report import LoadReport
-from gdsload.system.device_name import require_device
+from gdsload.system.device_name import require_target
 from gdsload.system.progress_bar import progress_bar
 
 if TYPE_CHECKING:
@@ -96,7 +94,7 @@ class ReadSettings:
         require_stall_seconds(stall_seconds)
         require_verify(verify, cache)
         self.verify = verify
-        self.device, self.backend, self.cache = _target_of(device), backend, cache
+        self.device, self.backend, self.cache = require_target(device), backend, cache
         self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
         self.on_event = on_event
 
@@ -126,16 +124,6 @@ class ReadSettings:
             expected_bytes=nbytes,
             verifier=verifier,
         )
-
-
-def _target_of(device: object) -> str:
-    """The name of a device. It is checked here only if torch is imported: otherwise after the
-    first read is posted, because the import takes seconds. Raises PlacementError."""
-    if "torch" not in sys.modules:
-        text = f"cuda:{device}" if type(device) is int else str(device)
-        if re.fullmatch(r"cuda(:(0|[1-9]\d*))?", text):
-            return "cuda:0" if text == "cuda" else text  # torch begins with device 0
-    return require_device(device)
 
 
 @safetensors_errors()
@@ -248,8 +236,8 @@ def load_file(
     """
     how = backend, cache, page_cache, options, stall_seconds, verify, on_event
     settings = ReadSettings(device, *how)
-    wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
-    lookup = Lookup(*wanted_files, stall_seconds)
+    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
+    lookup = Lookup(*files)
     opened = partial(_opened, filename, settings, lookup, names, slices, progress)
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
@@ -365,8 +353,8 @@ def load_into(
     report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
-            wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
-            lookup = Lookup(*wanted_files, stall_seconds)
+            files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
+            lookup = Lookup(*files)
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
@@ -480,8 +468,8 @@ def stream(
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
     how = backend, cache, page_cache, options, stall_seconds, verify, on_event
     settings = ReadSettings(device, *how)
-    wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
-    lookup = Lookup(*wanted_files, stall_seconds)
+    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
+    lookup = Lookup(*files)
 
     sharing = _sharing(group, shards, readers)
     opened = partial(_opened, source, settings, lookup, names, slices, progress, order)

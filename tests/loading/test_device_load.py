@@ -33,7 +33,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
     monkeypatch.setattr(device_batch, "empty", device_tensor)
     # torch knows nothing of the double.
     monkeypatch.setattr(
-        api, "require_device", lambda device: f"cuda:{device}" if device == 0 else device
+        api, "require_target", lambda device: f"cuda:{device}" if device == 0 else device
     )
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles

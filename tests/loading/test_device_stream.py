@@ -39,7 +39,7 @@ from gpuloads import PATIENCE_SECONDS
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_device", str)  # torch knows nothing of the double
+    monkeypatch.setattr(api, "require_target", str)  # torch knows nothing of the double
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -287,7 +287,7 @@ def test_bytes_of_a_pool_are_compared(source: Path) -> None:
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_device", lambda device: device)
+    monkeypatch.setattr(api, "require_target", lambda device: device)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,6 +138,19 @@ def test_residency_of_a_foreign_file_is_not_made_up(foreign: int) -> None:
         page_cache.resident_bytes(foreign)
     assert not page_cache.wholly_resident(foreign, 0, PAGE)
     assert page_cache.residency(foreign, PAGES * PAGE) == "none"
+    assert not page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
+    assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
+
+
+def test_foreign_file_on_a_disk_that_answers_at_once_is_cold(
+    foreign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+    os.pread(foreign, 1, 63 * PAGE)
+    if resource.getrusage(resource.RUSAGE_THREAD).ru_inblock == before:
+        pytest.skip("this kernel or filesystem does not count what a thread reads")
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset, flags: preadv(fd, views, offset))
     assert not page_cache.mostly_resident(foreign, 0, PAGES * PAGE)
     assert page_cache.estimated_bytes(foreign, 0, PAGES * PAGE) < PAGES * PAGE // 2
 

@@ -123,7 +123,7 @@ class ShardAccess:
 
         if cold:
             self.report.page_cache = f"filled: up to {SMALL_BYTES:,} bytes are read into it"
-        if cold:  # in a thread, so that a disk that hangs cannot block Ctrl-C
+            # In a thread, so that a disk that hangs cannot block Ctrl-C.
             list(parallel_map(fill, [cold], path_of=lambda cold: shards[cold[0][0]].path))
 
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from gdsload.errors import PlacementError
+
+# A GPU by name. A number is written in one way only.
+_GPU = re.compile(r"cuda(:(0|[1-9]\d*))?", re.ASCII)
 
 
 def device_name(device: Any) -> str:
@@ -21,7 +25,7 @@ def device_name(device: Any) -> str:
 def require_name(device: object) -> str:
     """The name of the CPU or of a GPU, which need not exist. Raises PlacementError for others."""
     name = _named(device)
-    if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d*))?", name, re.ASCII):
+    if name not in ("cpu", "cpu:0") and not _GPU.fullmatch(name):
         raise PlacementError(f"device {name!r} is neither cpu nor a GPU such as cuda:0")
     return "cpu" if name == "cpu:0" else name
 
@@ -50,6 +54,15 @@ def require_device(device: object) -> str:
     except Exception as error:  # RuntimeError, AssertionError and others, by torch's version
         why = str(error).partition("\n")[0] or repr(error)
         raise PlacementError(f"device {name!r} cannot be used: {why}") from error
+
+
+def require_target(device: object) -> str:
+    """`require_device`, but a GPU is not checked before torch is imported, which takes seconds:
+    that is left to the caller, who posts the first read before."""
+    name = _named(device)
+    if "torch" not in sys.modules and _GPU.fullmatch(name):
+        return "cuda:0" if name == "cuda" else name  # torch begins with device 0
+    return require_device(device)
 
 
 def _named(device: object) -> str:
