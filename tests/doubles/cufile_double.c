@@ -69,6 +69,7 @@ EXPORT void cufile_double_log(int64_t *out)
 static void at_exit(void)
 {
     if (is_open && reports) fprintf(stderr, "left: cuFile open, %d files, %d buffers\n", files, buffers);
+    if (batches && reports) fprintf(stderr, "left: %d batches\n", batches);
 }
 /* At the end of the process: what is left goes to stderr. */
 EXPORT void cufile_double_report(void) { reports = 1; }

@@ -39,6 +39,7 @@ def ordered(*names: str) -> list[str]:
         ("wpe.weight", "wte.weight", "h.0.attn", "h.1.attn", "ln_f.weight"),
         ("model.encoder.layers.0.a", "model.encoder.layers.11.a", "model.decoder.layers.0.a"),
         ("model.layers.0.mlp.experts.2.w", "model.layers.0.mlp.experts.10.w", "model.layers.1.a"),
+        ("model.layers.5.a", "model.layers.last.0.a"),
     ],
 )
 def test_names_are_sorted_in_layer_order(names: tuple[str, ...]) -> None:

@@ -332,6 +332,25 @@ def test_whole_requests_start_at_multiples_of_the_request_size() -> None:
     starts = [(read.offset, read.wanted) for read in plan.transfers]
     assert starts == [(4096, 4096), (8192, 8192), (16_384, 8192), (24_576, 5424)]
     assert [plan.locations[name][2:] for name in "ab"] == [(0, 2), (2, 3)]
+    plan = plan_reads(ranges, [30_000], Limits(max_request=8192))
+    starts = [(read.offset, read.wanted) for read in plan.transfers]
+    assert starts == [(4096, 8192), (12_288, 8192), (20_480, 8192), (28_672, 1328)]
+    assert plan.targets == ((0, 4096, 28_672),)
+
+
+@pytest.mark.parametrize(("more", "targets"), [(0, 1), (PAGE, 2)])
+def test_gap_of_the_limit_is_inside_a_target_wherever_it_begins(more: int, targets: int) -> None:
+    second = 80_000_000 // PAGE * PAGE
+    third = second + PAGE + TARGET_GAP_BYTES + more
+    ranges = [ByteRange("a", 0, second, 10), ByteRange("b", 0, third, 10)]
+    assert len(plan_reads(ranges, [third + PAGE], Limits()).targets) == targets
+
+
+def test_empty_ranges_of_all_windows_have_locations() -> None:
+    ranges = [ByteRange(name, 0, 0, 4096 * (name in "bd")) for name in "abcd"]
+    plan = plan_reads(ranges, [4096], Limits(), window_bytes=4096)
+    assert len(plan.windows) == 2
+    assert plan.locations["a"] == plan.locations["c"] == Location(-1, 0, 0, -1)
 
 
 def test_mapped_transfers_need_no_buffer() -> None:

@@ -109,6 +109,24 @@ def test_equal_slices_have_equal_keys() -> None:
     assert slice_of(info, slice(0, 2)).key != slice_of(info, slice(1, 3)).key
 
 
+def test_different_slices_have_keys_and_names_of_their_own() -> None:
+    wide = TensorInfo("w", "U8", (2, 4 * GAP_BYTES), 0, 8, 8 * GAP_BYTES)
+    found = [
+        slice_of(wide, slice(0, 1)),
+        slice_of(wide, slice(1, 1)),
+        slice_of(wide, slice(0, 2, 2)),
+        slice_of(wide, (slice(0, 1), 5)),
+        slice_of(wide, (slice(None), slice(0, 8))),
+        slice_of(wide, (slice(None), slice(8, 8))),
+    ]
+    assert len({each.key for each in found}) == len(found)
+    assert all(isinstance(each.key, PartName) for each in found)
+    for each in found:
+        names = [part.name for part in each.parts]
+        assert names == [each.key] if len(names) == 1 else each.key not in names
+    assert [str(each.key) for each in found[:2]] == ["w[0:1, 0:262144]", "w[1:1, 0:262144]"]
+
+
 def test_name_of_a_part_is_that_of_no_tensor() -> None:
     name = PartName("w", "[0:2]")
     assert str(name) == f"{name}" == "w[0:2]" and repr(name) == "'w[0:2]'"
@@ -201,6 +219,13 @@ def test_tensors_without_an_index_are_wanted_whole() -> None:
     assert first == (CUBE, whole(CUBE), (4, 6, 5), ())
     assert second.removed == (0,)
     assert wanted_tensors([CUBE]) == [first]
+    (part,) = second.slice.parts
+    assert (part.offset, part.nbytes) == (188, 60)
+
+
+def test_step_of_one_is_no_step() -> None:
+    (wanted,) = wanted_tensors([CUBE], {"w": slice(1, 3, 1)})
+    assert wanted.slice == slice_of(CUBE, slice(1, 3))
 
 
 def test_packed_elements_are_not_sliced_in_their_last_dimension() -> None:
@@ -209,6 +234,7 @@ def test_packed_elements_are_not_sliced_in_their_last_dimension() -> None:
     assert (rows.shape, rows.nbytes) == ((2, 8), 8)
     cube = TensorInfo("w", "F4", (2, 4, 8), 0, 0, 32)
     assert wanted_tensors([cube], {"w": 1})[0].shape == (4, 8)
+    assert rows.slice.index == (slice(1, 3, 1), slice(0, 8, 1))
     with pytest.raises(CheckpointError) as caught:
         wanted_tensors([packed], {"w": (..., slice(0, 2))})
     assert str(caught.value) == (

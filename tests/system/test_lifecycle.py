@@ -231,6 +231,24 @@ def test_exit_while_closing_cufile_hangs_does_not_wait(tmp_path: Path) -> None:
     assert (code, out) == (0, "hung: 1\n"), errors
 
 
+ENGINE_ENDS_LATE = """
+DELAY = 13  # as of a thread that waits for a processor
+cufile_library.double_fault(b"cuFileBatchIODestroy", DELAY, ctypes.c_int64(500_000_000), 0, 4)
+ahead = gdsload.prefetch(sys.argv[4], "cuda:0", backend="gds", options=options)
+ahead.wait()
+ahead.close()
+"""
+
+
+def test_exit_waits_for_engines_that_end_before_cufile_is_closed(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Batches that a thread destroys while libcufile is closed crash the process."""
+    code, out, errors = ended(ENGINE_ENDS_LATE, tmp_path, tiny_checkpoint)
+    assert (code, out) == (0, "hung: 0\n"), errors
+    assert errors.startswith(NOTHING_LEFT) and errors.count("left:") == 1
+
+
 SOMETHING_REGISTERED = """
 driver = cufile.opened("cuda:0", False)
 file = os.open("/dev/null", os.O_RDONLY)

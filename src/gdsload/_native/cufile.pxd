@@ -118,6 +118,8 @@ cdef struct CuFileApi:
     CUfileError (*stats_start)() noexcept nogil
     CUfileError (*stats_l3)(void *stats) noexcept nogil
     CUfileError (*stats_stop)() noexcept nogil
+    # Not a function: the engines that are open, whose threads may call these functions.
+    int64_t engines
 
 # Context of an engine over cuFile: the functions, the device's context, and the handle of each file
 # by the pump's number for its descriptor.
@@ -141,7 +143,9 @@ cdef inline void *file_handle(CFiles *files, int slot) noexcept nogil:
     return found
 
 cdef inline void retain_files(CFiles *files) noexcept nogil:
+    """For an engine."""
     gds_add(&files.references, 1)
+    gds_add(&files.api.engines, 1)
 
 cdef inline void release_files(CFiles *files) noexcept nogil:
     if gds_add(&files.references, -1) > 0:
@@ -149,3 +153,9 @@ cdef inline void release_files(CFiles *files) noexcept nogil:
     pthread_mutex_destroy(&files.lock)
     free(files.handles)
     free(files)
+
+cdef inline void leave_files(CFiles *files) noexcept nogil:
+    """The last call of an engine: it calls cuFile no more."""
+    cdef CuFileApi *api = files.api
+    release_files(files)
+    gds_add(&api.engines, -1)

@@ -130,7 +130,7 @@ cdef class CuFile:
         Raises OSError if it cannot be opened, or is too old to read a file.
         """
         cdef void *library
-        if len(_REQUIRED) + len(_OPTIONAL) != sizeof(CuFileApi) // sizeof(void *):
+        if len(_REQUIRED) + len(_OPTIONAL) != sizeof(CuFileApi) // sizeof(void *) - 1:
             raise ImportError("cufile.pxd and cufile.pyx name different functions")
         self.api = <CuFileApi *>calloc(1, sizeof(CuFileApi))
         if self.api == NULL:
@@ -214,6 +214,11 @@ cdef class CuFile:
         except TimeoutError:
             return False
         return True
+
+    @property
+    def engines(self):
+        """How many engines over it are open. A pump that is closed ends its engine soon after."""
+        return gds_add(&self.api.engines, 0)
 
     cdef require(self, str call, CUfileError answer):
         if answer.err != 0:

@@ -17,7 +17,7 @@ from posix.time cimport timespec
 from gdsload._native.cufile cimport (
     CUFILE_BATCH, CUFILE_CANCELED, CUFILE_COMPLETE, CUFILE_FAILED, CUFILE_INVALID, CUFILE_READ,
     CUFILE_TIMEOUT, CFiles, CUfileError, CUfileIOEvents, CUfileIOParams, file_handle,
-    release_files, retain_files,
+    leave_files, retain_files,
 )
 from gdsload._native.engine cimport (
     ECANCELED, LOST, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
@@ -280,7 +280,7 @@ cdef void close_batches(void *engine) noexcept nogil:
         free(self.waves[i].entries)
         free(self.waves[i].params)
         free(self.waves[i].events)
-    release_files(self.files)
+    leave_files(self.files)
     free(self.ready.items)
     free(self)
 

@@ -103,6 +103,7 @@ cdef struct CPump:
     pthread_t thread
     int running                # the thread was started
     int closing
+    int idle                   # no read is in flight, or was given up: the engine closes soon
     int finished               # the thread has left its loop
     int broken                 # -errno of an engine that failed for good
     int fixed

@@ -33,6 +33,7 @@ cdef enum:
     # reads in flight, a post has to wait for the end of a poll.
     PARKED_WAIT_NS = 10000000000  # without any request
     IDLE_WAIT_NS = 20000000
+    CLOSE_NS = 5000000000         # for an engine without reads to close
     ALONE_WAIT_NS = 5000000    # no waiter registered: a new one must soon learn of completions
     LAST_WAIT_NS = 2000000     # the engine has room for a new post
     BUSY_WAIT_NS = 500000
@@ -377,19 +378,21 @@ cdef void *serve(void *arg) noexcept nogil:
     )
     pthread_cond_broadcast(&self.settled)  # the constructor waits for the engine
     while not self.broken:
+        self.idle = 0
         stage(self)
         # A request may also end without a completion: cancelled while it waited for a retry.
         if drop_drained(self) or self.fulfilled:
             self.fulfilled = 0
             pthread_cond_broadcast(&self.settled)
         if self.in_flight == 0 and self.staged_count == 0:
-            if self.closing and self.first == NULL:
-                break
-            wait_ns = PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns
             given_up = 0 if self.ops.take_back == NULL else self.ops.take_back(self.engine)
             if given_up < 0:
                 self.broken = given_up
                 continue
+            self.idle = given_up == 0
+            if self.closing and self.first == NULL:
+                break
+            wait_ns = PARKED_WAIT_NS if self.first == NULL else self.idle_wait_ns
             wait_for_news(self, min(wait_ns, <int64_t>IDLE_WAIT_NS) if given_up else wait_ns)
             continue
         wait_ns = poll_timeout(self, &wanted, &cancelled)
@@ -508,12 +511,13 @@ cdef class Pump:
         """Cancels all requests, waits for reads that cannot be cancelled, and ends the thread.
 
         Returns False if reads are still in flight after ``timeout`` seconds: the thread and their
-        memory then live until those reads complete.
+        memory then live until those reads complete. An engine without reads gets longer to close: on
+        a busy machine its threads wait for a processor.
         """
         cdef CPump *pump = self.pump
         cdef CRequest *request
         cdef timespec until
-        cdef int finished
+        cdef int finished, late = 0
         if not pump.running:
             return self.finished
         pump.running = 0  # a concurrent call must not join the thread again
@@ -530,7 +534,10 @@ cdef class Pump:
             pthread_cond_signal(&pump.news)
             while not pump.finished:
                 if pthread_cond_timedwait(&pump.settled, &pump.lock, &until) != 0:
-                    break
+                    if not pump.idle or late or timeout <= 0:
+                        break
+                    late = 1
+                    deadline_in(&until, CLOSE_NS)
             finished = pump.finished
             pthread_mutex_unlock(&pump.lock)
             if finished:

@@ -19,7 +19,7 @@ from posix.time cimport timespec
 
 from gdsload._native.atomics cimport gds_add
 from gdsload._native.cuda cimport relax
-from gdsload._native.cufile cimport CFiles, file_handle, release_files, retain_files
+from gdsload._native.cufile cimport CFiles, file_handle, leave_files, retain_files
 from gdsload._native.engine cimport (
     ECANCELED, MAPPED, Buffer, Completion, EngineOps, Read, Results, add_result, engine_capsule,
     take_results,
@@ -144,7 +144,7 @@ cdef void close_workers(void *engine) noexcept nogil:
     close_first_touch(&self.first_touch)
     close_first_touch(&self.folios)
     if self.files != NULL:
-        release_files(self.files)
+        leave_files(self.files)
     free(self.waiting)
     free(self.done.items)
     free(self)

@@ -12,6 +12,7 @@ import glob
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -173,7 +174,17 @@ class Driver(quiesce.Holder):
                     f"cuFile's driver cannot be closed: {self._registered} files and buffers are"
                     " registered with it"
                 )
+            if not self._engines_ended():
+                raise GdsloadError("cuFile's driver cannot be closed: reads through it hang")
             self._close()
+
+    def _engines_ended(self) -> bool:
+        """Whether no thread uses cuFile any more. Waits for those that end now: to close a pump is
+        not to wait for its engine on a busy machine, which cuFile may not be closed under."""
+        deadline = time.monotonic() + lifecycle.LOCK_SECONDS
+        while self.library.engines and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return not self.library.engines
 
     def _close(self) -> None:
         _driver.clear()
@@ -187,7 +198,7 @@ class Driver(quiesce.Holder):
     def end(self) -> None:
         """Closes it at the end of the process, unless something is registered with it. Otherwise
         libcufile closes it in an exit handler of its own, when CUDA may be closed already."""
-        if self.pid == os.getpid() and not self._registered:
+        if self.pid == os.getpid() and self._engines_ended() and not self._registered:
             with suppress(BackendUnavailable):  # nobody is left to handle it
                 self._close()
 
