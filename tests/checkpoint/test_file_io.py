@@ -287,8 +287,9 @@ def test_wait_for_the_storage_ends_with_the_load(tmp_path: Path) -> None:
         )
 
     try:
-        with pytest.raises(StallError, match=r"f: the storage has not answered for 0\.2 s"):
+        with pytest.raises(StallError, match=r"f: the storage has not answered for 0\.2 s") as e:
             mapped(0.2)
+        assert e.value.path == "f"
         timer = threading.Timer(0.2, token.ask)
         timer.start()
         with pytest.raises(LoadCancelled):

@@ -212,6 +212,36 @@ def test_index_is_bounded_and_its_format_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a git-lfs pointer") as caught:
         locate(index)
     assert caught.value.path == str(index)
+    index.write_text('{"weight_map": 1}')
+    with pytest.raises(CheckpointError, match="weight_map") as caught:
+        locate(index)
+    assert caught.value.path == str(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "the path of a checkpoint is empty"),
+        ("a\0b", r"the path 'a\x00b' contains a NUL character"),
+        ("a\ud800b", r"the path 'a\ud800b' cannot be encoded"),
+    ],
+)
+def test_path_that_is_none_is_named(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        locate(name)
+    assert str(caught.value) == message
+
+
+def test_variant_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        locate(tmp_path, variant="../x")
+    assert str(caught.value) == "'../x' is not the name of a variant"
+
+
+def test_missing_model_without_organisation_has_the_path_of_its_folder(cache: Path) -> None:
+    with pytest.raises(CheckpointNotFound) as caught:
+        locate("other", cache_dir=cache)
+    assert caught.value.path == str(cache / "models--other")
 
 
 def test_directory_that_cannot_be_listed_raises_the_error_of_the_system(
