@@ -336,6 +336,19 @@ def test_manifest_elsewhere_is_found_by_its_path(tiny_checkpoint: Path, tmp_path
     assert run("verify", tiny_checkpoint, "--manifest", path).exit_code == 0
 
 
+def test_manifest_has_the_checksums_that_other_programs_compute(tmp_path: Path) -> None:
+    path, manifest = tmp_path / "model.safetensors", tmp_path / "sums.json"
+    save_file({"w": torch.arange(7, dtype=torch.int16)}, path)
+    record(path, "sha256", "--output", manifest)
+    raw_bytes = path.read_bytes()
+    entry = json.loads(manifest.read_text())["files"][path.name]
+    assert entry == {
+        "size": len(raw_bytes),
+        "header": hashlib.sha256(raw_bytes[:-14]).hexdigest(),
+        "tensors": {"w": hashlib.sha256(raw_bytes[-14:]).hexdigest()},
+    }
+
+
 def test_manifest_keeps_entries_of_other_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
