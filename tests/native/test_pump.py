@@ -55,6 +55,16 @@ def pump(faults: Faults) -> Pump:
     return Pump(faulty.capsule(), 4)
 
 
+def hanging(fd: int, faults: Faults, pump: Pump) -> tuple[Region, Request]:
+    """A request whose only read hangs, and its memory."""
+    faults.script(rule(HANG))
+    region = Region.anonymous(4096)
+    request = Request(pump, *whole(region, fd, 1))
+    request.post()
+    faults.wait_hung()
+    return region, request
+
+
 def test_reads_of_a_request_have_their_own_results(
     fd: int, faults: Faults, pump: Pump, path: Path
 ) -> None:
@@ -84,11 +94,7 @@ def test_finished_request_posted_again_reads_again(fd: int, faults: Faults, pump
 
 
 def test_post_while_under_way_raises(fd: int, faults: Faults, pump: Pump) -> None:
-    faults.script(rule(HANG))
-    region = Region.anonymous(4096)
-    request = Request(pump, *whole(region, fd, 1))
-    request.post()
-    faults.wait_hung()
+    _, request = hanging(fd, faults, pump)
     with pytest.raises(RuntimeError, match="under way"):
         request.post()
     faults.let_go()
@@ -134,11 +140,7 @@ def test_cancel_while_the_engine_takes_nothing_drains(fd: int, faults: Faults, p
 def test_memory_of_a_read_in_flight_outlives_the_request(
     fd: int, faults: Faults, pump: Pump
 ) -> None:
-    faults.script(rule(HANG))
-    region = Region.anonymous(4096)
-    request = Request(pump, *whole(region, fd, 1))
-    request.post()
-    faults.wait_hung()
+    region, request = hanging(fd, faults, pump)
     assert region.references == 2
     # Like a traceback that refers to its own exception: only the garbage collector frees it.
     cycle: list[object] = [request]
@@ -152,11 +154,7 @@ def test_memory_of_a_read_in_flight_outlives_the_request(
 
 
 def test_close_with_a_hanging_read_returns_false(fd: int, faults: Faults, pump: Pump) -> None:
-    faults.script(rule(HANG))
-    region = Region.anonymous(4096)
-    request = Request(pump, *whole(region, fd, 1))
-    request.post()
-    faults.wait_hung()
+    region, request = hanging(fd, faults, pump)
     assert pump.close(0.0) is False
     assert pump.close(0.0) is False, "the read is still in flight"
     del request, pump
@@ -166,11 +164,7 @@ def test_close_with_a_hanging_read_returns_false(fd: int, faults: Faults, pump: 
 
 
 def test_abandoned_pump_does_not_poll_often(fd: int, faults: Faults, pump: Pump) -> None:
-    faults.script(rule(HANG))
-    region = Region.anonymous(4096)
-    request = Request(pump, *whole(region, fd, 1))
-    request.post()
-    faults.wait_hung()
+    _hung = hanging(fd, faults, pump)
     assert pump.close(0.05) is False
     before = faults.log.reaps
     time.sleep(0.4)

@@ -100,11 +100,10 @@ class Offer:
     def clear(self) -> None:
         """Drops all ranges that nobody has claimed, and the batch that read them."""
         with self._lock:
-            batch, free = self._batch, [*self._free.values()]
+            batch, free = self._batch, self._free
             self._free, self._batch = {}, None
-            if self.device == "cpu" and batch is not None:
-                for rows in free:
-                    _give_back(batch, rows)
+            for rows in free.values():
+                self._give_back(batch, rows)
         self._known.set()
 
     def leave(self, files: Iterable[Identity]) -> None:
@@ -112,9 +111,17 @@ class Offer:
         if not self.keep:
             with self._lock:
                 for file in files:
-                    rows = self._free.pop(file, [])
-                    if self.device == "cpu" and self._batch is not None:
-                        _give_back(self._batch, rows)
+                    self._give_back(self._batch, self._free.pop(file, ()))
+
+    def _give_back(self, batch: PrefetchBatch | None, rows: Iterable[OfferedRange]) -> None:
+        """Gives the pages of ranges back that were read, and that nobody takes: otherwise they
+        would stay as long as a tensor in the same memory. Ranges that are being read keep them."""
+        if self.device != "cpu" or batch is None:
+            return
+        for row in rows:
+            if row.view is not None and not row.of_file and batch.has_arrived(row.first, row.last):
+                nbytes = row.end - row.start
+                row.view.region.view(row.view.offset, nbytes, (nbytes,), 1, 8)  # it dies at once
 
     def hurry(self) -> None:
         """A load waits for it now: it no longer yields to loads."""
@@ -185,15 +192,6 @@ class Offer:
                 rest = [found._replace(end=wanted.offset), found._replace(start=end, view=after)]
                 self._free[file][index : index + 1] = [row for row in rest if row.start < row.end]
             return Claim(wanted, view, self._batch, found.first, found.last)
-
-
-def _give_back(batch: PrefetchBatch, rows: Iterable[OfferedRange]) -> None:
-    """Gives the pages of ranges back that were read, and that nobody takes: otherwise they would
-    stay as long as a tensor in the same memory. Ranges that are being read keep them."""
-    for row in rows:
-        if row.view is not None and not row.of_file and batch.has_arrived(row.first, row.last):
-            nbytes = row.end - row.start
-            row.view.region.view(row.view.offset, nbytes, (nbytes,), 1, 8)  # it dies at once
 
 
 _lock = fork_safe_lock(sys.modules[__name__])
