@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -343,12 +344,20 @@ def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -
 def slow_opening(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The first prefetch of a test opens its files only after this event."""
     go, real, calls = threading.Event(), gdsload.Checkpoint.open, iter(range(9))
+    begun, prefetch = threading.Event(), gdsload.prefetch
 
     def slow(source: str, **where: object) -> object:
         if threading.current_thread().name == "gdsload-prefetch" and next(calls) == 0:
+            begun.set()
             assert go.wait(PATIENCE_SECONDS)
         return real(source, **where)  # type: ignore[arg-type]
 
+    def in_order(*words: Any, **named: Any) -> gdsload.Prefetch:
+        made = prefetch(*words, **named)
+        assert begun.wait(PATIENCE_SECONDS)
+        return made
+
+    monkeypatch.setattr(gdsload, "prefetch", in_order)
     monkeypatch.setattr(gdsload.Checkpoint, "open", slow)
     yield go
     go.set()
