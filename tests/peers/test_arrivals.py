@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from gdsload.peers.arrivals import Arrivals
@@ -56,3 +57,19 @@ def test_failure_ends_the_wait_for_missing_bytes_only() -> None:
         assert await arrivals.wait_for("f", 1, 2, LONG)
 
     asyncio.run(run())
+
+
+def test_cancellation_is_not_lost_when_a_range_arrives_at_that_moment() -> None:
+    async def main() -> None:
+        arrivals = Arrivals()
+        waiting = asyncio.create_task(arrivals.wait_for("f", 0, 4, 60))
+        while not arrivals._waiting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it has begun to wait
+        arrivals.add("f", 0, 4)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())

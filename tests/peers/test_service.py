@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import gdsload
 from forked import end_with, fork
 from gdsload.errors import CheckpointUnreadable, GdsloadError
+from gdsload.peers import service as service_module
 from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
@@ -163,6 +165,51 @@ def test_child_of_fork_keeps_neither_the_port_nor_connections() -> None:
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+def test_close_ends_a_connection_whose_answer_is_taken_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    taken = service._loop.create_future()
+
+    async def drain(_: asyncio.StreamWriter) -> None:
+        await taken
+
+    async def close() -> None:
+        taken.set_result(None)
+        await asyncio.sleep(0)  # `drain` has returned, which its caller may not know yet
+        await service._close()
+
+    monkeypatch.setattr(asyncio.StreamWriter, "drain", drain)
+    with socket.create_connection(("127.0.0.1", service.port), 60) as to:
+        send(to, {"op": "open", "name": "other"})
+        receive(to)
+        try:
+            service.run(close(), 5.0)
+        finally:
+            monkeypatch.undo()
+            to.close()
+            service.close()
+
+
+def test_connection_of_a_reader_that_does_not_take_its_answer_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service_module, "ANSWER_SECONDS", 0.2)
+    service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    large = {"large": bytes(64 << 20)}  # more than the system buffers
+    service.publish(Served(Publication("v", {}, large), "agent", b"", "UCX", None))
+    try:
+        with socket.create_connection(("127.0.0.1", service.port), 60) as to:
+            send(to, {"op": "file", "version": "v", "name": "large"})
+            for readers in (1, 0):
+                end = time.monotonic() + 60
+                while len(service.readers) != readers and time.monotonic() < end:
+                    time.sleep(0.001)
+                assert len(service.readers) == readers
+    finally:
+        service.close()
 
 
 def test_service_without_descriptors_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

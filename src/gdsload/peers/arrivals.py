@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from contextlib import suppress
 from operator import itemgetter
 
 _first, _end = itemgetter(0), itemgetter(1)
@@ -66,9 +65,11 @@ class Arrivals:
             if self.failure or left <= 0:
                 return False
             self._waiting += 1
+            changed = asyncio.ensure_future(self._changed.wait())
             try:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+                # Not by asyncio.wait_for: before Python 3.12 it may swallow a cancellation.
+                await asyncio.wait([changed], timeout=left)
             finally:
+                changed.cancel()
                 self._waiting -= 1
         return True

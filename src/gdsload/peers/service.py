@@ -169,8 +169,8 @@ class Service:
                     parsed(await reader.readexactly(text_bytes))
                 )
                 writer.write(packed(fields, payload))
-                await asyncio.wait_for(writer.drain(), ANSWER_SECONDS)
-        except (OSError, EOFError, MessageError, asyncio.TimeoutError, asyncio.CancelledError):
+                await _taken(writer)
+        except (OSError, EOFError, MessageError, asyncio.CancelledError):
             pass  # the reader has gone, sends no messages, or this is the end
         finally:
             del self.readers[task]
@@ -182,6 +182,16 @@ class Service:
         """What is served, if it is that version."""
         served = self._served
         return served if served is not None and served.publication.version == version else None
+
+
+async def _taken(writer: asyncio.StreamWriter) -> None:
+    """Waits until the reader takes an answer. If that takes too long, the connection ends."""
+    # Not by asyncio.wait_for: before Python 3.12 it may swallow a cancellation.
+    late = asyncio.get_running_loop().call_later(ANSWER_SECONDS, writer.transport.abort)
+    try:
+        await writer.drain()
+    finally:
+        late.cancel()
 
 
 def _keep_alive(connected: socket.socket) -> None:
