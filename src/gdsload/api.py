@@ -333,6 +333,8 @@ def load_into(
         BackendUnavailable: No allowed backend works here. Nothing was written.
         ReadError: A read failed before anything was written.
         IntegrityError: A byte differed from `verify` before anything was written.
+        TypeError, IndexError, ValueError: `rename` gives an index that its target does not have, or
+            that would make a copy. Nothing was written.
 
     Example:
         >>> report = gdsload.load_into(model, "model")

@@ -23,8 +23,13 @@ from typing import Any
 import pytest
 
 import descriptors
-from gdsload.checkpoint import Checkpoint, file_io, shard as shard_module
-from gdsload.checkpoint.checkpoint import Lookup
+from gdsload.checkpoint import (
+    Checkpoint,
+    checkpoint as checkpoint_module,
+    file_io,
+    shard as shard_module,
+)
+from gdsload.checkpoint.checkpoint import Lookup, Shard, ShardPath
 from gdsload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -668,6 +673,36 @@ def test_parallel_map_closed_early_discards_results() -> None:
     results.close()
     assert sorted(discarded) == sorted(done)[1:]
     assert len(done) < 100
+
+
+@pytest.mark.parametrize("count", [1, 2 * checkpoint_module._FEW_SHARDS])
+def test_shard_that_opens_after_the_load_gave_up_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    names = [f"{number:04}.safetensors" for number in range(count)]
+    for name in names:
+        write(tmp_path / name, name[:4])
+    write_index(tmp_path, {name[:4]: name for name in names})
+    answers = threading.Event()
+    hung: list[threading.Thread] = []
+    opened: list[Shard] = []
+    really = checkpoint_module._open_shard
+
+    def open_shard(shard: ShardPath, named_by: str | None) -> Shard:
+        if shard.name == names[-1]:
+            hung.append(threading.current_thread())
+            answers.wait()
+        opened.append(really(shard, named_by))
+        return opened[-1]
+
+    monkeypatch.setattr(checkpoint_module, "_open_shard", open_shard)
+    with pytest.raises(StallError, match="has not answered"):
+        Checkpoint.open(tmp_path, stall_seconds=0.3)
+    answers.set()
+    (thread,) = hung
+    thread.join()
+    assert len(opened) == count
+    assert all(shard.closed for shard in opened)
 
 
 def test_parallel_map_leaves_no_cycles_of_errors() -> None:

@@ -296,6 +296,19 @@ def test_index_that_would_copy_raises_type_error(path: Path) -> None:
         gdsload.load_into({"f": target}, path, names="k", rename=lambda name: ("f", [1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [((0, 0, 0), IndexError), (100, IndexError), (slice(None, None, -1), ValueError)],
+)
+def test_index_outside_of_its_target_names_the_target(
+    path: Path, index: Any, error: type[Exception]
+) -> None:
+    target = torch.zeros(100, 64)
+    with pytest.raises(error, match=r"'fused' of the shape \[100, 64\] has no part"):
+        gdsload.load_into({"fused": target}, path, names="k", rename=lambda name: ("fused", index))
+    assert not target.any()
+
+
 # --- faults in the middle -----------------------------------------------------------------------
 
 

@@ -92,7 +92,6 @@ class Memory(NamedTuple):
         address: Where it starts.
         length: Its size in bytes.
         region: The object that keeps the memory alive while reads are in flight, or None.
-        reused: Whether many requests will read into it.
         device: The device of VRAM, such as "cuda:0".
         shares: VRAM may consist of several allocations: (offset in this memory, bytes, address).
             Bytes between them are read and dropped.
@@ -102,7 +101,6 @@ class Memory(NamedTuple):
     address: int
     length: int
     region: Any = None
-    reused: bool = False
     device: str = ""
     shares: Sequence[tuple[int, int, int]] = ()
 

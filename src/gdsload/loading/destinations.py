@@ -207,7 +207,13 @@ def _part_of(target: torch.Tensor, name: str, index: Any) -> torch.Tensor:
             raise TypeError(
                 f"the index of a part of {shown(name)} has {item!r}: numbers and ranges are allowed"
             )
-    return target[index]
+    try:
+        return target[index]
+    except (IndexError, ValueError) as error:
+        shape = list(target.shape)
+        raise type(error)(
+            f"{shown(name)} of the shape {shape} has no part {index!r}: {error}"
+        ) from error
 
 
 def _unwritable(target: torch.Tensor) -> str:

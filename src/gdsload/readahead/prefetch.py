@@ -605,8 +605,8 @@ def prefetch(
         options=options,
         stall_seconds=stall_seconds,
     )
-    wanted_files = revision, subfolder, variant, cache_dir, strict, header_limit
-    where = Lookup(*wanted_files, stall_seconds)._asdict()
+    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
+    where = Lookup(*files)._asdict()
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
     made = Prefetch(

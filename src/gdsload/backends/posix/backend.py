@@ -93,7 +93,7 @@ class PosixBackend(PumpBackend):
                 "how threads touch fresh memory: huge pages, small pages, small pages after a"
                 " bounce buffer (bounce), or auto: the cheaper of huge and bounce",
             ),
-            Option("fixed_buffers", "auto", "auto: register memory that is reused; always; never"),
+            Option("fixed_buffers", "auto", "auto: register rings; always: tensors too; never"),
             Option("ring_bytes", RING_BYTES, "bytes of pinned DRAM on the way to a device"),
         )
 
@@ -137,11 +137,10 @@ class PosixBackend(PumpBackend):
             return Registration(what, -1)
         if what.kind != DRAM:
             raise BackendUnavailable(f"backend 'posix' does not reach {what.kind}")
-        fixed = self.settings["fixed_buffers"]
-        wanted = fixed == "always" or (fixed == "auto" and what.reused)
-        # Registering pins the whole memory, which pays off only if many reads write to it. An
-        # engine takes buffers only when it is opened.
-        if not wanted or what.length > LARGEST_BUFFER_BYTES or self._pump is not None:
+        # Registering pins the whole memory, which pays off only if many reads write to it: to
+        # tensors it is done if it is asked for. An engine takes buffers only when it is opened.
+        wanted = self.settings["fixed_buffers"] == "always" and self._pump is None
+        if not wanted or what.length > LARGEST_BUFFER_BYTES:
             return Registration(what, -1)
         self._buffers.append((what.address, what.length))
         return Registration(what, len(self._buffers) - 1)
