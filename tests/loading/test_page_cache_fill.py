@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -66,6 +67,39 @@ def test_file_is_read_by_folios_of_each_size(path: Path, pages: str) -> None:
     assert io_modes(gdsload.last_report()) == {"mapped"}
     assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def huge_mapped_bytes(path: Path) -> int:
+    """Bytes of a file that this process has mapped as huge pages."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("FilePmdMapped:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.parametrize("shared", [0, 1])  # the number of the shard that another load has open
+def test_loads_that_share_a_file_use_small_folios(tmp_path: Path, shared: int) -> None:
+    shards = [tmp_path / f"model-{number}.safetensors" for number in range(2)]
+    for number, shard in enumerate(shards):
+        tensors = {f"t{number}": torch.full((5_000_000,), number, dtype=torch.int16)}
+        safetensors.torch.save_file(tensors, shard)
+        page_cache.evict(shard)
+    got = gdsload.load_file(tmp_path, page_cache="fill", options={"pages": "huge"})
+    if not all(map(huge_mapped_bytes, shards)):
+        pytest.skip(f"{tmp_path}: its filesystem has no huge folios")
+    del got
+    with open(shards[shared], "rb") as other:
+        assert not load_locks.announce(other.fileno())
+        for shard in shards:
+            page_cache.evict(shard)
+        got = gdsload.load_file(tmp_path, page_cache="fill")
+        assert io_modes(gdsload.last_report()) == {"mapped"}
+        assert huge_mapped_bytes(shards[shared]) == 0
+        assert load_locks.others(other.fileno())  # all shards are announced
+        assert all(bool((got[f"t{number}"] == number).all()) for number in range(2))
 
 
 def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> None:

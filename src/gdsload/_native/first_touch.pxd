@@ -5,6 +5,12 @@ from libc.stdint cimport int64_t, uint64_t
 from gdsload._native.engine cimport Read
 from gdsload._native.pthreads cimport pthread_cond_t, pthread_mutex_t
 
+cdef enum:
+    AUTO = 0
+    HUGE = 1
+    SMALL = 2
+    BOUNCE = 3
+
 # Shared by the threads of one engine.
 cdef struct FirstTouch:
     pthread_mutex_t lock

@@ -62,12 +62,6 @@ cdef enum:
     # Together they touch 20 GB/s. If the next huge page is expensive, the others learn it from them.
     MOST_TOUCHING = 2
 
-cdef enum:
-    AUTO = 0
-    HUGE = 1
-    SMALL = 2
-    BOUNCE = 3
-
 # The values of the option `pages`.
 MODES = {"auto": AUTO, "huge": HUGE, "small": SMALL, "bounce": BOUNCE}
 

@@ -1,0 +1,1 @@
+LOAD_LOCK_OFFSET: int

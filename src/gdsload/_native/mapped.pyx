@@ -4,8 +4,9 @@ The page cache holds a file in folios: 4 KiB each, or up to a huge page on files
 large folios (XFS, ext4 of Linux 6.16). Huge ones make a cold load as fast as direct reads: there is
 one to allocate and to map for 512 small ones, and unlike anonymous memory it is not cleared first.
 As anonymous huge pages they can cost milliseconds each where a hypervisor must find the memory: so
-their CPU time is measured, and small folios are used while huge ones are expensive. For each unit of
-2 MiB:
+their CPU time is measured, and small folios are used while huge ones are expensive. Loads of one file
+in several processes share the folios and their costs, so that none of them measures these: they use
+small ones. For each unit of 2 MiB:
 
     huge     advise MADV_HUGEPAGE ─► populate: one fault, one folio
     small    ask the kernel to read the unit ─► populate
@@ -15,13 +16,13 @@ Not responsible for: choosing between this and direct reads (`loading.io_mode`).
 
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from posix.fcntl cimport POSIX_FADV_WILLNEED, posix_fadvise
+from posix.fcntl cimport F_UNLCK, F_WRLCK, POSIX_FADV_WILLNEED, fcntl, flock, posix_fadvise
 from posix.mman cimport MADV_HUGEPAGE, madvise
-from posix.unistd cimport getpid, pread
+from posix.unistd cimport SEEK_SET, getpid, pread
 
 from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
-from gdsload._native.first_touch cimport FirstTouch, chosen_huge, cpu_ns, huge_took
+from gdsload._native.first_touch cimport AUTO, FirstTouch, chosen_huge, cpu_ns, huge_took
 from gdsload._native.memory cimport UNIT_BYTES
 from gdsload._native.pages cimport page_bytes, page_floor
 
@@ -33,6 +34,14 @@ cdef extern from "<sys/uio.h>" nogil:
         int pid, const iovec *local, unsigned long count, const iovec *remote,
         unsigned long pages, unsigned long flags,
     )
+
+cdef extern from "<fcntl.h>" nogil:
+    int F_OFD_GETLK
+
+# The byte of a file that each load of it holds a shared lock on (`system.load_locks`): far behind its
+# end, and no program locks bytes there for another reason.
+LOAD_LOCK_OFFSET = (1 << 62) + 0x676473
+cdef int64_t _lock_offset = LOAD_LOCK_OFFSET
 
 cdef enum:
     MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
@@ -104,6 +113,14 @@ cdef int64_t populate(
     return <int64_t>done
 
 
+cdef int is_shared(int fd) noexcept nogil:
+    """Whether others load the file, too."""
+    cdef flock lock
+    lock.l_type, lock.l_whence, lock.l_pid = F_WRLCK, SEEK_SET, 0
+    lock.l_start, lock.l_len = _lock_offset, 1
+    return fcntl(fd, F_OFD_GETLK, &lock) == 0 and lock.l_type != F_UNLCK
+
+
 cdef int64_t read_mapped(FirstTouch *self, const Read *read, int64_t cancels) noexcept nogil:
     """Reads the pages of a mapping: bytes, or -errno if nothing was read.
 
@@ -119,6 +136,7 @@ cdef int64_t read_mapped(FirstTouch *self, const Read *read, int64_t cancels) no
             length == UNIT_BYTES
             and <uintptr_t>(read.address + done) % UNIT_BYTES == 0
             and chosen_huge(self)
+            and (self.mode != AUTO or not is_shared(read.fd))
         )
         took = cpu_ns()
         got = populate(read.fd, read.address + done, length, offset, huge)

@@ -198,7 +198,7 @@ class ShardAccess:
     def _is_first(self) -> bool:
         """Whether this is the first load, and no other goes on. Others learn of this one. Later
         sessions of this checkpoint belong to the same load."""
-        others = load_locks.announce(self._checkpoint.shards[0].fd)
+        others = any([load_locks.announce(each.fd) for each in self._checkpoint.shards])
         if self._checkpoint.first_load is None:
             self._checkpoint.first_load = not others and not self._marked()
         return self._checkpoint.first_load

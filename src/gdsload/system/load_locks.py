@@ -13,7 +13,8 @@ import os
 import struct
 from contextlib import suppress
 
-_OFFSET = (1 << 62) + 0x676473  # no program locks bytes there for another reason
+from gdsload._native.mapped import LOAD_LOCK_OFFSET
+
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
 
 
@@ -38,5 +39,5 @@ def others(fd: int) -> bool:
 
 def _lock(fd: int, command: int, kind: int) -> int:
     """Calls fcntl, and returns the kind of lock that the kernel answers with."""
-    answer: bytes = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, _OFFSET, 1, 0))
+    answer: bytes = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, LOAD_LOCK_OFFSET, 1, 0))
     return int(_FLOCK.unpack(answer)[0])
