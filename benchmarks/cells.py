@@ -49,10 +49,11 @@ class Cell(NamedTuple):
         return self.block * self.batch
 
     def open(self) -> Backend:
-        """The backend with a queue that takes the batch, and memory that is ready as it is."""
+        """The backend with a queue that takes the batch, and memory that is ready as it is, and
+        registered: each request reads into it."""
         settings = dict(self.settings)
         if self.backend == "posix":
-            settings |= {"depth": self.batch, "pages": "small"}
+            settings |= {"depth": self.batch, "pages": "small", "fixed_buffers": "always"}
         return find(self.backend)(**settings)
 
 
@@ -71,7 +72,7 @@ class Room:
         self.device, self.length = device, length
         if device == CPU:
             region = Region.anonymous(length)
-            self.memory = Memory(DRAM, region.address, length, region, reused=True)
+            self.memory = Memory(DRAM, region.address, length, region)
             buffer = (ctypes.c_char * length).from_address(region.address)
             self._bytes: Any = numpy.frombuffer(buffer, numpy.uint8)
         else:

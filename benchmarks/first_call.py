@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import records, start, tables
+from . import places, records, tables
 from .layout import several
 from .records import Refused
 
@@ -59,7 +59,7 @@ def child(arm: str, file: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        env=start.environment(),
+        env=places.own_environment(),
     )
     if ran.returncode:
         raise Refused(f"{arm}: {ran.stderr.strip().splitlines()[-1:]}")

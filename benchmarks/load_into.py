@@ -19,7 +19,7 @@ from typing import Any
 
 from gdsload.memory import page_cache
 
-from . import machine, records, start, tables
+from . import machine, places, records, tables
 from .layout import several, size
 from .records import Refused
 
@@ -81,7 +81,7 @@ def child(arm: str, file: Path, state: str) -> dict[str, Any]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=start.environment(),
+        env=places.own_environment(),
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline().strip() != "ready":

@@ -6,7 +6,9 @@ in a wheel       results in ./gdsload-bench, build output in the user's cache di
 
 from __future__ import annotations
 
+import compileall
 import os
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -52,8 +54,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """The same for a process that imports the gdsload of this process."""
+    """The same for a process that imports the gdsload of this process, compiled as an installation
+    has it."""
     import gdsload
 
-    location = str(Path(gdsload.__file__).resolve().parents[1])
-    return environment(PYTHONPATH=location, PYTHONDONTWRITEBYTECODE="1", **more)
+    package = Path(gdsload.__file__).resolve().parent
+    _compile(package)
+    return environment(PYTHONPATH=str(package.parent), **more)
+
+
+@cache
+def _compile(package: Path) -> None:
+    compileall.compile_dir(package, quiet=2)

@@ -23,6 +23,7 @@ cells, compare, costs, instructions, judge, large, pictures = (
     measuring.program(name)
     for name in ("cells", "compare", "costs", "instructions", "judge", "large", "pictures")
 )
+first_call, load_into = (measuring.program(name) for name in ("first_call", "load_into"))
 parse, pipeline, pool = (measuring.program(name) for name in ("parse", "pipeline", "pool"))
 records, render, scale, summary, svg, sweep, tables, truth = (
     measuring.program(name)
@@ -451,6 +452,14 @@ def test_sweep_small_or_missing_file_is_refused(tmp_path: Path) -> None:
 
 def one_run(seconds: float, **facts: Any) -> dict[str, Any]:
     return {"seconds": seconds, "touched_bytes": 100, "peak_rss_bytes": 150, "notes": {}, **facts}
+
+
+def test_first_call_and_load_into_run(tiny_checkpoint: Path) -> None:
+    file = next(tiny_checkpoint.glob("*.safetensors"))
+    found = first_call.child("gdsload", file)
+    assert len(found["seconds"]) == first_call.LOADS
+    assert found["modules"] > 0
+    assert load_into.child("gdsload.load_into", file, "warm")["seconds"] > 0
 
 
 def test_compare_tensor_cost_is_split() -> None:
