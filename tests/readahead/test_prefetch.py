@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -692,12 +694,17 @@ def test_failed_prefetch_holds_no_reference_to_frames_that_waited(tmp_path: Path
 @pytest.mark.parametrize("keep", [False, True])
 def test_bytes_that_no_load_takes_are_given_back(keep: bool, tmp_path: Path) -> None:
     """Also if a tensor that a load took lies in the same memory."""
-
-    def anonymous_bytes() -> int:
-        with open("/proc/self/status") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
     each = 8 << 20
+
+    def has_memory(address: int) -> bool:
+        """Whether the system has given memory to most of these addresses."""
+        pages = each // PAGESIZE - 1  # whole ones
+        resident = (ctypes.c_ubyte * pages)()
+        start = ctypes.c_void_p(-(-address // PAGESIZE) * PAGESIZE)
+        if ctypes.CDLL(None).mincore(start, ctypes.c_size_t(pages * PAGESIZE), resident):
+            return False  # they are not mapped
+        return sum(resident) > pages // 2
+
     save_file(
         {f"t{n}": torch.full((each,), n, dtype=torch.uint8) for n in range(6)},
         tmp_path / "model.safetensors",
@@ -705,9 +712,10 @@ def test_bytes_that_no_load_takes_are_given_back(keep: bool, tmp_path: Path) -> 
     page_cache.evict(tmp_path / "model.safetensors")
     with gdsload.prefetch(tmp_path, cache="direct", keep=keep) as ahead:
         ahead.wait()
-        before = anonymous_bytes()
         tensors = gdsload.load_file(tmp_path, names=["t3"])
-        after = anonymous_bytes()
-        assert before - after < each if keep else before - after > 4 * each
-    assert before - anonymous_bytes() > 4 * each
+        taken = tensors["t3"].data_ptr()
+        others = [taken + n * each for n in (-3, -2, -1, 1, 2)]
+        assert [has_memory(address) for address in others] == [keep] * len(others)
+    assert not any(has_memory(address) for address in others)
+    assert has_memory(taken)
     assert bool((tensors["t3"] == 3).all())
