@@ -1,1 +1,3 @@
 LOAD_LOCK_OFFSET: int
+
+def is_shared(fd: int) -> bool: ...

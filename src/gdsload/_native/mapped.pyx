@@ -113,8 +113,9 @@ cdef int64_t populate(
     return <int64_t>done
 
 
-cdef int is_shared(int fd) noexcept nogil:
-    """Whether others load the file, too."""
+cpdef bint is_shared(int fd) noexcept nogil:
+    """Whether other loads of the file have announced themselves. False where the filesystem has no
+    locks."""
     cdef flock lock
     lock.l_type, lock.l_whence, lock.l_pid = F_WRLCK, SEEK_SET, 0
     lock.l_start, lock.l_len = _lock_offset, 1

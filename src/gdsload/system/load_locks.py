@@ -13,9 +13,12 @@ import os
 import struct
 from contextlib import suppress
 
-from gdsload._native.mapped import LOAD_LOCK_OFFSET
+from gdsload._native.mapped import LOAD_LOCK_OFFSET, is_shared as others
+
+__all__ = ["announce", "others"]
 
 _FLOCK = struct.Struct("@hhqqi0q")  # type, whence, start, length, process
+_SHARED_LOCK = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, LOAD_LOCK_OFFSET, 1, 0)
 
 
 def announce(fd: int) -> bool:
@@ -25,19 +28,5 @@ def announce(fd: int) -> bool:
     locks. The lock belongs to the open file description: loads that share `fd` count as one.
     """
     with suppress(OSError):
-        _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _SHARED_LOCK)
     return others(fd)
-
-
-def others(fd: int) -> bool:
-    """Whether other loads of the file have announced themselves."""
-    try:
-        return _lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
-    except OSError:
-        return False
-
-
-def _lock(fd: int, command: int, kind: int) -> int:
-    """Calls fcntl, and returns the kind of lock that the kernel answers with."""
-    answer: bytes = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, LOAD_LOCK_OFFSET, 1, 0))
-    return int(_FLOCK.unpack(answer)[0])
