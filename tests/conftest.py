@@ -21,6 +21,7 @@ import gpudoubles
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import OpenFile
 from gdsload.loading import session
+from gdsload.readahead import prefetch
 from gdsload.synthetic import checkpoints
 from gpudoubles import Doubles
 from object_server import ANONYMOUS, ObjectServer, serving
@@ -50,6 +51,12 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def nothing_measured(cache_home: Path) -> None:
     """Clears the tuning cache: no test depends on the measurements of another one."""
     shutil.rmtree(cache_home / "gdsload", ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def prefetches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefetch that was closed has ended, also on a busy machine."""
+    monkeypatch.setattr(prefetch, "_CLOSE_SECONDS", 120.0)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_name("fault_engine.c")
 SHORT, ERRNO, ZERO, HANG = 1, 2, 3, 4
 ANY, DIRECT, BUFFERED = 0, 1, 2
 FOR_EVER = -1
-_WAIT_NS = 10_000_000_000  # generous: it ends a test that would otherwise hang
+_WAIT_NS = 120_000_000_000  # generous: it ends a test that would otherwise hang
 _NAME = b"gdsload.engine"  # a capsule keeps only the pointer to its name
 
 

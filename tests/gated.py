@@ -47,6 +47,7 @@ class Gate:
         # The next look finds the long silence of a process that was stopped (SIGSTOP), whose bytes
         # arrive after it.
         self.stopped = False
+        self.waiting = False  # a load waits, and has seen what was completed
 
     def request(self, number: int = 0) -> GatedRequest:
         with self.changed:
@@ -54,6 +55,11 @@ class Gate:
                 "nothing was posted"
             )
             return self.requests[number]
+
+    def wait_seen(self) -> None:
+        """Waits until a load has seen all that was completed, and waits for more."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.waiting, PATIENCE_SECONDS), "none waits"
 
     def open(self, number: int = 0, count: int | None = None, error: int = 0) -> None:
         request = self.request(number)
@@ -65,6 +71,7 @@ class Gate:
                 else:
                     request.read(request.settled)
                 request.settled += 1
+            self.waiting = False
             self.changed.notify_all()
 
 
@@ -113,6 +120,8 @@ class GatedBackend(Backend):
     def wait(self, request: Any, seconds: float, first: int = 0, last: int = -1) -> None:
         with self.gate.changed:
             reported = request.reported
+            self.gate.waiting = reported == request.settled
+            self.gate.changed.notify_all()
             self.gate.changed.wait_for(
                 lambda: request.settled > reported or request.released, seconds
             )

@@ -21,6 +21,7 @@ from gated import gated
 from gdsload.integrations.transformers import hooks
 from gdsload.readahead.prefetch import prefetches
 from gdsload.system import cancellation
+from threadends import await_threads
 
 NEW = transformers.__version__[0] > "4"
 FIRST = "hook" if NEW else "safe_open"
@@ -78,6 +79,7 @@ def test_event_loop_runs_while_reads_are_pending(source: Path) -> None:
 @pytest.mark.parametrize("landed", [0, 3])
 def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
     gdsload.from_pretrained(source)  # what is opened once for a process is open now
+    await_threads("gdsload-open")
     called: list[weakref.ref[Any]] = []
 
     async def main() -> tuple[Any, Any]:
@@ -95,9 +97,8 @@ def test_cancelled_load_releases_everything(source: Path, landed: int) -> None:
             await loading
         del loading
         assert all(request.released for request in gate.requests)
-        for thread in threading.enumerate():  # the one that ended the load ends a moment later
-            if thread.name == "gdsload-stop":
-                thread.join(60)
+        for name in ("gdsload-stop", "gdsload-open"):
+            await_threads(name)
         return before, state_of_process()
 
     with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):

@@ -26,6 +26,7 @@ from gdsload.integrations.transformers.model_reader import ModelReader
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from threadends import await_most
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def nothing_stays(mixture: Path, tmp_path: Path) -> Iterator[None]:
     assert gc.isenabled()
     assert hooks.active() is None
     assert hooks.outer_report.get() is None
-    assert threading.active_count() <= threads
+    await_most(threads)
     for path in (mixture, tmp_path):
         assert equal.open_files(path) == []
         assert mapped(path) == []

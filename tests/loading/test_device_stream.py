@@ -103,8 +103,11 @@ def test_stream_closed_early_frees_device_memory(doubles: Doubles, tiny_checkpoi
         )
         next(stream)
         stream.close()
-    staging_ring.release_rings()
-    assert doubles.cuda_log["used"] == before
+    deadline = time.monotonic() + 60
+    while doubles.cuda_log["used"] > before:  # reads that were under way may end later
+        assert time.monotonic() < deadline
+        staging_ring.release_rings()
+        gc.collect()
 
 
 @pytest.mark.parametrize(("backend", "options"), BACKENDS)

@@ -4,6 +4,7 @@ doubles."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def warm(tmp_path: Path) -> Iterator[Path]:
 
 def workers() -> int:
     """Kernel threads that io_uring has started for this process."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            names.append(path.read_text())
     return sum(name.startswith("iou-wrk") for name in names)
 
 

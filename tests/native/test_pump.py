@@ -117,7 +117,7 @@ def test_cancelled_request_keeps_completed_reads(fd: int, faults: Faults, pump: 
     region = Region.anonymous(20 * 4096)
     request = Request(pump, *whole(region, fd, 20))
     request.post()
-    assert request.wait(10.0, 0, 0)
+    assert request.wait(120.0, 0, 0)
     faults.wait_hung()
     request.cancel()
     assert not request.quiet(0.0)
@@ -134,7 +134,7 @@ def test_cancel_while_the_engine_takes_nothing_drains(fd: int, faults: Faults, p
     request.post()
     request.cancel()
     assert request.quiet(60.0)
-    assert pump.close(10.0)
+    assert pump.close(120.0)
 
 
 def test_memory_of_a_read_in_flight_outlives_the_request(
@@ -149,7 +149,7 @@ def test_memory_of_a_read_in_flight_outlives_the_request(
     gc.collect()
     assert region.references == 2, "the pump still holds it"
     faults.let_go()
-    assert pump.close(10.0)
+    assert pump.close(120.0)
     assert region.references == 1
 
 
@@ -166,9 +166,10 @@ def test_close_with_a_hanging_read_returns_false(fd: int, faults: Faults, pump: 
 def test_abandoned_pump_does_not_poll_often(fd: int, faults: Faults, pump: Pump) -> None:
     _hung = hanging(fd, faults, pump)
     assert pump.close(0.05) is False
-    before = faults.log.reaps
+    begun, before = time.monotonic(), faults.log.reaps
     time.sleep(0.4)
-    assert faults.log.reaps - before <= 40  # 20; 800 at the pace of a busy pump
+    # 50 a second; 2,000 at the pace of a busy pump.
+    assert faults.log.reaps - before <= 100 * (time.monotonic() - begun)
 
 
 def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: Pump) -> None:
@@ -183,7 +184,7 @@ def test_request_beside_a_hanging_one_completes(fd: int, faults: Faults, pump: P
         assert request.wait(60.0) and request.failed == 0 and request.quiet(60.0)
     stuck.cancel()
     faults.let_go()
-    assert stuck.quiet(10.0)
+    assert stuck.quiet(120.0)
     pump.close(1.0)
 
 
@@ -253,7 +254,7 @@ def test_pump_wakes_when_a_waiter_has_all_its_reads(
         waiting = others.submit(request.wait, 30.0, first, last)
         faults.wait_wanted(wanted)
         faults.let_go()
-        assert waiting.result(10.0)
+        assert waiting.result(120.0)
     assert request.wait(60.0) and request.failed == 0
     pump.close(1.0)
 
@@ -270,7 +271,7 @@ def test_many_waiters_all_return(fd: int, faults: Faults, pump: Pump) -> None:
             waits = [others.submit(request.wait, 30.0, first, 19) for first in range(5)]
             assert not request.wait(0.0) and request.wait(30.0, 0, 7)
             faults.let_go()
-            assert all(wait.result(10.0) for wait in waits)
+            assert all(wait.result(120.0) for wait in waits)
             assert request.quiet(60.0)
     pump.close(1.0)
 

@@ -60,6 +60,11 @@ def nothing_stays() -> Iterator[None]:
     assert left == [] and claims.offered() == []
 
 
+def await_reading(ahead: gdsload.Prefetch) -> None:
+    """Waits until it has posted its reads, or relies on those of others."""
+    assert ahead._posted.wait(PATIENCE_SECONDS)
+
+
 def reference(directory: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -398,8 +403,8 @@ def test_one_that_relied_on_another_tells_what_became_of_it(
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as first:
         gate.request(0)
         with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
-            while again.progress().state == "opening":  # it may not have seen the first one yet
-                assert again.wait(0.01) is False
+            await_reading(again)  # before, it may not have seen the first one
+            assert again.wait(0.1) is False
             getattr(first, end)()
             with pytest.raises(PrefetchCancelled, match="another"):
                 again.wait(PATIENCE_SECONDS)
@@ -420,6 +425,7 @@ def test_one_that_is_closed_while_another_reads_for_it_is_not_complete(
 def test_waiting_ends_when_it_was_told_to(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
         gate.request()
+        await_reading(ahead)
         assert ahead.wait(0.0) is False
         assert "reading" in repr(ahead)
 
@@ -433,12 +439,14 @@ def test_who_waits_in_the_main_thread_imports_nothing(
     )
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
         gate.request()
+        await_reading(ahead)
         ahead.wait(0.0)
         thread = threading.Thread(target=ahead.wait, args=(0.01,))
         thread.start()
         thread.join()
         assert waits == []
-        ahead.wait(0.01)
+        while not waits:  # it may take longer than that to get there
+            ahead.wait(0.01)
         assert set(waits) == {threading.main_thread().name}
 
 
@@ -517,6 +525,7 @@ def test_a_child_finds_nothing_of_its_parents(checkpoint: Path) -> None:
 def test_a_child_is_told_that_the_reads_stayed_in_the_parent(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ) as ahead:
         gate.request(0)
+        await_reading(ahead)
         with ahead._lock, ahead._batch._lock:  # type: ignore[union-attr]
             child = os.fork()
         if child == 0:
@@ -666,10 +675,11 @@ def test_memory_of_a_closed_prefetch_goes_back(checkpoint: Path) -> None:
 
 def test_reader_thread_has_lower_priority_than_its_process(tiny_checkpoint: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with gated() as gate, gdsload.prefetch(tiny_checkpoint, backend="gated", cache="direct"):
+    how = {"backend": "gated", "cache": "direct"}
+    with gated() as gate, gdsload.prefetch(tiny_checkpoint, **how) as ahead:
         gate.request()
-        (reader,) = [t for t in threading.enumerate() if t.name == "gdsload-prefetch"]
-        assert reader.native_id is not None
+        reader = ahead._thread
+        assert reader is not None and reader.native_id is not None
         assert os.getpriority(os.PRIO_PROCESS, reader.native_id) == min(own + prefetch.NICENESS, 19)
         gate.open()
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from gdsload.errors import GdsloadError, RemoteError
 from gdsload.remote.cache import CachedFile, LocalCache
 from gdsload.remote.cache_entry import BLOCK_BYTES, Entry
 from gdsload.remote.file import LocalCopy, RemoteFile
+from threadends import await_threads
 
 SIZE = 3 * BLOCK_BYTES + 12_345
 ROOMY = 1 << 40
@@ -83,11 +84,10 @@ def content_of(copy: LocalCopy | None) -> bytes:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.01)
-    pytest.fail("the condition did not become true")
 
 
 def sealed_files(directory: Path) -> int:
@@ -151,7 +151,7 @@ def test_file_that_cannot_be_sealed_at_the_end_of_the_interpreter_is_no_error(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     load(tmp_path, MemoryFile(size=1000))
     assert refused.wait(PATIENCE_SECONDS)
-    wait_for(lambda: "gdsload-cache" not in {each.name for each in threading.enumerate()})
+    await_threads("gdsload-cache")
     assert not raised
 
 
@@ -195,7 +195,8 @@ def test_random_ranges_are_exact_and_each_byte_is_fetched_once(tmp_path: Path, s
 def test_flipped_byte_of_a_whole_file_is_fetched_again(tmp_path: Path) -> None:
     file = MemoryFile()
     load(tmp_path, file)
-    wait_for(lambda: sealed_files(tmp_path) == 1)
+    await_threads("gdsload-cache")
+    assert sealed_files(tmp_path) == 1
     flip(data_of(tmp_path), BLOCK_BYTES + 77)
     again = MemoryFile()
     cached = opened(tmp_path, again)
@@ -278,7 +279,10 @@ def test_failure_in_the_middle_keeps_what_came(tmp_path: Path) -> None:
     assert file.asked == [(3 << 20, file.size - (3 << 20))]
 
 
-def test_two_loads_of_one_process_fetch_each_byte_once(tmp_path: Path) -> None:
+def test_two_loads_of_one_process_fetch_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdsload.remote.cache.CLAIM_SECONDS", PATIENCE_SECONDS)
     file = MemoryFile()
     file.before_chunk = lambda offset: time.sleep(0.01)
     results: list[bytes] = []
@@ -324,6 +328,8 @@ def start(directory: Path, code: str) -> subprocess.Popen[str]:
 
 def test_two_processes_at_once_fetch_each_byte_once(tmp_path: Path) -> None:
     code = """
+    import gdsload.remote.cache
+    gdsload.remote.cache.CLAIM_SECONDS = PATIENCE_SECONDS
     file = MemoryFile()
     file.before_chunk = lambda offset: time.sleep(0.02)
     while not (directory / "go").exists(): time.sleep(0.001)
@@ -407,6 +413,7 @@ def test_cache_leaves_a_tenth_of_the_disk_free(tmp_path: Path) -> None:
             cached = LocalCache(tmp_path / "disk").open(file)
             assert (cached.refusal, cached.read(0, file.size)) == ("", file.content)
             cached.close()
+            await_threads("gdsload-cache")  # until it has ended, the file is in use
         refused = LocalCache(tmp_path / "disk").open(MemoryFile("large", 19_000_000))
         assert "19,000,000 bytes" in refused.refusal
         assert [Path(each.url).name for each in LocalCache(tmp_path / "disk").entries()] == ["b"]
@@ -509,16 +516,12 @@ def names_in(directory: Path) -> set[str]:
 
 
 def test_least_recently_used_files_are_removed(tmp_path: Path) -> None:
-    def is_cached(file: MemoryFile) -> bool:
-        """False while a thread still seals a file that has to be removed."""
+    for name in ("a", "b", "a", "c"):
+        file = MemoryFile(name, 1_000_000)
         cached = opened(tmp_path, file, limit_bytes=2_500_000)
-        assert cached.read(0, file.size) == file.content
+        assert (cached.refusal, cached.read(0, file.size)) == ("", file.content)
         cached.close()
-        return not cached.refusal
-
-    for name, sealed in (("a", 1), ("b", 2), ("a", 2), ("c", 2)):
-        wait_for(partial(is_cached, MemoryFile(name, 1_000_000)))
-        wait_for(lambda sealed=sealed: sealed_files(tmp_path) == sealed)
+        await_threads("gdsload-cache")  # until it has ended, the file is in use
         time.sleep(0.02)  # the clock of the filesystem ticks
     assert names_in(tmp_path) == {"a", "c"}
 

@@ -16,6 +16,7 @@ from gdsload import Checkpoint, events
 from gdsload.remote.cache import LocalCache
 from gdsload.remote.cache_entry import Entry
 from object_server import ObjectServer
+from threadends import await_threads
 
 pytest.importorskip("obstore")
 pytest.importorskip("xxhash")
@@ -37,6 +38,7 @@ def test_second_opening_is_one_of_local_files(server: ObjectServer, tmp_path: Pa
         assert first.remote
         content = read_all(first)
     server.forget()
+    await_threads("gdsload-cache")
     with Checkpoint.open(url, cache_dir=cache) as second:
         assert not second.remote
         assert read_all(second) == content
@@ -155,6 +157,7 @@ def test_second_load_reads_no_bytes_from_the_store(
     url, cache = server.url("s3", "model"), tmp_path / "cache"
     assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
     server.forget()
+    await_threads("gdsload-cache")
     found = gdsload.load_file(url, cache_dir=cache)
     report = gdsload.last_report()
     assert_same(found, tiny_checkpoint)
@@ -201,12 +204,13 @@ def test_flipped_byte_in_the_cache_is_fetched_again(
 ) -> None:
     url, cache = server.url("s3", "model"), tmp_path / "cache"
     gdsload.load_file(url, cache_dir=cache)
-    gdsload.load_file(url, cache_dir=cache)  # seals it
+    await_threads("gdsload-cache")
     for path in cache.rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-7] ^= 16
         path.write_bytes(data)
     assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
+    await_threads("gdsload-cache")
     assert_same(gdsload.load_file(url, cache_dir=cache), tiny_checkpoint)
     assert list(gdsload.last_report().paths) == ["mapped"]
 

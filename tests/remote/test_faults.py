@@ -186,8 +186,13 @@ def test_lasting_fault_is_one_error(
 @pytest.mark.parametrize("pins", [True, False])
 @pytest.mark.parametrize("face", FACES)
 def test_object_that_is_replaced_between_requests_is_reported(
-    server: ObjectServer, wanted: Tensors, face: str, pins: bool
+    server: ObjectServer,
+    wanted: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+    face: str,
+    pins: bool,
 ) -> None:
+    monkeypatch.setattr(object_store, "SILENCE_SECONDS", 60.0)  # a busy server is no silent one
     server.pins = pins
     server.script("replaced", path="*.safetensors", first=3)  # after the two headers
     with pytest.raises(gdsload.FileChanged):
@@ -196,8 +201,9 @@ def test_object_that_is_replaced_between_requests_is_reported(
 
 @pytest.mark.parametrize("status", ["403", "404"])
 def test_final_answer_is_not_asked_for_again(
-    server: ObjectServer, wanted: Tensors, status: str
+    server: ObjectServer, wanted: Tensors, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
+    monkeypatch.setattr(object_store, "SILENCE_SECONDS", 60.0)  # a busy server is no silent one
     server.script(status, path="*.safetensors", count=None)
     with pytest.raises(gdsload.GdsloadError):
         bounded(lambda: load_file(server.url("s3", "model"), wanted))

@@ -218,7 +218,10 @@ def test_requests_are_repeated_until_the_time_is_over(
 
 @pytest.mark.parametrize("path", ["", "model/*.safetensors"])
 @pytest.mark.usefixtures("impatient")
-def test_outage_is_waited_for_once(server: ObjectServer, path: str) -> None:
+def test_outage_is_waited_for_once(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(object_store, "SILENCE_SECONDS", 60.0)  # a busy server is no silent one
     server.script("503", path=path, count=None)
     with pytest.raises(CheckpointUnreadable, match="503"):
         Checkpoint.open(server.url("s3", f"model/{FIRST}" if path else "model"))

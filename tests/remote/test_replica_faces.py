@@ -15,7 +15,7 @@ import torch
 import gdsload
 from command import answer, run
 from gdsload.errors import CheckpointError, GdsloadError, IntegrityError
-from gdsload.remote import object_store
+from gdsload.remote import object_store, replica_directory
 from object_server import ObjectServer
 
 pytest.importorskip("obstore")
@@ -27,6 +27,7 @@ CONFIG = ("config.json", "generation_config.json")
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(replica_directory, "PATIENCE_SECONDS", 60.0)  # of a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -208,6 +208,7 @@ request = backend.prepare(
     [read], [backend.register(OpenFile(path, fd, 4096, -1, 4096))], [backend.register(memory)]
 )
 backend.post(request)
+backend.wait(request, 60.0)  # one that is under way would be left alone
 """
 
 
@@ -233,7 +234,7 @@ def test_exit_while_closing_cufile_hangs_does_not_wait(tmp_path: Path) -> None:
 
 ENGINE_ENDS_LATE = """
 DELAY = 13  # as of a thread that waits for a processor
-cufile_library.double_fault(b"cuFileBatchIODestroy", DELAY, ctypes.c_int64(500_000_000), 0, 4)
+cufile_library.double_fault(b"cuFileBatchIODestroy", DELAY, ctypes.c_int64(100_000_000), 0, 4)
 ahead = gdsload.prefetch(sys.argv[4], "cuda:0", backend="gds", options=options)
 ahead.wait()
 ahead.close()

@@ -20,22 +20,27 @@ from command import process
 from gdsload.memory import page_cache
 
 END = "the end of a load"
-# Each load is of 4 MB, for 2 seconds. In one process, because the imports take longer than that.
+# Each load is of 4 MB: two for 3 seconds, and two reads with 3 seconds between them. In one
+# process, because the imports take longer than that.
 LOADS = f"""
 import sys
 from contextlib import suppress
 from pathlib import Path
 import torch
+import tqdm
 import gdsload
 from gdsload.cli import main
 from gdsload.memory import page_cache
 
-gdsload.warmup.limit_bandwidth(2_000_000, of="all")
+gdsload.warmup.limit_bandwidth(1_300_000, of="all")
+def warmup(path):
+    gdsload.warmup.limit_bandwidth(600_000, of="all")
+    main(["warmup", path, "--wait"])
 how = dict(cache="direct", options=dict(engine="threads", request_bytes=65536))
 for load in (
     lambda path: gdsload.load_file(path, **how),
     lambda path: list(gdsload.stream(path, window_bytes=1 << 20, **how)),
-    lambda path: main(["warmup", path, "--wait"]),
+    warmup,
 ):
     for file in Path(sys.argv[1]).glob("*.safetensors"):
         page_cache.evict(file)

@@ -53,8 +53,8 @@ def undumpable(checkpoint: Path) -> list[str]:
 def native_threads() -> set[str]:
     names = {}
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as comm:
-            names[task] = comm.read()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            names[task] = Path("/proc/self/task", task, "comm").read_text()
     # The kernel's own workers for a ring end some time after it.
     return {task for task, name in names.items() if not name.startswith("iou-")}
 

@@ -252,14 +252,16 @@ class Prefetch(quiesce.Holder):
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         ranges, self._others = self._without_others(session, ranges)
+        if self._state != OPENING:
+            raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
             with self._lock:
-                self._batch = batch
                 self._wanted_bytes = sum(one.nbytes for one in ranges)
                 self._warm_bytes = max(self._wanted_bytes - batch.plan.read_bytes, 0)
                 if self._state == OPENING:
                     self._state = READING
+                self._batch = batch  # last: `progress` takes no lock
             if session.verifier is None:
                 self._fill_offer(batch, ranges, session.device)
             self._posted.set()
@@ -423,7 +425,7 @@ class Prefetch(quiesce.Holder):
         """Ends the reads and frees the bytes that no load has claimed. May be called again."""
         self._stop(CLOSED)
         if self._thread not in (None, threading.current_thread()):
-            self._thread.join(_POLL_SECONDS if self._state == OPENING else _CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
 
     def _stop(self, state: str) -> None:
         with self._lock:

@@ -88,6 +88,7 @@ class PrefetchBatch(Batch):
         """
         lock = self._lock
         if not lock.acquire(blocking=False):
+            self._idle_seconds = 0.0  # not asked: an old silence must not count twice
             return False
         try:
             return self._look()
