@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import PAGESIZE
 from pathlib import Path
@@ -336,6 +337,20 @@ def test_claim_in_a_stopped_process_does_not_report_a_stall(checkpoint: Path, ga
         ahead.release()
 
 
+def test_look_that_another_thread_prevents_tells_no_silence(checkpoint: Path, gate: Gate) -> None:
+    with (
+        Checkpoint.open(checkpoint) as opened,
+        Session(opened, LoadReport("ahead"), backend="gated", claim=False, **READ) as session,
+    ):
+        ahead = PrefetchBatch.of(session, byte_ranges_of(opened, None))
+        gate.stopped = True
+        assert not ahead.look() and ahead.idle_seconds() > 1e5
+        with ahead._lock, ThreadPoolExecutor(1) as pool:
+            assert pool.submit(ahead.look).result() is False
+        assert ahead.idle_seconds() == 0.0
+        ahead.release()
+
+
 def test_two_prefetches_of_the_same_read_it_once(checkpoint: Path, gate: Gate) -> None:
     with gdsload.prefetch(checkpoint, backend="gated", **READ):
         gate.request(0)
@@ -384,14 +399,15 @@ def test_prefetch_waits_for_an_older_one_that_still_opens_the_files(
         assert len(gate.requests) == 1
 
 
-def test_prefetch_that_waits_for_an_older_one_may_be_closed(
-    checkpoint: Path, slow_opening: threading.Event
+def test_prefetch_that_waits_for_an_older_one_may_be_closed_and_reads_nothing(
+    checkpoint: Path, gate: Gate, slow_opening: threading.Event
 ) -> None:
     with gdsload.prefetch(checkpoint, **READ) as first:
-        with gdsload.prefetch(checkpoint, **READ) as again:
+        with gdsload.prefetch(checkpoint, backend="gated", **READ) as again:
             assert again.wait(0.1) is False
         with pytest.raises(PrefetchCancelled):
             again.wait(PATIENCE_SECONDS)
+        assert gate.requests == []
         slow_opening.set()
         assert first.wait(PATIENCE_SECONDS)
 
