@@ -53,10 +53,12 @@ def nothing_measured(cache_home: Path) -> None:
     shutil.rmtree(cache_home / "gdsload", ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def prefetches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def prefetches_end() -> Iterator[None]:
     """A prefetch that was closed has ended, also on a busy machine."""
-    monkeypatch.setattr(prefetch, "_CLOSE_SECONDS", 120.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch, "_CLOSE_SECONDS", 120.0)
+        yield
 
 
 @pytest.fixture(scope="session")
