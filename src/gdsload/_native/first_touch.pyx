@@ -6,7 +6,7 @@ has backed memory ready, and 5 ms if a hypervisor must find it first. So the thr
 ways of making a unit of 2 MiB ready, by CPU time, and use the cheaper:
 
     huge page     touch it ─► read in place
-    small pages   read to the thread's bounce buffer ─► copy, which touches them
+    small pages   read to the thread's bounce buffer ─► touch them in one call ─► copy
 
 The bounce buffer is a huge page that is reused: a direct read into small pages is slow on a virtual
 disk, because its host maps each page separately. Not responsible for memory of others and for memory
@@ -43,6 +43,9 @@ cdef extern from "<sys/mman.h>" nogil:
     int mincore(void *address, size_t length, unsigned char *resident)
 
 cdef enum:
+    # Of Linux 5.14 and newer. Without it, the copy touches the pages one by one, which takes a
+    # quarter more CPU time.
+    MADV_POPULATE_WRITE = 23
     # 512 small pages and a copy never cost less, on any machine that was measured.
     CHEAP_NS = 250000
     # Counts as the time of a huge page that the kernel did not have: dearer than small pages.
@@ -222,6 +225,7 @@ cdef int64_t read_small(
         return got
     if buffer != NULL:
         took = cpu_ns()
+        madvise(address, <size_t>got, MADV_POPULATE_WRITE)
         memcpy(address, buffer, <size_t>got)
     small_took(self, (cpu_ns() - took) * UNIT_BYTES // got)
     return got
