@@ -22,7 +22,7 @@ for version in "$@"; do
         accelerate safetensors psutil click tqdm pytest pytest-xdist hypothesis
     printf 'transformers %s\n' "$version"
     PYTHONPATH="$PWD/src:$PWD/tests" "$where/bin/python" -m pytest -q -p no:cacheprovider \
-        -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+        -n 3 --dist loadfile --no-loadscope-reorder \
         --ignore tests/integrations/test_async_model.py \
         --ignore tests/integrations/test_module_callbacks.py \
         --ignore tests/integrations/test_prefetch_model.py tests/integrations || failed="$failed $version"
