@@ -38,6 +38,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def peak_rss_bytes() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 # A call that contains several loads, such as one of a pipeline: its report gets the sums.
 enclosing: ContextVar[LoadReport | None] = ContextVar("gdsload.enclosing", default=None)
 
@@ -353,7 +358,7 @@ class LoadReport:
         finally:
             self.seconds = time.monotonic() - start
             self.cpu_seconds = time.process_time() - cpu
-            self.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            self.peak_rss_bytes = peak_rss_bytes()
             if (around := enclosing.get()) is not None and around is not self:
                 around.add(self)
             with _lock:

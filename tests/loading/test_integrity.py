@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,18 @@ from gdsload.errors import (
     PartialLoad,
 )
 from gdsload.loading import device_batch, integrity, into
+from gdsload.loading.claims import Offer
+from gdsload.loading.integrity import Verifier
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import FILE_ORDER
 from gdsload.planning.tensor_slices import PartName, rows_of
+from gdsload.readahead.prefetch import PrefetchCancelled
 from gdsload.report import LoadReport
 from gpudoubles import Doubles
 
 NORM = "model.norm.weight"
 ONE = "model-0.safetensors"
+PATIENCE_SECONDS = 120.0
 FLIPS = int(os.environ.get("GDSLOAD_FLIPS", "200"))
 
 
@@ -204,6 +209,47 @@ def test_error_of_drop_in_functions_is_a_safetensors_error(source: Path) -> None
     with pytest.raises(SafetensorError) as caught:
         by_load_file(source)
     assert isinstance(caught.value, IntegrityError) and isinstance(caught.value, ValueError)
+
+
+def test_prefetch_that_is_cancelled_while_it_compares_has_not_succeeded(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_in(source, NORM)
+    compares, go = threading.Event(), threading.Event()
+    check = Verifier.check_in_memory
+
+    def slow(*given: Any) -> None:
+        compares.set()
+        assert go.wait(PATIENCE_SECONDS)
+        check(*given)
+
+    monkeypatch.setattr(Verifier, "check_in_memory", slow)
+    ahead = gdsload.prefetch(source, verify="checksum", cache="buffered")
+    assert compares.wait(PATIENCE_SECONDS)
+    ahead.cancel()
+    go.set()
+    with pytest.raises(PrefetchCancelled):
+        ahead.wait(PATIENCE_SECONDS)
+    ahead.close()
+
+
+def test_load_waits_for_a_prefetch_as_long_as_it_compares(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compares, waits = threading.Event(), threading.Event()
+    check, wait = Verifier.check_in_memory, Offer.await_filled
+
+    def slow(*given: Any) -> None:
+        compares.set()
+        assert waits.wait(PATIENCE_SECONDS)
+        check(*given)
+
+    monkeypatch.setattr(Verifier, "check_in_memory", slow)
+    monkeypatch.setattr(Offer, "await_filled", lambda *given: (waits.set(), wait(*given))[1])
+    with gdsload.prefetch(source, verify="checksum", cache="buffered"):
+        assert compares.wait(PATIENCE_SECONDS)
+        gdsload.load_file(source)
+    assert set(gdsload.last_report().paths) == {"prefetched"}
 
 
 def test_load_without_verify_does_not_read_the_manifest(source: Path) -> None:

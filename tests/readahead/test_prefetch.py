@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file as reference_load_file, save_file
 
 import gdsload
+from command import run
 from gated import Gate, gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadError
@@ -31,10 +32,11 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
-from gdsload.readahead import prefetch
+from gdsload.readahead import prefetch, prefetch_batch
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
+from gdsload.system.cancellation import CancelToken, LoadCancelled
 
 PATIENCE_SECONDS = 120.0
 # Through the page cache into memory: works on every filesystem, and never ends in a mapping.
@@ -123,11 +125,60 @@ def test_a_load_waits_for_a_prefetch_that_still_opens_the_files(
     monkeypatch.setattr(gdsload.Checkpoint, "open", slow)
     with gdsload.prefetch(checkpoint, **READ) as ahead:
         assert opening.wait(PATIENCE_SECONDS) and ahead.progress().state == "opening"
+        wait = claims.Offer.await_filled
         monkeypatch.setattr(
-            claims.Offer, "await_opening", lambda self, s: (go.set(), self._known.wait(s))[1]
+            claims.Offer, "await_filled", lambda *given: (go.set(), wait(*given))[1]
         )
         gdsload.load_file(checkpoint)
     assert set(gdsload.last_report().paths) == {"prefetched"}
+
+
+def test_load_does_not_wait_again_for_a_prefetch_without_progress(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[bool] = []
+    wait = claims.Offer.await_filled
+    monkeypatch.setattr(
+        claims.Offer, "await_filled", lambda *given: (waits.append(wait(*given)), waits[-1])[1]
+    )
+    offer = claims.Offer(str(checkpoint))  # of a prefetch that hangs while it opens the files
+    claims.offer(offer)
+    offer.note_progress(idle_seconds=7.0)
+    try:
+        assert len(list(gdsload.stream(checkpoint, window_bytes=50_000, stall_seconds=6.0))) > 1
+    finally:
+        claims.withdraw(offer)
+    assert len(waits) > 1 and not any(waits)
+    assert gdsload.last_report().phases["wait for the prefetch"] < 6.0
+
+
+def test_load_that_waits_for_a_prefetch_can_be_cancelled(checkpoint: Path) -> None:
+    offer = claims.Offer(str(checkpoint))
+    claims.offer(offer)
+    token, waits = CancelToken(), threading.Event()
+    offer.note_progress = waits.set  # type: ignore[method-assign]
+    failures: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            token.run(gdsload.load_file, checkpoint, on_event=lambda _: waits.set())
+        except LoadCancelled as error:
+            failures.append(error)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    assert waits.wait(PATIENCE_SECONDS)
+    token.ask()
+    loader.join(PATIENCE_SECONDS)
+    claims.withdraw(offer)
+    assert len(failures) == 1
+
+
+def test_offer_that_a_signal_handler_clears_while_it_is_cleared_ends(checkpoint: Path) -> None:
+    offer = claims.Offer(str(checkpoint))
+    with offer._changed:  # a handler interrupts its holder
+        offer.clear()
+    assert offer.await_filled(PATIENCE_SECONDS)
 
 
 def test_prefetch_that_opens_a_hub_model_holds_only_files_of_this_model(tmp_path: Path) -> None:
@@ -509,6 +560,32 @@ def test_page_cache_is_not_filled_past_the_limit(checkpoint: Path) -> None:
     with gdsload.prefetch(checkpoint, tier="pagecache", limit_bytes=70_000) as ahead:
         assert ahead.wait(PATIENCE_SECONDS)
     assert ahead.progress().wanted_bytes == ahead.progress().resident_bytes == 70_000
+
+
+@pytest.mark.parametrize("available", [0, 70_000])
+def test_page_cache_that_memory_is_too_small_for_is_not_complete(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr(prefetch_batch, "available_bytes", lambda: available)
+    with gdsload.prefetch(checkpoint, tier="pagecache") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+    progress = ahead.progress()
+    assert progress.resident_bytes == available
+    assert progress.wanted_bytes == sum(each.nbytes for each in reference(checkpoint).values())
+    assert run("warmup", checkpoint, "--wait").exit_code == 3
+
+
+def test_page_cache_is_filled_where_the_kernel_does_not_tell_its_pages(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache.system, "cachestat", refused)
+    monkeypatch.setattr(page_cache.system, "mincore_pages", refused)
+    with gdsload.prefetch(checkpoint, tier="pagecache") as ahead:
+        assert ahead.wait(PATIENCE_SECONDS)
+
+
+def refused(*_: object) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def test_what_is_on_its_way_into_the_page_cache_is_mapped_when_it_is_there(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -23,6 +24,8 @@ from gdsload.checkpoint.locate import hub_folder
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
 from gdsload.remote.directory import is_url
+from gdsload.report import LoadReport
+from gdsload.system.cancellation import check
 from gdsload.system.gc_control import imports_done
 from gdsload.system.lifecycle import fork_safe_lock, in_child
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 # The state of prefetched bytes: being read, read, or lost (cancelled or failed: to be read anew).
 READING, READ, LOST = "reading", "read", "lost"
 
+_POLL_SECONDS = 0.1  # a cancelled load waits this long at most
 _start = attrgetter("start")
 
 
@@ -80,7 +84,9 @@ class Offer:
         self.device = "cpu"
         self.claimed_bytes = 0
         self._lock = fork_safe_lock(self)
-        self._known = threading.Event()
+        self._known = False  # whether it was filled, or will never be
+        self._changed = threading.Condition()  # reentrant, for signal handlers that close it
+        self._progress_time = time.monotonic()
         self._batch: PrefetchBatch | None = None
         self._free: dict[Identity, list[OfferedRange]] = {}
 
@@ -95,7 +101,7 @@ class Offer:
             self._batch = batch
             self.device = device
             self._free = {file: sorted(rows, key=_start) for file, rows in ranges.items()}
-        self._known.set()
+        self._end_wait()
 
     def clear(self) -> None:
         """Drops all ranges that nobody has claimed, and the batch that read them."""
@@ -104,7 +110,12 @@ class Offer:
             self._free, self._batch = {}, None
             for rows in free.values():
                 self._give_back(batch, rows)
-        self._known.set()
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        self._known = True
+        with self._changed:
+            self._changed.notify_all()
 
     def leave(self, files: Iterable[Identity]) -> None:
         """A load that claimed from these files has ended: drops the rest of them, unless `keep`."""
@@ -133,15 +144,29 @@ class Offer:
     def empty(self) -> bool:
         """Whether nothing is left to claim. False until the offer is filled."""
         with self._lock:
-            return self._known.is_set() and not any(self._free.values())
+            return self._known and not any(self._free.values())
 
-    def await_opening(self, seconds: float) -> bool:
-        """Waits until the offer is filled."""
-        return self._known.wait(seconds)
+    def note_progress(self, idle_seconds: float = 0.0) -> None:
+        """The prefetch made progress so many seconds ago: loads go on waiting for it."""
+        self._progress_time = time.monotonic() - idle_seconds
+
+    def await_filled(self, stall_seconds: float) -> bool:
+        """Waits until the offer is filled; False if its prefetch makes no progress for so long.
+
+        Raises LoadCancelled.
+        """
+        while not self._known:
+            check()
+            if time.monotonic() - self._progress_time > stall_seconds:
+                return False
+            with self._changed:
+                if not self._known:
+                    self._changed.wait(min(_POLL_SECONDS, stall_seconds))
+        return True
 
     def may_hold(self, path: str) -> bool:
         """Whether a file may be among those that the prefetch is about to open, by its path."""
-        if self._known.is_set():
+        if self._known:
             return False
         if is_url(self.source) or is_url(path):
             return path.startswith(self.source)
@@ -218,19 +243,21 @@ def offered() -> list[Offer]:
         return list(_offered)
 
 
-def _filled(checkpoint: Checkpoint, seconds: float) -> list[Offer]:
+def _filled(checkpoint: Checkpoint, stall_seconds: float, report: LoadReport) -> list[Offer]:
     """All offers. Those that may be of these files are waited for until they are filled."""
     found = offered()
     for each in found:
         if any(each.may_hold(shard.path) for shard in checkpoint.shards):
-            each.await_opening(seconds)
+            with report.phase("wait for the prefetch"):
+                each.await_filled(stall_seconds)
     return found
 
 
 def claim_ranges(
     checkpoint: Checkpoint,
     ranges: Sequence[ByteRange],
-    seconds: float,
+    stall_seconds: float,
+    report: LoadReport,
     *,
     mapped: bool = True,
     owned: bool = False,
@@ -241,18 +268,24 @@ def claim_ranges(
     Args:
         checkpoint: The checkpoint of the ranges.
         ranges: What the load needs.
-        seconds: How long to wait for a prefetch that is opening what may be the same files.
+        stall_seconds: How long a prefetch may make no progress that is opening, or comparing, what
+            may be the same files. Until then it is waited for.
+        report: Of the load: gets the time of this wait.
         mapped: Claim ranges in the page cache as well.
         owned: Claim no mappings of files.
         device: The device of the load.
 
     Returns:
         The claims by the names of their ranges, and the offers that they are from.
+
+    Raises:
+        LoadCancelled: The load was cancelled.
     """
     imports_done()
     claims: dict[str, Claim] = {}
     used: list[Offer] = []
-    found = [each for each in _filled(checkpoint, seconds) if each.device in ("cpu", device)]
+    filled = _filled(checkpoint, stall_seconds, report)
+    found = [each for each in filled if each.device in ("cpu", device)]
     # Ranges that are on the device come before those that would have to be copied to it.
     for each in sorted(found, key=lambda offer: offer.device != device):
         before = len(claims)
@@ -270,13 +303,17 @@ def claim_ranges(
 
 
 def waiting_on(
-    device: str, checkpoint: Checkpoint, ranges: Iterable[ByteRange], seconds: float
+    device: str,
+    checkpoint: Checkpoint,
+    ranges: Iterable[ByteRange],
+    stall_seconds: float,
+    report: LoadReport,
 ) -> set[str]:
     """The names of the ranges that a prefetch has read, or is reading, into this device's memory.
 
     Waits as `claim_ranges` does, and claims nothing.
     """
-    found = [each for each in _filled(checkpoint, seconds) if each.device == device]
+    found = [each for each in _filled(checkpoint, stall_seconds, report) if each.device == device]
     return {
         wanted.name
         for wanted in ranges

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
@@ -65,15 +65,19 @@ _FEW_READS = 100_000
 
 
 def verifier_of(
-    checkpoint: Checkpoint, verify: str | os.PathLike[str], report: LoadReport
+    checkpoint: Checkpoint,
+    verify: str | os.PathLike[str],
+    report: LoadReport,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Verifier | None:
     """What compares the bytes of a load; None if nothing is compared in memory. Modules for
-    checksums are only imported if they are wanted. Raises as `integrity.open_verifier`."""
+    checksums are only imported if they are wanted. `advance` and errors are as those of
+    `integrity.open_verifier`."""
     if verify == "size":
         return None
     from gdsload.loading.integrity import open_verifier
 
-    return open_verifier(checkpoint, verify, report)
+    return open_verifier(checkpoint, verify, report, advance)
 
 
 def remote_backend_of(checkpoint: Checkpoint) -> str:
@@ -214,6 +218,7 @@ class Session:
             self.checkpoint,
             ranges,
             self.stall_seconds,
+            self.report,
             mapped=self.device == "cpu" and not owned,
             owned=owned,
             device=self.device,

@@ -66,14 +66,15 @@ def _mincore_is_true(fd: int, *, root: bool) -> bool:
 
 
 def estimated_bytes(fd: int, offset: int, length: int) -> int:
-    """`resident_bytes` of a range; for a file of another user an estimate from sampled pages.
+    """`resident_bytes` of a range; an estimate from sampled pages for a file of another user, and
+    where residency is not available.
 
     A sampled page counts if it can be read without waiting. For one that cannot, the kernel may
     begin to read ahead.
     """
     try:
         return resident_bytes(fd, offset, length)
-    except PermissionError:
+    except OSError:
         views = _sample_offsets(offset, length)
         return length * sum(_readable_at_once(fd, view) for view in views) // len(views)
 

@@ -39,7 +39,7 @@ from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
 from gdsload.remote.directory import shown_source
-from gdsload.report import LoadReport
+from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.device_name import require_name
 from gdsload.system.gc_control import ease_imports, imports_done
@@ -142,9 +142,11 @@ class Prefetch(quiesce.Holder):
         self._state = OPENING
         self._wanted_bytes = self._landed_bytes = self._resident_bytes = 0
         self._warm_bytes = 0  # in the page cache before the prefetch
+        self._left_out_bytes = 0  # wanted, but there is no memory for them
         self._others: list[Prefetch] = []  # that read the rest of the ranges
+        self._compared = False  # with the checksums that were asked for, if any
         self._complete = False  # once it has ended: whether all bytes had been read
-        self._start = time.monotonic()
+        self._start, self._start_cpu = time.monotonic(), time.process_time()
         self._seconds = 0.0
         self._lock = lifecycle.fork_safe_lock(self)  # reentrant, for signal handlers
         self._posted = threading.Event()
@@ -181,18 +183,24 @@ class Prefetch(quiesce.Holder):
         try:
             self.report.begin()
             device_init = self._open_device()
-            with self.report.phase("open"), self._opened() as checkpoint:
+            with self.report.phase("open"):
+                opened = self._opened()
+            with opened as checkpoint:
                 if checkpoint.remote and self.tier == "pagecache":
                     raise CheckpointError(
                         f"{self.source}: tier='pagecache' is for files of this machine"
                     )
                 ranges = byte_ranges_of(checkpoint, self._names)
                 if self.tier == "pagecache":
+                    wanted_bytes = sum(one.nbytes for one in ranges)
                     ranges = fitting(ranges, self._limit_bytes)
+                    if self._limit_bytes is None:
+                        fitting_bytes = sum(one.nbytes for one in ranges)
+                        self._left_out_bytes = wanted_bytes - fitting_bytes
                 if self.tier == "pool" and (pool := current_pool()) is not None:
                     pool.require(ranges)
                 device = "cpu"
-                verifier = verifier_of(checkpoint, self._verify, self.report)
+                verifier = verifier_of(checkpoint, self._verify, self.report, self._goes_on)
                 if device_init is not None and self.tier == "memory" and verifier is None:
                     device = device_init.reached(self._session["backend"])
                 with Session(
@@ -252,13 +260,13 @@ class Prefetch(quiesce.Holder):
                 nice = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
                 os.setpriority(os.PRIO_PROCESS, own, min(nice, 19))
         ranges, self._others = self._without_others(session, ranges)
-        if self._state != OPENING:
-            raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
+        self._goes_on()
         batch = (PageCacheWarmup if self.tier == "pagecache" else PrefetchBatch).of(session, ranges)
         try:
             with self._lock:
-                self._wanted_bytes = sum(one.nbytes for one in ranges)
-                self._warm_bytes = max(self._wanted_bytes - batch.plan.read_bytes, 0)
+                to_read_bytes = sum(one.nbytes for one in ranges)
+                self._wanted_bytes = to_read_bytes + self._left_out_bytes
+                self._warm_bytes = max(to_read_bytes - batch.plan.read_bytes, 0)
                 if self._state == OPENING:
                     self._state = READING
                 self._batch = batch  # last: `progress` takes no lock
@@ -267,20 +275,25 @@ class Prefetch(quiesce.Holder):
             self._posted.set()
             self.report.tensors = len(ranges)
             self.report.wanted_bytes = self._wanted_bytes
-            watch = StallWatch()
-            while self._state == READING and not batch.look():
-                if watch.stalled(batch.idle_seconds(), session.stall_seconds):
-                    raise StallError(
-                        f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
-                        path=self.source,
-                        hint="stall_seconds sets the limit",
-                    )
-                batch.pause(0, -1, _POLL_SECONDS)
+            with self.report.phase("read"):
+                watch = StallWatch()
+                while self._state == READING and not batch.look():
+                    if watch.stalled(batch.idle_seconds(), session.stall_seconds):
+                        raise StallError(
+                            f"{self.source}: no byte was read for {batch.idle_seconds():.0f} s",
+                            path=self.source,
+                            hint="stall_seconds sets the limit",
+                        )
+                    self._offer.note_progress(batch.idle_seconds())
+                    batch.pause(0, -1, _POLL_SECONDS)
             if batch.error is not None:
                 raise batch.error
-            if session.verifier is not None and self._state == READING:
+            self._compared = session.verifier is None
+            if not self._compared and self._state == READING:
                 with self.report.phase("verify"):
-                    batch.wait(parts=ranges)  # loads wait for bytes that are not compared yet
+                    # Loads wait for bytes that are not compared yet.
+                    batch.wait(watch=self._goes_on, parts=ranges)
+                self._compared = True
                 self._fill_offer(batch, ranges, session.device)
         finally:
             batch.release()
@@ -291,6 +304,12 @@ class Prefetch(quiesce.Holder):
                 raise PrefetchCancelled(
                     f"{self.source}: another prefetch was reading the same, and was {other._state}"
                 )
+
+    def _goes_on(self, *_: object) -> None:
+        """Called while bytes are compared. Raises PrefetchCancelled if it is to end."""
+        if self._state not in (OPENING, READING):
+            raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
+        self._offer.note_progress()
 
     def _fill_offer(self, batch: PrefetchBatch, ranges: Sequence[ByteRange], device: str) -> None:
         """Offers the ranges to loads. From now on only the offer refers to the memory."""
@@ -349,12 +368,15 @@ class Prefetch(quiesce.Holder):
                 self._batch = None  # loads that still take from it have it in their claims
                 self._complete = (
                     self._state != FAILED
-                    and self._landed_bytes >= self._wanted_bytes
+                    and self._compared
+                    and self._landed_bytes >= self._wanted_bytes - self._left_out_bytes
                     and all(other._complete for other in self._others)
                 )
             self._others.clear()
             if not self._ended.is_set():
                 self._seconds = self.report.seconds = time.monotonic() - self._start
+                self.report.cpu_seconds = time.process_time() - self._start_cpu
+                self.report.peak_rss_bytes = peak_rss_bytes()
             # Loads find the bytes of the page cache and of a pool without an offer.
             withdraws = self._state != COMPLETE or self.tier != "memory" or self._offer.empty
         if withdraws:
@@ -386,7 +408,7 @@ class Prefetch(quiesce.Holder):
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until all bytes are read.
+        """Waits until all bytes are read, and compared if `verify` asks for it.
 
         In the main thread the reads get their full share of the processor: nothing is imported
         meanwhile.
@@ -395,7 +417,8 @@ class Prefetch(quiesce.Holder):
             timeout: seconds to wait; None waits without a limit.
 
         Returns:
-            True when all bytes are read, False after `timeout` seconds.
+            True when all bytes are read, False after `timeout` seconds. Of tier "pagecache",
+            without a limit: all that there is memory for (`progress` has the wanted bytes).
 
         Raises:
             GdsloadError: the error that ended the prefetch (CheckpointError, ReadError,
@@ -443,7 +466,7 @@ class Prefetch(quiesce.Holder):
 
     def quiesce(self) -> None:
         """Ends the thread. The files are closed already."""
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join()
 
     @property

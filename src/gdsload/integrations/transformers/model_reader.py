@@ -296,7 +296,7 @@ class ModelReader:
         for device in self._device_queues:
             keys = [key for key in plan.parameters if plan.devices.get(key) == device]
             ranges = runs_of(whole(self.checkpoint.tensors[key]) for key in keys)
-            names = waiting_on(device, self.checkpoint, ranges, seconds)
+            names = waiting_on(device, self.checkpoint, ranges, seconds, self.report)
             found.update(plan.parameters[name] for name in names)
         return found
 
