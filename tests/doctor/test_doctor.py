@@ -113,6 +113,17 @@ def test_locked_memory_depends_on_limit_and_capability(
 
 
 @pytest.mark.parametrize(
+    ("users", "verdict"), [("0 0 4294967295", "yes"), ("0 100000 65536", "partly")]
+)
+def test_locked_memory_of_a_user_namespace_is_limited_in_spite_of_the_capability(
+    users: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    status = {"proc/self/status": "CapEff:\t0000000000004000\n", "proc/self/uid_map": users}
+    assert limits.locked_memory(machine(tmp_path, status)).verdict == verdict
+
+
+@pytest.mark.parametrize(
     ("state", "verdict", "detail"),
     [
         ("always [madvise] never\n", "yes", "madvise"),
@@ -133,6 +144,16 @@ def refuse(code: int) -> Callable[..., int]:
         raise OSError(code, os.strerror(code))
 
     return refused
+
+
+def test_page_cache_is_asked_about_a_file_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def owners_only(fd: int, *_: int) -> int:
+        if os.fstat(fd).st_nlink:  # a file of others, such as the interpreter
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return 0
+
+    monkeypatch.setattr(limits.system, "cachestat", owners_only)
+    assert limits.page_cache().verdict == "yes"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
@@ -330,6 +351,10 @@ def test_gpu_is_found_by_driver_or_pci(
     assert detail in found.detail
 
 
+def test_gpu_without_files_of_its_driver_is_found_by_cuda(tmp_path: Path) -> None:
+    assert gpu.driver(machine(tmp_path, {}), 2) == Finding("GPU", "yes", "2 found by CUDA")
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -362,7 +387,7 @@ def test_direct_io_of_a_directory_is_tried_on_a_file_two_levels_below(
     assert storage.direct_io(tmp_path).verdict == expected
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EOPNOTSUPP])
 def test_direct_io_that_cannot_be_tried_is_partly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

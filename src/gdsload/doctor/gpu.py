@@ -26,13 +26,13 @@ def findings(root: str = "/") -> list[Finding]:
         count = 0
     devices = [cuda(f"cuda:{ordinal}") for ordinal in range(max(count, 1))]  # one has the reason
     paths = [libcufile(), opening(), native_path(), configuration()]
-    found = driver(root)
+    found = driver(root, count)
     checks = [replace(each, needs=found.name) for each in (*devices, *paths)]
     return [found, *checks, *staging_rings(), *measured()]
 
 
-def driver(root: str = "/") -> Finding:
-    """Whether there is an NVIDIA GPU with a driver."""
+def driver(root: str = "/", count: int = 0) -> Finding:
+    """Whether there is an NVIDIA GPU with a driver. `count`: GPUs that CUDA has found."""
     if driven := glob.glob(os.path.join(root, "proc/driver/nvidia/gpus/*")):
         return Finding("GPU", YES, f"{len(driven)} with NVIDIA's driver")
     for path in glob.glob(os.path.join(root, "sys/bus/pci/devices/*")):
@@ -40,6 +40,8 @@ def driver(root: str = "/") -> Finding:
         if vendor == "0x10de" and kind.startswith("0x03"):
             detail = f"at {os.path.basename(path)}, without a driver"
             return Finding("GPU", PARTLY, detail, "install NVIDIA's driver")
+    if count:  # in WSL there are neither of these files
+        return Finding("GPU", YES, f"{count} found by CUDA")
     return Finding("GPU", NO, "no NVIDIA GPU found: loads go to DRAM")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import re
 import resource
-import sys
 
 from gdsload._native import system
 from gdsload.backends.posix.backend import RING_BYTES
@@ -14,13 +14,17 @@ from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.system.available import available_bytes
 
 _CAP_IPC_LOCK = 14
+_ALL_USERS = ["0", "0", "4294967295"]  # the uid_map of the first user namespace
 
 
 def locked_memory(root: str = "/") -> Finding:
     """Whether staging rings can be registered with io_uring, which locks their memory."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     capable = re.search(r"^CapEff:\s*(\w+)", read_text(root, "proc/self/status"), re.MULTILINE)
-    if capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
+    # In a user namespace of its own, a process has capabilities that the kernel ignores here.
+    owner = read_text(root, "proc/self/uid_map").split()
+    host = not owner or owner == _ALL_USERS
+    if host and capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
         return Finding("memlock", YES, "no limit (CAP_IPC_LOCK)")
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", YES, "no limit")
@@ -43,7 +47,9 @@ def huge_pages(root: str = "/") -> Finding:
 
 def page_cache() -> Finding:
     """Which system call reports the pages of a file in the page cache."""
-    with open(sys.executable, "rb") as file:
+    # A file of its own: kernels refuse the pages of others' files.
+    with open(os.memfd_create("gdsload-doctor"), "r+b") as file:
+        file.truncate(mmap.PAGESIZE)
         try:
             system.cachestat(file.fileno(), 0, mmap.PAGESIZE)
             return Finding("page cache", YES, "cachestat")

@@ -15,8 +15,11 @@ from gdsload.errors import CheckpointError
 from gdsload.system.mountinfo import mount_of
 from gdsload.system.storage import is_distant
 
-# Of a temporary file: they say nothing about direct I/O.
-_CANNOT_CREATE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# Of a temporary file: they say nothing about direct I/O. The last two: none can be without a name.
+_CANNOT_CREATE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(errno.EOPNOTSUPP, errno.EISDIR),
+)
 _LEVELS = 2  # directories of models have one level, a hub cache has more
 _MOST_FOLDERS = 64  # of one level, so that a large tree costs little
 
