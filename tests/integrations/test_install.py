@@ -139,6 +139,20 @@ def test_run_equals_python_itself(
     assert ("Traceback" in run.stderr) == ("Traceback" in plain.stderr), run.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has PYTHONSAFEPATH")
+@pytest.mark.parametrize("words", [["own.py"], ["pack"]])
+def test_run_with_a_safe_path_equals_python_itself(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "library" / "found.py").touch()
+    for name in ("own.py", "pack/__main__.py"):
+        (tmp_path / name).write_text("import found, sys; print(sys.path[:2])")
+    script = str(tmp_path / words[0])
+    paths = {"PYTHONPATH": str(tmp_path / "library"), "PYTHONSAFEPATH": "1"}
+    plain, run = ran(script, **paths), ran("-m", "gdsload", "run", script, **paths)
+    assert (run.stdout, run.returncode) == (plain.stdout, 0), run.stderr
+
+
 def test_run_stays_installed_for_threads_that_outlive_the_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import threading\nfrom gdsload.integrations.transformers import hooks as seam\n"

@@ -63,6 +63,8 @@ def run(arguments: Sequence[str]) -> None:
     if ahead is not None:
         start_thread(partial(_report_failure, ahead), "gdsload-run")
     module = arguments[:1] == ["-m"]
+    # Python has put a directory in front, which the script does not need; but not with `python -P`.
+    safe_path = bool(getattr(sys.flags, "safe_path", False))
     if not arguments[module:]:
         raise SystemExit(USAGE)
     try:
@@ -73,10 +75,11 @@ def run(arguments: Sequence[str]) -> None:
     main = sys.modules["__main__"] = ModuleType("__main__")
     path = os.path.abspath(sys.argv[0])
     if module:
-        sys.path[0] = os.getcwd()
+        if not safe_path:
+            sys.path[0] = os.getcwd()
         _run_as_main(sys.argv[0])
     elif pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__
-        sys.path[0] = path
+        sys.path[: 0 if safe_path else 1] = [path]
         _run_as_main("__main__", alter_argv=False)
     else:
         try:
@@ -85,7 +88,8 @@ def run(arguments: Sequence[str]) -> None:
         except OSError as error:
             print(f"gdsload: can't open file {path!r}: {error.strerror}", file=sys.stderr)
             raise SystemExit(NOT_FOUND) from None
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        if not safe_path:
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
         loader = SourceFileLoader("__main__", path)
         vars(main).update(__file__=path, __loader__=loader, __cached__=None)
         exec(compile(source, path, "exec", dont_inherit=True), vars(main))
