@@ -6,15 +6,21 @@ import errno
 import gc
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import descriptors
+import gdsload
 from forked import end_with, fork
-from gdsload.checkpoint import Identity, Shard
-from gdsload.checkpoint.file_io import open_regular
+from gdsload.checkpoint import Identity, Shard, file_io
+from gdsload.checkpoint.file_io import close_files, open_regular
 from gdsload.errors import CheckpointError, FileChanged
+
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -34,6 +40,59 @@ def replace(path: Path) -> None:
     """By a copy of the same size and time."""
     copy = shutil.copy2(path, path.with_name("copy"))
     os.replace(copy, path)
+
+
+def test_files_whose_storage_does_not_answer_are_closed_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, answers, closed = os.close, threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        assert answers.wait(PATIENCE_SECONDS)
+        close(fd)
+        closed.set()
+
+    fd, _ = open_regular(str(path))
+    monkeypatch.setattr(file_io, "_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(file_io.os, "close", slow)
+    close_files([fd], on_disk=False)
+    assert not closed.is_set()
+    answers.set()
+    assert closed.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_error_of_closing_one_file_leaves_none_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool
+) -> None:
+    close = os.close
+
+    def broken(fd: int) -> None:
+        close(fd)  # as the kernel does
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    with descriptors.none_left():
+        fds = [open_regular(str(path))[0] for _ in range(3)]
+        monkeypatch.setattr(file_io.os, "close", broken)
+        close_files(fds, on_disk=on_disk)
+
+
+@pytest.mark.parametrize("cache", ["direct", "buffered"])
+def test_load_is_complete_if_closing_its_files_fails(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    close = os.close
+
+    def broken(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    expected = gdsload.load_file(tiny_checkpoint)
+    with descriptors.none_left():
+        monkeypatch.setattr(file_io.os, "close", broken)
+        got = gdsload.load_file(tiny_checkpoint, cache=cache)
+        monkeypatch.undo()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from gdsload.checkpoint.locate import (
     shard_paths,
 )
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
-from gdsload.checkpoint.shard import Identity, RemoteShard, Shard
+from gdsload.checkpoint.shard import Identity, RemoteShard, Shard, close_shards
 from gdsload.errors import CheckpointError, shown
 from gdsload.remote.directory import HEAD_BYTES, shown_source
 from gdsload.system import quiesce
@@ -205,13 +205,11 @@ class Checkpoint:
                         break  # each access may be a round trip
                 return files, shards, list(map(read_header, shards)) if len(shards) == total else []
             except BaseException:
-                for shard in shards:
-                    shard.close()
+                close_shards(shards)
                 raise
 
         def close(found: tuple[CheckpointFiles, list[Shard], list[bytes]]) -> None:
-            for shard in found[1]:
-                shard.close()
+            close_shards(found[1])
 
         # In a thread, so that a hung mount cannot block Ctrl-C: one thread for a few files.
         ((files, shards, texts),) = parallel_map(
@@ -248,8 +246,7 @@ class Checkpoint:
                     headers.append(header.tensors)
             return cls(files.title, shards, _merged(files, shards, headers, strict))
         except BaseException:
-            for shard in shards:
-                shard.close()
+            close_shards(shards)
             raise
 
     def infos(self, names: Names = None) -> list[TensorInfo]:
@@ -304,8 +301,7 @@ class Checkpoint:
     def close(self) -> None:
         """Closes all files. May be called again."""
         quiesce.unregister(self)
-        for shard in self.shards:
-            shard.close()
+        close_shards(self.shards)
 
     def __enter__(self) -> Checkpoint:
         for shard in self.shards:
@@ -373,8 +369,9 @@ def _local_copies(shards: list[Shard]) -> list[Shard]:
 
 
 def _local_copy(shard: Shard) -> Shard | None:
-    copy = None if shard.remote is None else shard.remote.local_copy()
-    if copy is None:
+    file = shard.remote
+    copy = None if file is None else file.local_copy()
+    if file is None or copy is None:
         return None
     try:
         identity = Identity.of(os.fstat(copy.fd))
@@ -382,7 +379,7 @@ def _local_copy(shard: Shard) -> Shard | None:
         os.close(copy.fd)
         return None
     made = Shard(copy.fd, identity, path=copy.path, name=shard.name)
-    made.directory = shard.directory
+    made.directory, made.origin = shard.directory, (file.key, file.version)
     return made
 
 

@@ -13,6 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from gdsload.errors import (
@@ -34,6 +35,8 @@ STALL_SECONDS = 60.0  # longer than any NFS retry
 _THREADS = 16  # requests in flight hide the latency of network storage; more gain nothing
 _AHEAD = 32  # finished results that wait for the consumer: bounds the memory of headers
 _WAKE_SECONDS = 0.1  # a Ctrl-C just before a wait begins is seen only when the wait ends
+# Filesystems of a daemon or a network answer before this, or hang: the thread is then left behind.
+_CLOSE_SECONDS = 1.0
 _READ_BYTES = 64 << 20  # of one pread: below the kernel's limit of 2 GiB
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -84,6 +87,27 @@ def open_regular(
             raise open_error(error, shown_as, named_by) from error
         raise
     return fd, status
+
+
+def close_files(fds: Sequence[int], *, on_disk: bool) -> None:
+    """Closes descriptors that were only read from. Errors are ignored: the kernel has closed them.
+
+    Args:
+        fds: The descriptors, of one checkpoint.
+        on_disk: Whether their filesystem is on a disk of this machine. Others may not answer: the
+            caller then waits a second at most, and a thread as long as it takes.
+    """
+
+    def close() -> None:
+        for fd in fds:
+            with suppress(OSError):
+                os.close(fd)
+
+    thread = None if on_disk or not fds else start_thread(close, "gdsload-close")
+    if thread is None:
+        close()
+    else:
+        thread.join(_CLOSE_SECONDS)
 
 
 def _require_regular(status: os.stat_result, path: str) -> None:

@@ -16,7 +16,13 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
+from gdsload.checkpoint.file_io import (
+    close_files,
+    is_directory,
+    open_error,
+    open_regular,
+    read_exactly,
+)
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
 from gdsload.remote.directory import (
@@ -315,7 +321,7 @@ def _read_small(path: str, limit: int) -> bytes:
             )
         return read_exactly(fd, 0, status.st_size, path)
     finally:
-        os.close(fd)
+        close_files([fd], on_disk=True)
 
 
 # --- the hub cache -----------------------------------------------------------------------------

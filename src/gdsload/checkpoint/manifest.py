@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdsload.checkpoint.file_io import open_regular, read_exactly
+from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
 from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
             raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
         raw = read_exactly(fd, 0, status.st_size, path)
     finally:
-        os.close(fd)
+        close_files([fd], on_disk=True)
     return parsed(raw, path)
 
 

@@ -14,12 +14,12 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
-from gdsload.checkpoint.file_io import open_regular, read_exactly
+from gdsload.checkpoint.file_io import close_files, open_regular, read_exactly
 from gdsload.errors import CheckpointError, FileChanged
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
@@ -59,6 +59,7 @@ class Shard:
         identity: The version of the file, taken from the descriptor when it was opened.
         remote: The file elsewhere that it stands for; None for a file of this machine.
         directory: The directory elsewhere that it is in, also of a copy in the local cache.
+        origin: Of a copy in the local cache: the key and the version of the file elsewhere.
         size: The size of the file in bytes.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
@@ -68,6 +69,7 @@ class Shard:
 
     remote: RemoteFile | None = None
     directory: RemoteDirectory | None = None
+    origin: tuple[str, str] = ("", "")
 
     def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
         self._fd = fd
@@ -198,19 +200,37 @@ class Shard:
 
     def close(self) -> None:
         """Closes the descriptor. May be called again."""
+        close_shards([self])
+
+    def _leave_fd(self) -> int:
+        """The descriptor, which the caller closes; -1 if it is closed."""
         fd, self._fd, self._quiesced = self._fd, -1, False
-        if fd >= 0:
-            os.close(fd)
+        return fd
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         # The default value keeps os.close alive while the interpreter shuts down.
         fd = getattr(self, "_fd", -1)
         if fd >= 0:
             self._fd = -1
-            _close(fd)
+            try:  # noqa: SIM105 (names of this module may be gone)
+                _close(fd)
+            except OSError:
+                pass
 
     def __reduce__(self) -> str:
         raise TypeError("a Shard owns a file descriptor and cannot be copied or pickled")
+
+
+def close_shards(shards: Iterable[Shard]) -> None:
+    """Closes shards of one checkpoint. May be called again."""
+    by_disk: dict[bool, list[int]] = {}
+    for shard in shards:
+        if shard.remote is not None:
+            shard.close()
+        elif (fd := shard._leave_fd()) >= 0:
+            by_disk.setdefault(shard.on_disk, []).append(fd)
+    for on_disk, fds in by_disk.items():
+        close_files(fds, on_disk=on_disk)
 
 
 class RemoteShard(Shard):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -30,7 +31,7 @@ from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
-from gdsload.checkpoint.file_io import parallel_map
+from gdsload.checkpoint.file_io import close_files, parallel_map
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
@@ -91,13 +92,21 @@ class ShardAccess:
         self._first = False  # not filled for this reason alone: it is the first load
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
+        self._on_disk = all(shard.on_disk for shard in checkpoint.shards)
+        # For a `safe_open` that nobody closes.
+        left = weakref.finalize(
+            self, _drop_and_close, self._direct_fds, self._absent, self._on_disk
+        )
+        left.atexit = False
 
     @property
     def files(self) -> list[Registration]:
         """A registration for each shard, as `Backend.prepare` takes them."""
         return [entry or NO_FILE for entry in self._registered]
 
-    def fill_if_small(self, ranges_of: Mapping[int, Sequence[ByteRange]]) -> None:
+    def fill_if_small(
+        self, ranges_of: Mapping[int, Sequence[ByteRange]], stall_seconds: float
+    ) -> None:
         """Reads cold ranges of a small checkpoint on local storage into the page cache, so that
         they are mapped. A shard that fails is left to a backend. `ranges_of`: ranges by shard."""
         if not self._small:
@@ -124,7 +133,8 @@ class ShardAccess:
         if cold:
             self.report.page_cache = f"filled: up to {SMALL_BYTES:,} bytes are read into it"
             # In a thread, so that a disk that hangs cannot block Ctrl-C.
-            list(parallel_map(fill, [cold], path_of=lambda cold: shards[cold[0][0]].path))
+            path = shards[cold[0][0]].path
+            list(parallel_map(fill, [cold], path_of=lambda _: path, stall_seconds=stall_seconds))
 
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
@@ -307,17 +317,23 @@ class ShardAccess:
         for registration in registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
-        while self._direct_fds:
-            os.close(self._direct_fds.pop())
-        absent, self._absent = self._absent, []
-        try:
-            for fd, ranges in absent:
-                for offset, length in ranges:
-                    with suppress(OSError):  # only a hint
-                        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-        finally:  # also if Ctrl-C ends it
-            for fd, _ in absent:
-                os.close(fd)
+        _drop_and_close(self._direct_fds, self._absent, self._on_disk)
+
+
+def _drop_and_close(
+    direct_fds: list[int], absent: list[tuple[int, list[tuple[int, int]]]], on_disk: bool
+) -> None:
+    """Drops ranges from the page cache, closes all descriptors, and empties the lists."""
+    dropped, left = list(absent), direct_fds + [fd for fd, _ in absent]
+    absent.clear()
+    direct_fds.clear()
+    try:
+        for fd, ranges in dropped:
+            for offset, length in ranges:
+                with suppress(OSError):  # only a hint
+                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+    finally:  # also if Ctrl-C ends it
+        close_files(left, on_disk=on_disk)
 
 
 def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
