@@ -19,6 +19,7 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
 from gdsload.loading.session import STALL_SECONDS, verifier_of
 from gdsload.loading.whole_tensors import load
+from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
 from gdsload.system.lifecycle import fork_safe_lock
@@ -198,11 +199,21 @@ class safe_open:
             self._session.report_to(report)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
             with report.whole():
-                return load(self._session, infos, report.wanted_bytes, self._device)
+                tensors = load(self._session, infos, report.wanted_bytes, self._device)
+                if self._session.verifier is None and report.verify != "size":
+                    report.verified_bytes = report.wanted_bytes  # whole files, when it was opened
+                return tensors
+
+    def _is_mapped(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor views a file, which takes no memory of its own."""
+        return tensor.is_cpu and self._session.maps_address(tensor.data_ptr())
 
     def _converted(self, name: str, tensor: torch.Tensor) -> Any:
         if self._numpy:
-            return _as_numpy(name, tensor)
+            # Reads share mappings and pools, but a change of one array must not change a later one.
+            shared = self._is_mapped(tensor) or current_pool() is not None
+            array = _as_numpy(name, tensor)
+            return array.copy() if shared else array
         return tensor if self._device == self._session.device else tensor.to(self._device)
 
     def __enter__(self) -> safe_open:
@@ -255,18 +266,27 @@ class Slice:
 
     @safetensors_errors()
     def __getitem__(self, index: Any) -> Any:
-        """Indexes the tensor. If the first index is a range of rows, only those rows are read."""
+        """Indexes the tensor. If the first index is a row or a range of rows, only these are read.
+
+        The result does not keep the rest of them in memory.
+        """
         if self._opened._numpy:
             index = _parsed(index, self._info.shape)
         info, rest = self._info, index
-        first = index[0] if isinstance(index, tuple) and index else index
-        if info.shape and isinstance(first, slice) and info.dtype != "F4":
-            start, stop, step = first.indices(info.shape[0])
+        first, *others = index if isinstance(index, tuple) and index else (index,)
+        count = info.shape[0] if info.shape and info.dtype != "F4" else 0
+        if count and isinstance(first, slice):
+            start, stop, step = first.indices(count)
             if step == 1:
-                info = rows_of(info, start, max(stop, start))
-                rest = (slice(None), *index[1:]) if isinstance(index, tuple) else slice(None)
+                info, rest = rows_of(info, start, max(stop, start)), (slice(None), *others)
+        elif type(first) is int and -count <= first < count:
+            row = first % count
+            info, rest = rows_of(info, row, row + 1), (0, *others)
         tensor = self._opened._read([info])[info.name]
-        return self._opened._converted(info.name, tensor[rest])
+        part = tensor[rest]
+        if part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
+            part = part.clone()  # a view would keep all of the tensor
+        return self._opened._converted(info.name, part)
 
     def __reduce__(self) -> str:
         raise TypeError("a slice of a safe_open cannot be copied or pickled")

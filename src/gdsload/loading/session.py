@@ -165,6 +165,8 @@ class Session:
         """Goes on with another report. What is true of all reads is noted there, too."""
         before, self.report = self.report, report
         report.verify, report.page_cache = before.verify, before.page_cache
+        report.choice = before.choice
+        report.rates.update(before.rates)
         report.refusals.update(before.refusals)
         self._access.report = report
 
@@ -242,7 +244,7 @@ class Session:
         for each in ranges:
             by_shard[each.shard].append(each)
         if current_pool() is None:
-            self._access.fill_if_small(by_shard)
+            self._access.fill_if_small(by_shard, self.stall_seconds)
         views: dict[str, BufferView] = {}
         for shard, members in by_shard.items():
             if self._access.mapped(shard, members):
@@ -297,6 +299,13 @@ class Session:
         """Whether another load of the checkpoint has begun since this one. True once: from then on
         all reads that are planned fill the page cache for both."""
         return self._access.fill_if_joined()
+
+    def maps_address(self, address: int) -> bool:
+        """Whether the memory at an address is a mapping of a shard."""
+        return any(
+            region.address <= address < region.address + region.length
+            for region in list(self._mapped.values())  # other threads may read
+        )
 
     def is_mapping(self, view: BufferView) -> bool:
         """Whether a view is of a mapping of a shard, whose bytes change with the file."""

@@ -1,0 +1,115 @@
+"""Tensors of a `safe_open`: what they share, what they keep in memory, what stays open."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import descriptors
+import gdsload
+from gdsload import warmup
+
+ROWS, COLUMNS = 64, 1000
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+
+@pytest.fixture
+def path(tmp_path: Path, expected: torch.Tensor) -> Path:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": expected}, file)
+    return file
+
+
+@pytest.fixture(params=["mapped", "buffered", "pool"])
+def arrays(request: pytest.FixtureRequest, path: Path) -> Any:
+    """A `safe_open` for numpy, by I/O mode."""
+    if request.param != "pool":
+        with gdsload.safe_open(path, "np", cache=request.param) as opened:
+            yield opened
+        return
+    with warmup.HostPool(8 << 20):
+        gdsload.load_file(path, cache="buffered")  # the pool holds it now
+        with gdsload.safe_open(path, "np", cache="buffered") as opened:
+            yield opened
+
+
+def test_change_of_an_array_changes_no_later_one(arrays: Any, expected: torch.Tensor) -> None:
+    first, rows = arrays.get_tensor("w"), arrays.get_slice("w")[1:3]
+    first[...] = 7
+    rows[...] = 8
+    assert np.array_equal(arrays.get_tensor("w"), expected.numpy())
+    assert np.array_equal(arrays.get_slice("w")[:, 2:4], expected[:, 2:4].numpy())
+    assert np.array_equal(arrays.get_tensors()["w"], expected.numpy())
+
+
+INDEXES = [3, -1, (slice(None), slice(0, 4)), (5, slice(2, 9)), (slice(2, 4), 7), (slice(0, 9, 3),)]
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=str)
+@pytest.mark.parametrize("framework", ["pt", "np"])
+def test_slice_keeps_only_its_own_elements_in_memory(
+    path: Path, expected: torch.Tensor, index: Any, framework: str
+) -> None:
+    with gdsload.safe_open(path, framework, cache="buffered") as opened:
+        part = torch.as_tensor(opened.get_slice("w")[index])
+    assert torch.equal(part, expected[index])
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert part.is_contiguous()
+
+
+def test_slice_of_a_mapped_file_is_not_copied(path: Path, expected: torch.Tensor) -> None:
+    with gdsload.safe_open(path, cache="mapped") as opened:
+        whole, part = opened.get_tensor("w"), opened.get_slice("w")[:, 2:4]
+    assert part.data_ptr() == whole[:, 2:4].data_ptr()
+    assert torch.equal(part, expected[:, 2:4])
+
+
+@pytest.mark.parametrize("index", [3, -1, (3, slice(2, 9))], ids=str)
+def test_number_as_first_index_reads_one_row(path: Path, index: Any) -> None:
+    with gdsload.safe_open(path, cache="buffered") as opened:
+        opened.get_slice("w")[index]
+    assert gdsload.last_report().wanted_bytes == 4 * COLUMNS
+
+
+@pytest.mark.parametrize("index", [ROWS, -ROWS - 1, (ROWS, 0)], ids=str)
+def test_number_out_of_range_is_an_index_error(path: Path, index: Any) -> None:
+    with gdsload.safe_open(path) as opened, pytest.raises(IndexError):
+        opened.get_slice("w")[index]
+
+
+@pytest.mark.parametrize("words", [{"cache": "direct"}, {"page_cache": "drop"}], ids=str)
+def test_object_that_is_dropped_leaves_no_descriptor(path: Path, words: dict[str, str]) -> None:
+    with descriptors.none_left():
+        gdsload.safe_open(path, **words).get_tensor("w")
+        gc.collect()
+
+
+def test_each_read_reports_the_choice_of_the_backend(path: Path) -> None:
+    with gdsload.safe_open(path, backend="posix", cache="buffered") as opened:
+        opened.get_tensor("w")
+    assert gdsload.last_report().choice == "posix: asked for by name"
+
+
+def test_read_of_a_file_that_was_verified_as_a_whole_reports_it(path: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    shutil.move(path, blobs / checksum)
+    (snapshot / "model.safetensors").symlink_to(blobs / checksum)
+    with gdsload.safe_open(snapshot, verify="sha256") as opened:
+        opened.get_slice("w")[:2]
+    report = gdsload.last_report()
+    assert report.verified_bytes == report.wanted_bytes == 8 * COLUMNS
