@@ -6,15 +6,19 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import gdsload
-from gdsload import Checkpoint, events
+from gdsload import Checkpoint, CheckpointError, events
+from gdsload.distribution.exchange import agreed_layouts
+from gdsload.loading.session import Session
 from gdsload.remote.cache import LocalCache
 from gdsload.remote.cache_entry import Entry
+from gdsload.report import LoadReport
 from object_server import ObjectServer
 from threadends import await_threads
 
@@ -294,3 +298,46 @@ def test_lock_that_cannot_be_released_does_not_end_the_load(
     tensors = gdsload.load_file(server.url("s3", "model"), cache_dir=tmp_path / "cache")
     expected = gdsload.load_file(tiny_checkpoint)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+class RanksInTurn:
+    """Ranks that open a checkpoint one after the other: each hears those before it."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    def agree(self, answer: Any) -> list[Any]:
+        self.answers.append(answer)
+        return self.answers
+
+    def open(self, url: str, cache: Path | None) -> bool:
+        """Whether this rank has a copy."""
+        with Checkpoint.open(url, cache_dir=cache) as checkpoint:
+            with Session(checkpoint, LoadReport(url)) as session:
+                agreed_layouts(self, session, {}, 1)  # type: ignore[arg-type]
+            return not checkpoint.remote
+
+
+def test_ranks_with_a_copy_and_without_one_have_the_same_version(
+    server: ObjectServer, url: str, tmp_path: Path
+) -> None:
+    gdsload.load_file(url, cache_dir=tmp_path / "cache")
+    await_threads("gdsload-cache")
+    ranks = RanksInTurn()
+    assert ranks.open(url, tmp_path / "cache")
+    assert not ranks.open(url, None)
+
+
+def test_release_between_a_rank_with_a_copy_and_one_without_is_an_error(
+    server: ObjectServer, url: str, tmp_path: Path
+) -> None:
+    gdsload.load_file(url, cache_dir=tmp_path / "cache")
+    await_threads("gdsload-cache")
+    ranks = RanksInTurn()
+    assert ranks.open(url, tmp_path / "cache")
+    for file in (server.root / "model").glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="different versions"):
+        ranks.open(url, tmp_path / "cache")

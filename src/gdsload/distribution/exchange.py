@@ -117,7 +117,9 @@ def agreed_layouts(
     headers = _digest([tuple(info) for info in tensors.values()])
     order = _digest([info.name for info in arrange(tensors.values())])
     node = node_id()
-    versions = [_version_of(shard.identity, node) for shard in session.checkpoint.shards]
+    versions = [
+        _version_of(shard.identity, shard.origin, node) for shard in session.checkpoint.shards
+    ]
     answers = readers.agree(_Answer(headers, versions, order, memory, window_bytes, mine))
     if any(other.headers != headers for other in answers):
         raise CheckpointError(
@@ -160,12 +162,13 @@ def _digest(facts: list[Any]) -> str:
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _version_of(file: Identity, node: str) -> _Version:
-    """Copies have other numbers, and on another node perhaps other times.
+def _version_of(file: Identity, origin: tuple[str, str], node: str) -> _Version:
+    """Copies have other numbers, and on another node perhaps other times; one in the local cache
+    counts as the file elsewhere, which another rank may read there.
 
     A file of `replicas` has the version of the first source that answered a rank: not compared.
     """
-    url, version = file.remote
+    url, version = origin if any(origin) else file.remote
     if url:
         return url, file.size, "" if sources_of(url) else version
     return node, file.size, file.mtime_ns
