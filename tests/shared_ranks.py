@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.distribution.reader_group import device_group
 from gdsload.integrations.engine_weights import WeightsReader
 
 WINDOW_BYTES = 1_000_000
@@ -321,15 +323,27 @@ def again(folder: Path) -> Any:
     return whole(folder)
 
 
-def same_names(folder: Path) -> Any:
-    """With the names that torch gave to groups before 2.15; one rank begins later."""
-    naming = mock.patch("torch.distributed.distributed_c10d._hash_ranks_to_str", str)
-    with naming:
-        for _ in range(3):
-            if dist.get_rank() == 0:
-                time.sleep(0.3)
-            found = whole(folder)
+def later(folder: Path) -> Any:
+    """One rank begins later: it finds no addresses of an earlier load."""
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+        found = whole(folder)
     return found
+
+
+def subgroup(folder: Path) -> Any:
+    """Rank 0 has loaded another checkpoint by a group of its own. Torch counts groups as before."""
+    patience = timedelta(seconds=60)
+    everyone = list(range(dist.get_world_size()))
+    alone = [dist.new_group([rank]) for rank in everyone][dist.get_rank()]
+    if dist.get_rank() == 0:
+        gdsload.load_file(folder / "other", group=alone)
+        dist.destroy_process_group(device_group("gloo", [0], patience))
+    for group in (device_group("gloo", everyone, patience), dist.new_group(timeout=patience)):
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    return whole(folder)
 
 
 def killed(folder: Path) -> Any:
@@ -348,6 +362,6 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, failed_consumer, closed_by_all, again, same_names,
+    unknown_name, failed_read, failed_consumer, closed_by_all, again, later, subgroup,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

@@ -71,7 +71,7 @@ def found(
     "case",
     [
         *("whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"),
-        *("same_names", "other_windows", "other_source"),
+        *("later", "subgroup", "other_windows", "other_source"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(

@@ -1,17 +1,20 @@
 """The ranks that read a checkpoint together, and what they say to each other.
 
 Bytes in host memory and all messages about errors go through a gloo group of its own, whose
-time-out ends every wait; bytes in device memory go through NCCL. Not responsible for what is sent
-(`shares`, `exchange`).
+time-out ends every wait; bytes in device memory go through NCCL. `dist.new_group` would name these
+groups by a count of all groups of a process, which ranks that are in other groups too do not share.
+Not responsible for what is sent (`shares`, `exchange`).
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import RankError
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 READERS = ("node", "group")
-_BACKEND = "gdsload_gloo"
 _DIFFERENT_READERS = "the ranks of one load were given different readers="
 
 
@@ -61,19 +63,18 @@ class ReaderGroup:
         self.size, self.rank = len(members), members.index(me)
         self.numbers = [everyone.index(member) for member in members]
         self.whole_size = len(everyone)
-        self._control = self._new_group(members, "gloo")
+        self._control = self._connected(members, me)
         self._data: Any = None  # for bytes in device memory
         self._talks = True  # the next thing that all ranks do is to agree
 
-    def _new_group(self, members: Sequence[int], backend: str) -> Any:
+    def _connected(self, members: Sequence[int], me: int) -> Any:
+        """A gloo group that is not among those of `torch.distributed`."""
         import torch.distributed as dist
 
-        if backend == "gloo":
-            backend = _gloo()
         with _rank_errors("does not join the load"):
-            return dist.new_group(
-                members, timeout=self._timeout, backend=backend, use_local_synchronization=True
-            )
+            keys = dist.PrefixStore(_name_of(members, me), _store())  # type: ignore[attr-defined]
+            rank, size = members.index(me), len(members)
+            return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
 
     def _on_this_node(self, everyone: list[int], me: int) -> list[int]:
         """The ranks on this node, as torchrun says, else by the identity of the running kernel."""
@@ -86,11 +87,7 @@ class ReaderGroup:
         else:
             if rank == me and 0 <= local < count:
                 return [each for each in everyone if rank - local <= each < rank - local + count]
-        control = self._new_group(everyone, "gloo")
-        try:
-            nodes = _gathered(control, node_id(), len(everyone))
-        finally:
-            _destroyed(control)
+        nodes = _gathered(self._connected(everyone, me), node_id(), len(everyone))
         if not all(isinstance(node, str) for node in nodes):
             raise ValueError(_DIFFERENT_READERS)
         return [each for each, node in zip(everyone, nodes, strict=True) if node == node_id()]
@@ -117,7 +114,8 @@ class ReaderGroup:
         Not over the caller's group: its operations, in another thread, could be ordered differently
         on another rank.
         """
-        self._data = self._new_group(self._members, "nccl")
+        with _rank_errors("does not join the load"):
+            self._data = device_group("nccl", self._members, self._timeout)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -166,30 +164,43 @@ class ReaderGroup:
         Raises:
             RankError: Another rank has died, or does not answer in time.
         """
+        with _rank_errors("does not answer"):
+            if device == "cpu":
+                works = [self._control.send([tensor], peer, 0) for peer, tensor in sent]
+                works += [self._control.recv([tensor], peer, 0) for peer, tensor in received]
+                for work in works:
+                    work.wait()
+            elif sent or received:
+                self._exchange_on_device(sent, received, device)
+
+    def _exchange_on_device(
+        self,
+        sent: Sequence[tuple[int, torch.Tensor]],
+        received: Sequence[tuple[int, torch.Tensor]],
+        device: str,
+    ) -> None:
+        import torch
         import torch.distributed as dist
 
-        group = self._control if device == "cpu" else self._data
         ops = [
-            dist.P2POp(operation, tensor, self._members[peer], group)
+            dist.P2POp(operation, tensor, self._members[peer], self._data)
             for operation, messages in ((dist.isend, sent), (dist.irecv, received))
             for peer, tensor in messages
         ]
-        if not ops:
-            return
-        with _rank_errors("does not answer"):
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            if device != "cpu":
-                import torch
-
-                # The bytes may be used on any stream, and what was sent may be freed.
-                torch.cuda.current_stream(device).synchronize()
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        # The bytes may be used on any stream, and what was sent may be freed.
+        torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
         """Closes the connections. Another rank that still waits gets RankError."""
-        for group in (self._data, self._control):
-            if group is not None:
-                _destroyed(group)
+        import torch.distributed as dist
+
+        data, self._data, self._control = self._data, None, None
+        if data is not None:
+            # Broken, or the default group has ended.
+            with suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(data)
 
     def __enter__(self) -> ReaderGroup:
         return self
@@ -204,22 +215,40 @@ def require_readers(readers: str) -> None:
         raise ValueError(f'readers={readers!r} must be one of "node", "group"')
 
 
-def _gloo() -> str:
-    """The name of a backend: gloo with keys of its own in the store where the ranks meet.
+def _store() -> Any:
+    """Where the ranks of the job meet."""
+    from torch.distributed.distributed_c10d import _get_default_store
 
-    Before torch 2.15, two groups of the same ranks have the same keys if the first is destroyed
-    before the second is created: a rank would find the addresses of an earlier load there.
+    return _get_default_store()
+
+
+def _name_of(members: Sequence[int], me: int) -> str:
+    """A name that only these ranks decide, and that no other group of theirs has had."""
+    ranks = sha256("_".join(map(str, members)).encode()).hexdigest()[:16]
+    number = _store().add(f"gdsload/{ranks}/{me}", 1)  # the groups of these ranks so far
+    return f"gdsload/{ranks}/group/{number}"
+
+
+def device_group(backend: str, members: Sequence[int], timeout: timedelta) -> Any:
+    """A group among those of `torch.distributed`, without a part in its count of groups.
+
+    With a torch that creates groups by other functions, it has the name of `dist.new_group`.
     """
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
-    def created(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        number = (store.add("groups", 1) - 1) // size
-        keys = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
-        return dist.ProcessGroupGloo(keys, rank, size, timeout)
-
-    if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, created, devices=["cpu"])
-    return _BACKEND
+    try:
+        create: Any = distributed_c10d._new_process_group_helper
+        ranks_of: Any = distributed_c10d._world.pg_group_ranks
+    except AttributeError:
+        return dist.new_group(
+            members, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
+    me = dist.get_rank()
+    where = len(members), members.index(me), list(members), dist.Backend(backend), _store()
+    group, _ = create(*where, _name_of(members, me), timeout=timeout)
+    ranks_of[group] = {member: number for number, member in enumerate(members)}
+    return group
 
 
 def node_id() -> str:
@@ -230,12 +259,25 @@ def node_id() -> str:
 
 
 def _gathered(group: Any, state: Any, size: int) -> list[Any]:
-    import torch.distributed as dist
+    """The states of all ranks of a gloo group. Raises RankError."""
+    import torch
 
-    states: list[Any] = [None] * size
+    data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
     with _rank_errors("does not answer"):
-        dist.all_gather_object(states, state, group=group)
-    return states
+        lengths = _all_of(group, torch.tensor([len(data)]), size)
+        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+        padded[: len(data)] = data
+        states = _all_of(group, padded, size)
+    return [
+        pickle.loads(state[: int(length)].numpy().tobytes())
+        for state, length in zip(states, lengths, strict=True)
+    ]
+
+
+def _all_of(group: Any, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    found = [tensor.clone() for _ in range(size)]
+    group.allgather([found], [tensor]).wait()
+    return found
 
 
 @contextmanager
@@ -246,10 +288,3 @@ def _rank_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         raise RankError(f"a rank has ended, or {what} in time: {why}") from error
-
-
-def _destroyed(group: Any) -> None:
-    import torch.distributed as dist
-
-    with suppress(RuntimeError, ValueError, AssertionError):  # broken, or the default group ended
-        dist.destroy_process_group(group)
