@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gdsload._native.cuda import Device
 from gdsload.system import gpu
 
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
@@ -19,13 +20,28 @@ BACKENDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def allocate_as_torch(owner: Device, nbytes: int) -> int:
+    """Address of memory of a device. Like torch, it leaves the capture mode of the thread as it is:
+    an allocation breaks a graph that another thread captures."""
+    driver = ctypes.CDLL(owner.cuda.path)
+    context, address = ctypes.c_void_p(), ctypes.c_uint64()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), owner.ordinal) == 0
+    assert driver.cuCtxPushCurrent_v2(context) == 0
+    code = driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
+    driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    driver.cuDevicePrimaryCtxRelease_v2(owner.ordinal)
+    if code:
+        raise RuntimeError("CUDA out of memory" if code == 2 else f"CUDA error {code}")
+    return address.value
+
+
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A CPU tensor over the double's device memory, given back with it."""
     nbytes = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     owner = gpu.device(gpu.ordinal_of(device))
-    address = owner.allocate(nbytes)
+    address = allocate_as_torch(owner, nbytes)
     view = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(view, owner.release, address)
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))

@@ -17,6 +17,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
+from gdsload.loading.batch import copied, moved
 from gdsload.loading.session import STALL_SECONDS, verifier_of
 from gdsload.loading.whole_tensors import load
 from gdsload.memory.host_buffers import current_pool
@@ -214,7 +215,7 @@ class safe_open:
             shared = self._is_mapped(tensor) or current_pool() is not None
             array = _as_numpy(name, tensor)
             return array.copy() if shared else array
-        return tensor if self._device == self._session.device else tensor.to(self._device)
+        return tensor if self._device == self._session.device else moved(tensor, self._device)
 
     def __enter__(self) -> safe_open:
         return self
@@ -285,7 +286,7 @@ class Slice:
         tensor = self._opened._read([info])[info.name]
         part = tensor[rest]
         if part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
-            part = part.clone()  # a view would keep all of the tensor
+            part = copied(part)  # a view would keep all of the tensor
         return self._opened._converted(info.name, part)
 
     def __reduce__(self) -> str:

@@ -7,14 +7,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
 
+import gdsload
 import gpudoubles
 from contract import bytes_of
+from devicetensors import device_tensor
 from gdsload._native.cuda import Block
 from gdsload.backends import Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
+from gdsload.loading import device_batch
+from gdsload.loading.batch import copied, moved
 from gdsload.memory import staging_ring
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
@@ -56,6 +62,44 @@ def test_load_while_another_thread_captures_a_graph_does_not_break_it(
     staging_ring.release_rings()
     assert doubles.complaints() == ""
     doubles.capture_graphs(False)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_allocations_of_torch_do_not_break_a_graph_of_another_thread(
+    is_large: bool, loading: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch relaxes its allocations only while the thread that loads captures a graph itself."""
+    if is_large:  # one block for all tensors first
+        monkeypatch.setattr(device_batch, "WHOLE_BYTES", 1)
+        monkeypatch.setattr(device_batch, "_SMALL_BYTES", 1)
+    gpu.device(0)
+    loading.capture_graphs(True)
+    tensors = gdsload.load_file(tiny_checkpoint, "cuda:0", options=SMALL)
+    assert loading.complaints() == ""
+    with pytest.raises(RuntimeError, match="900"):
+        device_tensor((1,), torch.uint8, "cuda:0")
+    loading.capture_graphs(False)
+    loading.cuda.double_clear()
+    assert tensors
+
+
+def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(loading: Doubles) -> None:
+    class Tensor:
+        is_cpu, device = False, "cuda:0"
+
+        def clone(self) -> torch.Tensor:
+            return device_tensor((16,), torch.uint8, self.device)
+
+        def to(self, device: str) -> torch.Tensor:
+            return device_tensor((16,), torch.uint8, device)
+
+    tensor = cast(torch.Tensor, Tensor())
+    gpu.device(0)
+    loading.capture_graphs(True)
+    copied(tensor)
+    moved(tensor, "cuda:0")
+    assert loading.complaints() == ""
+    loading.capture_graphs(False)
 
 
 def test_freed_tensor_while_a_graph_is_captured_does_not_break_it(doubles: Doubles) -> None:

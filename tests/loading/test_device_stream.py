@@ -18,7 +18,7 @@ import torch
 import gdsload
 import gpudoubles
 from devicetensors import BACKENDS, Allocator, Block, TorchCuda, device_tensor, raw
-from gdsload import api
+from gdsload import api, safetensors_file
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import host_copies, staging
 from gdsload.backends.cufile.gds import GdsBackend
@@ -117,7 +117,10 @@ def test_safe_open_on_device_returns_exact_tensors_and_slices(
     doubles: Doubles,
     tiny_checkpoint: Path,
     expected: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # torch's own copy of a tensor of the double would be on the CPU.
+    monkeypatch.setattr(safetensors_file, "copied", lambda tensor: tensor)
     how: dict[str, Any] = {"backend": backend, "options": options}
     with gdsload.safe_open(tiny_checkpoint, device="cuda:0", **how) as opened:
         for name in list(expected)[:4]:

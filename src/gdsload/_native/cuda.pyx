@@ -17,8 +17,8 @@ import os
 
 from gdsload._native.atomics cimport gds_add, gds_load, gds_store
 from gdsload._native.cuda cimport (
-    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_STATUS_ACTIVE,
-    CUDA_SUCCESS, CudaApi, enter_context, leave_context,
+    CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_MODE_RELAXED,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE, CUDA_SUCCESS, CudaApi, enter_context, leave_context,
 )
 from gdsload._native.dlpack cimport DL_CUDA, DLManagedTensor, View, new_view
 from gdsload._native.dynamic cimport fill_table, open_library
@@ -267,6 +267,21 @@ cdef class Device:
         code = self.cuda.api.stream_capturing(<void *><uintptr_t>stream, &status)
         leave_context(self.cuda.api, mode)
         return code == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+    def relax(self):
+        """Keeps CUDA calls of this thread, also those of other libraries, from invalidating a graph
+        that another thread captures, until `restore`. Returns the argument for it. Raises
+        CudaFailure."""
+        cdef int mode = self.enter()
+        leave_context(self.cuda.api, CU_STREAM_CAPTURE_MODE_RELAXED)
+        return mode
+
+    def restore(self, int mode):
+        """Undoes `relax`, in the same thread. A device that fails reports that in its next call."""
+        cdef int relaxed = 0
+        self.own()
+        if enter_context(self.cuda.api, self.context, &relaxed) == CUDA_SUCCESS:
+            leave_context(self.cuda.api, mode)
 
     def synchronize(self, uint64_t stream):
         """Waits for the work that a stream has (a CUstream of this device, 0: the default one).

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,7 +48,27 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
     if tensor_slice.shape is not None:
         tensor = tensor.view(tensor_slice.shape)
     # A copy if the index drops something: a view would keep the rest alive.
-    return tensor if tensor_slice.index is None else tensor[tensor_slice.index].clone()
+    return tensor if tensor_slice.index is None else copied(tensor[tensor_slice.index])
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the same device. It breaks no CUDA graph that another thread captures."""
+    if tensor.is_cpu:
+        return tensor.clone()
+    with _capture_relaxed(str(tensor.device)):
+        return tensor.clone()
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor on another device, for which the same is true."""
+    with _capture_relaxed(device):
+        return tensor.to(device)
+
+
+def _capture_relaxed(device: str) -> AbstractContextManager[None]:
+    from gdsload.system import gpu  # imports CUDA
+
+    return gpu.capture_relaxed(device)
 
 
 class Batch:

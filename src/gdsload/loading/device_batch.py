@@ -153,7 +153,7 @@ def _check(
     session: Session, infos: Sequence[TensorInfo], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     if session.verifier is not None:
-        with session.report.phase("verify"):
+        with session.report.phase("verify"), gpu.capture_relaxed(session.device):
             for info in infos:
                 compared = session.verifier.check_tensor([info], tensors[info.name])
                 session.report.verified_bytes += compared
@@ -239,7 +239,8 @@ class DeviceTensors:
         self._place_of = {each.key: place for place, each in enumerate(taken)}
         if native.bytes_of(starts):
             have_whole(self.device, starts)
-        self.tensors: dict[str, torch.Tensor] = {each.key: self._empty(each) for each in taken}
+        with gpu.capture_relaxed(self.device):
+            self.tensors: dict[str, torch.Tensor] = {each.key: self._empty(each) for each in taken}
 
     def _empty(self, tensor_slice: TensorSlice) -> torch.Tensor:
         first = tensor_slice.parts[0]
@@ -318,7 +319,8 @@ class DeviceTensors:
                     found.append(HostBytes(part.name, view, part.nbytes, tensor, offset))
                 offset += part.nbytes
         if found:
-            copy_from_host(self.device, found)
+            with gpu.capture_relaxed(self.device):
+                copy_from_host(self.device, found)
             for each in found:
                 del views[each.name]
 
@@ -367,7 +369,8 @@ def copy_parts(
     for part in tensor_slice.parts:
         view = views.pop(part.name, None)
         if view is not None and part.nbytes:
-            bytes_of(tensor, offset, part.nbytes).copy_(bytes_at(view, part.nbytes))
+            with gpu.capture_relaxed(str(tensor.device)):
+                bytes_of(tensor, offset, part.nbytes).copy_(bytes_at(view, part.nbytes))
         offset += part.nbytes
 
 
@@ -403,14 +406,16 @@ def after_torch(device: str, follow: Callable[[int], bool]) -> None:
             " capture, or in a thread with another current stream"
         )
     if not follow(stream.cuda_stream):
-        stream.synchronize()
+        with gpu.capture_relaxed(device):
+            stream.synchronize()
 
 
 def synchronize(device: str) -> None:
     """Waits for the work that torch's current stream of a device has now."""
     cuda = _torch_cuda()
     if cuda.is_initialized():
-        cuda.current_stream(device).synchronize()
+        with gpu.capture_relaxed(device):
+            cuda.current_stream(device).synchronize()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -432,7 +437,7 @@ def have_whole(device: str, infos: list[TensorInfo]) -> None:
     large, total = native.rounded(infos, _SMALL_BYTES + 1, _ROUND_BYTES)
     fits = WHOLE_BYTES <= total <= free_bytes and total > reusable
     if large > 1 and fits and _carves(os.environ):
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), gpu.capture_relaxed(device):
             empty((total,), torch_dtype("U8"), device)
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.loading.batch import Batch
+from gdsload.loading.batch import Batch, moved
 from gdsload.loading.session import Session
 from gdsload.planning.read_plan import grouped, ranges_of
 from gdsload.system.device_name import require_device
@@ -89,7 +89,7 @@ def load_in_windows(
             del posted[0], batch
             for info in group:
                 tensor = tensors.pop(info.name)
-                yield info.name, tensor if device == session.device else tensor.to(device)
+                yield info.name, tensor if device == session.device else moved(tensor, device)
                 del tensor
     finally:
         for _, batch in posted:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from gdsload._native import cuda as native
 from gdsload._native.cuda import Cuda, CudaFailure, Device
@@ -82,6 +84,20 @@ def device(ordinal: int) -> Device:
                     f"device cuda:{ordinal} cannot be used: {error}", {"cuda": str(error)}
                 ) from error
         return _devices[ordinal]
+
+
+@contextmanager
+def capture_relaxed(device_name: str) -> Iterator[None]:
+    """Calls of this thread inside do not break a CUDA graph that another thread captures in the
+    default mode. torch needs it: it relaxes its allocations only while the same thread captures.
+
+    Does nothing for the CPU, or if the device cannot be used, which the calls inside report.
+    """
+    with ExitStack() as undo:
+        with suppress(BackendUnavailable, PlacementError, CudaFailure):
+            owner = device(ordinal_of(device_name))
+            undo.callback(owner.restore, owner.relax())
+        yield
 
 
 def any_open() -> Device | None:
