@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,15 @@ from gdsload.peers import service as service_module
 from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
+from gdsload.remote import peer
 from gdsload.remote.messages import MessageError, receive, send
-from gdsload.remote.nixl_reader import NixlReader, ReaderFailed, SharedReader, shared_reader
+from gdsload.remote.nixl_reader import (
+    NixlReader,
+    ReaderFailed,
+    RemoteBytes,
+    SharedReader,
+    shared_reader,
+)
 from gdsload.remote.peer import PeerDirectory, _segments
 from threadends import await_most
 
@@ -133,6 +142,41 @@ def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
         file.close()
     finally:
         service.close()
+
+
+def test_segments_of_a_peer_are_read_by_its_agent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one address are two peers with the same files, and each connection is to another."""
+    asked: list[tuple[str, int]] = []
+
+    class Reader:
+        @contextmanager
+        def read(self, agent: str, _: bytes, kind: str, remote: list[RemoteBytes]) -> Any:
+            asked.append((agent, remote[0].address))
+            yield memoryview(bytes(sum(each.nbytes for each in remote)))
+
+    flats = {name: torch.zeros(1 << 20, dtype=torch.uint8) for name in ("first", "second")}
+    connect, ports = peer._Connection, list[int]()
+    with ExitStack() as stack:
+        for name, flat in flats.items():
+            service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 600.0))
+            stack.callback(service.close)
+            location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+            served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
+            publication = Publication("v", {"m.safetensors": served}, {})
+            service.publish(Served(publication, name, b"", "UCX", None))
+            ports.append(service.port)
+        turns = cycle(ports)
+        monkeypatch.setattr(peer, "_Connection", lambda _: connect(("127.0.0.1", next(turns))))
+        monkeypatch.setattr(SharedReader, "current", lambda shared: Reader())
+        directory = PeerDirectory("nixl://host/m")
+        file = directory.open("m.safetensors")
+        for _ in range(4):
+            file.read(file.size - 100, 100)
+            directory.drop_idle()
+        file.close()
+    end = (1 << 20) - 100
+    expected = {(name, flat.data_ptr() + end) for name, flat in flats.items()}
+    assert (len(asked), set(asked)) == (4, expected)
 
 
 @pytest.mark.parametrize("port", [65536, -1])

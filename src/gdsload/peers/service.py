@@ -250,13 +250,15 @@ class _Connection:
             return {"error": "changed"}, b""
         publication = served.publication
         if name in publication.small_files:
-            return {"segments": []}, publication.small_files[name]
+            return {"segments": [], "agent": served.agent}, publication.small_files[name]
         file = publication.tensor_files.get(name)
         if file is None:
             return {"error": "name"}, b""
         first = max(len(file.header), min(HEAD_BYTES, file.size))
         missing = await _missing(served, name, 0, first)
-        return (missing, b"") if missing else ({"segments": file.segments()}, file.head())
+        if missing:
+            return missing, b""
+        return {"segments": file.segments(), "agent": served.agent}, file.head()
 
     async def _acquire(self, request: dict[str, Any]) -> dict[str, Any]:
         self.give_back()

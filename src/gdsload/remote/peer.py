@@ -82,8 +82,9 @@ class _Source(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """The first bytes of a file, and where the data lies in the memory of the peer."""
+    """The first bytes of a file, and where the data lies in the memory of an agent."""
 
+    agent: str
     head: bytes
     segments: list[Segment]
     starts: list[int]  # of the segments, in the file
@@ -94,9 +95,15 @@ class _Refused(Exception):
 
 
 class _Connection:
-    """A connection to the metadata service. One thread uses it at a time."""
+    """A connection to the metadata service. One thread uses it at a time.
+
+    Attributes:
+        source: What its peer answered, if that was asked for. Behind one address there may be
+            several peers with the same files, each with its own memory.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
+        self.source: _Source | None = None
         self._owes_answer = False
         self._holds_ticket = False
         try:
@@ -157,7 +164,7 @@ class PeerDirectory(RemoteDirectory):
         self._idle: list[_Connection] = []
         self._open_files = 0
         self._source: _Source | None = None
-        self._contents: dict[str, _Contents] = {}
+        self._contents: dict[tuple[str, str], _Contents] = {}  # by agent and name
         self._shared: SharedReader | None = None
 
     # --- files ---------------------------------------------------------------------------------
@@ -176,7 +183,7 @@ class PeerDirectory(RemoteDirectory):
                 f"No such file or directory: {path}", path=path, errno=errno.ENOENT
             )
         with self._checkpoint_errors(), self.lent() as connection:
-            contents = self.contents(connection, name)
+            contents = self.contents(connection, connection.source or source, name)
         file = PeerFile(self, name, contents.head)
         if contents.segments:
             # NIXL is imported while the caller plans its reads. The first read tells of failures.
@@ -189,7 +196,7 @@ class PeerDirectory(RemoteDirectory):
         with self._lock:
             if self._source is None:
                 with self._checkpoint_errors(), self.lent() as connection:
-                    self._source = self._asked(connection)
+                    self._source = connection.source = self._asked(connection)
             return self._source
 
     @contextmanager
@@ -278,35 +285,34 @@ class PeerDirectory(RemoteDirectory):
             _Refused: "changed", or "failed".
             RemoteError: No turn came in time.
         """
-        source = self._opened()
-        wanted = {"version": source.version, "name": name, "offset": offset, "nbytes": nbytes}
+        version = self._opened().version
+        source = connection.source or self._opened()
+        wanted = {"version": version, "name": name, "offset": offset, "nbytes": nbytes}
         for _ in range(_ATTEMPTS):
             answer, _ = self._patient(connection, "acquire", **wanted)
             if answer.get("agent") == source.agent:
                 return source
-            # It has started again, with the same bytes at other places.
+            # Another peer, or one that has started again: the same bytes at other places.
             connection.ask("release")
-            again = self._asked(connection)
-            if again.version != source.version:
+            source = self._asked(connection)
+            if source.version != version:
                 raise _Refused("changed")
-            source = again
-            with self._lock:
-                self._source = source
-                self._contents.clear()
+            connection.source = source
         raise RemoteError(f"{self.path}: the peer starts again and again", path=self.path)
 
-    def contents(self, connection: _Connection, name: str) -> _Contents:
-        """The head and the segments of a file. Raises as `_patient`."""
+    def contents(self, connection: _Connection, source: _Source, name: str) -> _Contents:
+        """The head and the segments of a file of this source. If its peer is another one by now,
+        they are those of that one, as `_Contents.agent` tells. Raises as `_patient`."""
         with self._lock:
-            source, found = self._opened(), self._contents.get(name)
+            found = self._contents.get((source.agent, name))
         if found is None:
             wanted = {"version": source.version, "name": name}
             answer, head = self._patient(connection, "file", **wanted)
             segments = _segments(answer.get("segments"), head, source.sizes[name])
-            found = _Contents(head, segments, [segment.offset for segment in segments])
+            agent = str(answer.get("agent"))
+            found = _Contents(agent, head, segments, [segment.offset for segment in segments])
             with self._lock:
-                if self._source is source:
-                    self._contents[name] = found
+                self._contents[agent, name] = found
         return found
 
     # --- open files ----------------------------------------------------------------------------
@@ -409,7 +415,9 @@ class PeerFile(RemoteFile):
         directory = self._directory
         with directory.lent() as connection:
             source = directory.acquire(connection, self._name, offset, length)
-            contents = directory.contents(connection, self._name)
+            contents = directory.contents(connection, source, self._name)
+            if contents.agent != source.agent:  # it published again after the ticket had expired
+                raise _Refused("expired")
             pieces = list(_cut(contents, offset, length))
             for number, (kind, remote) in enumerate(pieces):
                 reader = directory.reader().current()
