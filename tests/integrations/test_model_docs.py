@@ -1,5 +1,5 @@
 """The tables in docs/from-pretrained.md, of quantizers and of architectures, are what the code and
-its tests say. Run as a program, it writes them.
+its tests say. `PYTHONPATH=tests python tests/integrations/test_model_docs.py` writes them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_table_is_up_to_date(name: str, tmp_path: Path) -> None:
     assert written_with is not None
     if written_with[1] != transformers.__version__:
         pytest.skip(f"the table was written with transformers {written_with[1]}")
-    assert found[name] == TABLES[name](tmp_path), f"run `python tests/{Path(__file__).name}`"
+    assert found[name] == TABLES[name](tmp_path), "run it as a program"
 
 
 if __name__ == "__main__":
