@@ -13,6 +13,7 @@ import torch
 
 import gdsload
 from gdsload.errors import BackendUnavailable, CheckpointError, CheckpointNotFound
+from gdsload.memory.host_pool import HostPool
 from gdsload.peers import memory, receiving
 from gdsload.remote.peer import PeerDirectory
 
@@ -106,3 +107,12 @@ def test_serve_that_fails_is_reported_as_failed(
         with pytest.raises(error):
             gdsload.serve(source)
         assert gdsload.last_report().failure.startswith(error.__name__)
+
+
+def test_served_memory_is_none_of_the_host_pool(agent: LateAgent, tiny_checkpoint: Path) -> None:
+    """It is registered before its bytes arrive, and those in the pool arrive in another mapping."""
+    with HostPool(1 << 30) as pool, gdsload.serve(tiny_checkpoint, checksums=False) as server:
+        assert pool.held_bytes == 0
+        served = server.tensors()
+    for name, tensor in gdsload.load_file(tiny_checkpoint).items():
+        assert torch.equal(served[name], tensor)

@@ -24,7 +24,13 @@ from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, bytes_at, packed_shape, torch_dtype_of
+from gdsload.memory.host_buffers import (
+    BufferView,
+    HostBuffers,
+    bytes_at,
+    packed_shape,
+    torch_dtype_of,
+)
 from gdsload.planning.read_plan import ranges_of
 from gdsload.remote.directory import (
     USUAL_NAMES,
@@ -53,6 +59,15 @@ Arrived = Callable[[str, int, int], None]  # file, start, end
 
 class _Stopped(GdsloadError):
     """The server has ended the reads."""
+
+
+class _OwnMemory(HostBuffers):
+    """No memory of the host pool: reads write to another mapping of that than tensors view, which,
+    registered before its bytes arrive, would not show them."""
+
+
+class _ReceivingBatch(Batch):
+    memory_of = _OwnMemory
 
 
 class _Watched(Verifier):
@@ -117,7 +132,7 @@ class Receiving:
                 verifier=self._verifier,
             )
             self._stack.enter_context(session)
-            self._batch = Batch(session, *session.arrange(ranges_of(self.infos)))
+            self._batch = _ReceivingBatch(session, *session.arrange(ranges_of(self.infos)))
             self._stack.callback(self._batch.release)
             self._checkpoint = checkpoint
             self.files = _headers(checkpoint, self.infos)
