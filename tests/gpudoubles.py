@@ -20,9 +20,8 @@ import torch
 import torch.utils.dlpack
 
 from compiled import compiled
-from gdsload.backends import staging
 from gdsload.backends.cufile import library as library_module
-from gdsload.memory import host_buffers, staging_ring
+from gdsload.memory import host_buffers, late_copies, staging_ring
 from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
@@ -222,7 +221,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     doubles.end_work()
     staging_ring.release_rings()
     _late.extend(undo for ring in staging_ring.rings() for undo in ring._undo)
-    staging._kept.clear()  # copies that a busy machine was late with have ended now
+    late_copies.forget_ended()  # a busy machine may have been late with them
     said = doubles.complaints()
     assert said == "", said
     deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -20,7 +20,7 @@ import gpudoubles
 from devicetensors import BACKENDS, Allocator, Block, TorchCuda, device_tensor, raw
 from gdsload import api, safetensors_file
 from gdsload._native.cuda import Cuda, Device
-from gdsload.backends import host_copies, staging
+from gdsload.backends import host_copies
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
@@ -28,7 +28,7 @@ from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
-from gdsload.memory import staging_ring
+from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
 from gdsload.system import gpu
@@ -301,7 +301,6 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     allocator, copies = Allocator(2 << 20), doubles.cuda_log["copies"]
     monkeypatch.setattr(device_batch, "empty", allocator.empty)
     monkeypatch.setattr(device_batch, "_torch_cuda", TorchCuda)
-    monkeypatch.setattr(staging, "_kept", [])
     doubles.keep_busy()
     with (
         gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
@@ -322,12 +321,43 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     doubles.end_work()
     for address, nbytes in allocator.returned:
         assert ctypes.string_at(address, nbytes) == b"\x5a" * nbytes
-    while not all(request.landed for request in staging._kept):
+    while late_copies.owners():
         assert time.monotonic() < deadline
-    gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
+        gdsload.load_file(tiny_checkpoint, "cuda:0", backend=backend, options=options)
     gc.collect()
-    assert staging._kept == [] and len(allocator.returned) == allocator.lent
+    assert len(allocator.returned) == allocator.lent
     allocator.device.release(allocator.address)
+
+
+def test_memory_that_late_copies_used_makes_room_for_a_load(
+    doubles: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of an interrupted load is the one that its repetition needs."""
+
+    class FullCuda(TorchCuda):
+        def memory_reserved(self, ordinal: int) -> int:
+            return 1 << 30
+
+        def memory_allocated(self, ordinal: int) -> int:
+            return 1 << 30 if late_copies.owners() else 0
+
+    monkeypatch.setattr(device_batch, "_torch_cuda", FullCuda)
+    monkeypatch.setattr(device_batch, "FIRST_BYTES", 1)
+    doubles.set(nbytes=gpu.SPARE_BYTES)
+    has_ended = False
+    late_copies.keep(object(), lambda: has_ended)
+    with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
+        infos = list(checkpoint.tensors.values())
+        nbytes = sum(info.nbytes for info in infos)
+        with Session(checkpoint, LoadReport("m"), device="cuda:0") as session:
+            for has_ended in (False, True):
+                with contextlib.nullcontext() if has_ended else pytest.raises(PlacementError):
+                    next(device_batch.starting_windows(session, infos, nbytes))
+        has_ended = False
+        late_copies.keep(object(), lambda: has_ended)
+        for has_ended in (False, True):
+            with contextlib.nullcontext() if has_ended else pytest.raises(PlacementError):
+                device_batch.have_whole("cuda:0", infos)
 
 
 @pytest.mark.parametrize(("backend", "options"), [*BACKENDS, ("auto", BACKENDS[0][1])])

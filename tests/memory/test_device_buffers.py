@@ -11,7 +11,8 @@ import torch
 
 import gpudoubles
 from gdsload._native.cuda import Block, CudaFailure
-from gdsload.memory import device_buffers
+from gdsload.errors import PlacementError
+from gdsload.memory import device_buffers, late_copies
 from gdsload.planning.read_plan import ByteRange
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
@@ -70,6 +71,18 @@ def test_it_goes_back_with_the_last_that_looks_at_it(doubles: Doubles) -> None:
     after = doubles.cuda_log
     assert after["used"] == before["used"] and after["frees"] == before["frees"] + 1
     assert after["retained"] == before["retained"] + 1
+
+
+def test_blocks_that_late_copies_used_make_room(doubles: Doubles) -> None:
+    doubles.set(nbytes=doubles.cuda_log["used"] + gpu.SPARE_BYTES + (1 << 20))
+    block = Block(gpu.device(0), 1 << 20)
+    has_ended = False
+    late_copies.keep(block, lambda: has_ended)
+    del block
+    with pytest.raises(PlacementError, match="bytes are missing"):
+        device_buffers.take(0, ranges_of_sizes(1))
+    has_ended = True
+    assert device_buffers.take(0, ranges_of_sizes(1))
 
 
 def test_what_it_refuses(doubles: Doubles) -> None:

@@ -23,12 +23,12 @@ import torch
 import gdsload
 import gpudoubles
 from devicetensors import TorchCuda, odd_tensors, raw
-from gdsload.backends import Progress, host_copies, staging
+from gdsload.backends import Progress, host_copies
 from gdsload.backends.auto import benchmark
 from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.loading import claims, device_batch, session as session_module
-from gdsload.memory import device_buffers, staging_ring
+from gdsload.memory import device_buffers, late_copies, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
 from gpudoubles import CODE, NEGATIVE, Doubles
@@ -268,7 +268,7 @@ def test_copies_from_host_memory_that_fail_raise_read_error(doubles: Doubles, so
         with pytest.raises(ReadError, match=r"cuda:0: the device refused a copy: CUDA error 719"):
             by_load_file(source)
     doubles.set()
-    assert staging._kept == host_copies._kept == []
+    assert late_copies.owners() == []
 
 
 def test_copies_from_host_memory_in_a_stopped_process_do_not_report_a_stall() -> None:
@@ -431,11 +431,11 @@ def test_it_is_closed_while_copies_are_on_their_way(
     ahead.close()
     assert doubles.cuda_log["used"] > before["used"]
     doubles.hold_copies(False)
-    staging._kept.clear()  # they have ended
     with pytest.raises(PrefetchCancelled):
         ahead.wait(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while doubles.cuda_log["used"] > before["used"]:
+        late_copies.forget_ended()
         staging_ring.release_rings()
         gc.collect()
         assert time.monotonic() < deadline

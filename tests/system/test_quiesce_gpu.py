@@ -14,7 +14,7 @@ from gdsload.backends import VRAM, Memory, Registration
 from gdsload.backends.cufile import library
 from gdsload.backends.posix import PosixBackend
 from gdsload.errors import GdsloadError, PlacementError
-from gdsload.memory import staging_ring
+from gdsload.memory import late_copies, staging_ring
 from gdsload.system import quiesce
 from gpudoubles import Doubles
 
@@ -50,6 +50,13 @@ def test_quiesce_releases_everything_and_next_load_reopens(
         after = doubles.cuda_log
         for what in ("ranges", "pins", "streams", "events", "used"):
             assert after[what] == before[what], what
+
+
+def test_quiesce_frees_memory_of_late_copies(doubles: Doubles, tiny_checkpoint: Path) -> None:
+    gdsload.load_file(tiny_checkpoint, "cuda:0", backend="posix", options=BACKENDS[0][1])
+    late_copies.keep(object(), lambda: True)
+    gdsload.quiesce(1.0)
+    assert late_copies.owners() == []
 
 
 def test_holders_quiesce_by_depth_then_age() -> None:

@@ -9,7 +9,6 @@ for memory that is pinned: the device copies from it directly.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,10 +18,9 @@ from gdsload.backends.base import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
 from gdsload.backends.staging import StagedRequest, StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallError
-from gdsload.memory import staging_ring
+from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
-from gdsload.system.lifecycle import fork_safe_lock
 from gdsload.system.stall import StallWatch
 
 # Fewer bytes are copied by the driver before threads have been woken up. If there is no ring yet,
@@ -32,10 +30,6 @@ LEAST_BYTES_WITHOUT_RING = 1 << 30
 _KIND = "host memory"  # of parked pipelines
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
 _STALL_SECONDS = 60.0
-
-_lock = fork_safe_lock(sys.modules[__name__])
-# Pipelines whose threads may still copy from memory, and what keeps it alive.
-_kept: list[tuple[StagingPipeline, object]] = []
 
 
 class HostCopy(NamedTuple):
@@ -88,10 +82,9 @@ def copy_to_device(
     finally:
         # A read that was given up counts as ended, although a thread is still in it.
         left = pipeline.leave()
-        with _lock:
-            _kept[:] = [each for each in _kept if not each[0].pump.finished]
-            if not left:
-                _kept.append((pipeline, owners))
+        late_copies.forget_ended()
+        if not left:
+            late_copies.keep((pipeline, owners), lambda: pipeline.pump.finished)
     return True
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Sequence
 
 from gdsload._native.cufile import Files
@@ -28,10 +27,10 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile.library import explain
 from gdsload.backends.pump_request import DRAIN_SECONDS, PumpedRequest
 from gdsload.errors import BackendUnavailable
+from gdsload.memory import late_copies
 from gdsload.memory.staging_ring import StagingRing
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Transfer
 from gdsload.system import gpu
-from gdsload.system.lifecycle import fork_safe_lock
 
 
 class StagingPipeline:
@@ -184,19 +183,12 @@ class StagedRequest(PumpedRequest):
         native.quiet(DRAIN_SECONDS)
         landed = self._addresses.end(DRAIN_SECONDS)
         self.pipeline.ended(complete and landed)
-        with _lock:
-            _kept[:] = [each for each in _kept if not each.landed]
-            if not landed:
-                # The device is busy with other work. Until it has ended the copies, their memory
-                # must not be used for anything else.
-                _kept.append(self)
+        late_copies.forget_ended()
+        if not landed:
+            # The device is busy with other work. Until it has ended the copies, their memory must
+            # not be used for anything else.
+            late_copies.keep(self, self._landed)
 
-    @property
-    def landed(self) -> bool:
+    def _landed(self) -> bool:
         """Whether no copy into its memory is under way."""
         return self._addresses.end(0.0)
-
-
-_lock = fork_safe_lock(sys.modules[__name__])
-# Requests that have ended before their copies did.
-_kept: list[StagedRequest] = []

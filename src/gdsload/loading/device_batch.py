@@ -28,7 +28,7 @@ from gdsload.errors import PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
-from gdsload.memory import device_buffers
+from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import (
     BufferView,
     bytes_at,
@@ -89,6 +89,7 @@ def starting_windows(
         yield infos
         return
     ordinal = gpu.ordinal_of(session.device)
+    late_copies.forget_ended()  # their memory becomes reusable
     reusable = reusable_bytes(ordinal) if torch_imported() else 0
     device_buffers.require_room(ordinal, nbytes, reusable)
     end = native.end_of(infos, 0, FIRST_BYTES)
@@ -432,6 +433,7 @@ def have_whole(device: str, infos: list[TensorInfo]) -> None:
     Raises PlacementError if the device is too full for all of them.
     """
     ordinal = gpu.ordinal_of(device)
+    late_copies.forget_ended()
     reusable = reusable_bytes(ordinal)
     free_bytes = device_buffers.require_room(ordinal, native.bytes_of(infos), reusable)
     large, total = native.rounded(infos, _SMALL_BYTES + 1, _ROUND_BYTES)

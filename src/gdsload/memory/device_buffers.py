@@ -14,6 +14,7 @@ from contextlib import suppress
 from gdsload._native import ranges as native
 from gdsload._native.cuda import Block, CudaFailure
 from gdsload.errors import PlacementError
+from gdsload.memory import late_copies
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.staging_ring import release_idle
 from gdsload.planning.read_plan import ByteRange
@@ -40,9 +41,11 @@ def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
 
 
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
-    """Like `gpu.require_room`, but idle staging rings are freed if their memory is needed."""
+    """Like `gpu.require_room`, but if memory is needed, idle staging rings are freed, and what an
+    interrupted load had to leave to its last copies."""
     with suppress(PlacementError):
         return gpu.require_room(ordinal, nbytes, reusable_bytes)
+    late_copies.forget_ended()
     release_idle(ordinal)
     return gpu.require_room(ordinal, nbytes, reusable_bytes)
 

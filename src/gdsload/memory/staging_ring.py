@@ -26,6 +26,7 @@ from gdsload._native.cufile import CuFileFailure
 from gdsload._native.memory import Region
 from gdsload._native.stage import Ring
 from gdsload.errors import PlacementError
+from gdsload.memory import late_copies
 from gdsload.system import gpu, lifecycle, quiesce
 from gdsload.system.available import available_bytes
 from gdsload.system.threads import start_thread
@@ -234,6 +235,7 @@ class StagingRing(quiesce.Holder):
         return f"{lent} slots of the staging ring of cuda:{self.ordinal} are in use" if lent else ""
 
     def quiesce(self) -> None:
+        late_copies.forget_ended()  # each has gone through a ring
         release_rings(self.kind, self.ordinal)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import gdsload
 from contract import BLOCK, SIZE, bytes_of
-from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, staging, tuning_cache
+from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module
 from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate, Part
 from gdsload.backends.base import Failure
@@ -21,7 +21,7 @@ from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
-from gdsload.memory import staging_ring
+from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
 from gpuauto import MIB, SMALL, keep, load, rates_are
@@ -213,7 +213,7 @@ def test_device_error_raises_without_failover(doubles: Doubles, checkpoint: Path
     with pytest.raises(ReadError, match="CUDA error 719"):
         gdsload.load_file(checkpoint, "cuda:0", cache="direct", options=SMALL)
     assert gdsload.last_report().failovers == {}
-    assert staging._kept == []
+    assert late_copies.owners() == []
     gdsload.quiesce(5.0)
     after = doubles.cuda_log
     assert {name: after[name] for name in ("ranges", "pins", "used", "streams", "events")} == {

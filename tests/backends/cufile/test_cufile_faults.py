@@ -25,7 +25,7 @@ from gdsload.backends.cufile.gds_mt import GdsMtBackend
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.posix.engines import DEVICE_ENGINES
 from gdsload.errors import BackendUnavailable, CuFileError, GdsloadError, PlacementError, ReadError
-from gdsload.memory import staging_ring
+from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gpucontract import DeviceMemory
 from gpudoubles import (
@@ -473,12 +473,9 @@ def test_hanging_file_registration_is_abandoned(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfinished_copies_keep_their_memory(
-    kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
+    kind: type[Backend], doubles: Doubles, file: OpenFile
 ) -> None:
     """Release returns, and the memory of the copies stays allocated."""
-    from gdsload.backends import staging
-
-    monkeypatch.setattr(staging, "_kept", [])
     doubles.hold_copies(True)
     before = doubles.cuda_log["copies"]
     backend = kind(**SMALL)
@@ -488,8 +485,9 @@ def test_unfinished_copies_keep_their_memory(
         assert time.monotonic() < deadline
         backend.wait(load.request, 0.01)
     backend.release(load.request)
-    assert staging._kept == [load.request]
+    assert late_copies.owners() == [load.request]
     doubles.hold_copies(False)
     assert load.request.native.quiet(PATIENCE_SECONDS)
     backend.close()
-    staging._kept.clear()  # its copies have ended by now
+    late_copies.forget_ended()
+    assert late_copies.owners() == []
