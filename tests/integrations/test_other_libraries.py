@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,10 @@ from safetensors.torch import load_file
 
 import gdsload
 import tinymodels
+from command import run
 from gdsload.events import Event, LoadEnded
 from gdsload.integrations.transformers import hooks
+from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 
 
@@ -54,6 +57,19 @@ def require_read(found: list[LoadReport], files: list[Path], tensors: int) -> No
     assert sorted(report.source for report in found) == sorted(map(str, files))
     assert sum(report.tensors for report in found) == tensors
     assert {report.integration for report in found} == {""}
+
+
+def modes(found: list[LoadReport]) -> set[str]:
+    """The I/O modes by which bytes were read."""
+    counts = [(path, nbytes) for report in found for path, nbytes in report.paths.items()]
+    return {path.rpartition("/")[2] for path, nbytes in counts if nbytes}
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is in the page cache, as far as loads know."""
+    monkeypatch.setattr(page_cache, "mostly_resident", lambda *place: False)
+    monkeypatch.setattr(page_cache, "wholly_resident", lambda *place: False)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -115,9 +131,7 @@ def test_diffusers_model_equals_stock_and_is_read_by_gdsload(
         ours = diffusers.AutoencoderKL.from_pretrained(vae[way], **words)
     require_same(stock.state_dict(), ours.state_dict())
     require_read(found, list(vae[way].glob("*.safetensors")), len(stock.state_dict()))
-    counts = [(path, nbytes) for report in found for path, nbytes in report.paths.items()]
-    modes = {path.rpartition("/")[2] for path, nbytes in counts if nbytes}
-    assert modes == ({"buffered"} if "disable_mmap" in how else {"mapped"})
+    assert modes(found) == ({"buffered"} if "disable_mmap" in how else {"mapped"})
 
 
 def test_diffusers_offload_to_disk_equals_stock(vae: dict[str, Path], tmp_path: Path) -> None:
@@ -135,6 +149,26 @@ def test_diffusers_offload_to_disk_equals_stock(vae: dict[str, Path], tmp_path: 
     assert len(found) == len(list(vae["shards"].glob("*.safetensors")))
     files = contents(tmp_path / "a")
     assert files and files == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("how", ["default", "disable_mmap", "in memory"])
+@pytest.mark.parametrize("way", ["file", "shards"])
+def test_diffusers_offload_to_disk_maps_cold_files(
+    way: str, how: str, vae: dict[str, Path], cold: None, tmp_path: Path
+) -> None:
+    """So it needs no memory for a whole file. A model that stays in memory is read into it."""
+    import diffusers
+
+    place = "cpu" if how == "in memory" else "disk"
+    device_map = dict.fromkeys(("encoder", "quant_conv", "post_quant_conv"), "cpu")
+    with reports(page_cache="keep") as found:
+        diffusers.AutoencoderKL.from_pretrained(
+            vae[way],
+            device_map={**device_map, "decoder": place},
+            offload_folder=tmp_path / "off",
+            disable_mmap=how == "disable_mmap",
+        )
+    assert found and (modes(found) == {"mapped"}) == (how == "default")
 
 
 @pytest.mark.parametrize("disable_mmap", [False, True])
@@ -281,6 +315,25 @@ def test_accelerate_offload_to_disk_equals_stock(qwen: Path, tmp_path: Path) -> 
     assert written and written == same
     with gdsload.Checkpoint.open(qwen) as checkpoint:
         require_read(found, list(qwen.glob("*.safetensors")), len(checkpoint.tensors))
+
+
+@pytest.mark.parametrize("how", ["default", "direct", "checksum"])
+def test_accelerate_offload_to_disk_maps_cold_files(
+    how: str, qwen: Path, cold: None, tmp_path: Path
+) -> None:
+    """So it needs no memory for a whole file, unless it is asked to do something else."""
+    import accelerate
+
+    for file in qwen.glob("*.safetensors"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(qwen / "model.safetensors.index.json", tmp_path)
+    words: dict[str, str] = {"direct": {"cache": "direct"}, "checksum": {"verify": "checksum"}}.get(
+        how, {}
+    )
+    assert run("manifest", tmp_path, "--algorithm", "sha256").exit_code == 0
+    with reports(page_cache="keep", **words) as found:
+        accelerate.load_checkpoint_in_model(empty(qwen), str(tmp_path), OFFLOADED, tmp_path / "off")
+    assert found and (modes(found) == {"mapped"}) == (how == "default")
 
 
 def test_accelerate_that_asks_for_each_tensor_gets_what_stock_gets(qwen: Path) -> None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +28,7 @@ from gdsload.integrations.transformers.hooks import (
     reported,
     unmapped,
 )
+from gdsload.integrations.transformers.model_reader import Options
 from gdsload.integrations.transformers.monkeypatch import (
     Misfit,
     Patch,
@@ -66,7 +68,8 @@ def _reader(name: str, file: str) -> Patch:
                         return original(*args, disable_mmap=False)
                 if set((named.get("device_map") or {}).values()) == {"cpu", "disk"}:
                     # All goes to the CPU first. accelerate would ask for each tensor alone.
-                    named = {**named, "device_map": {"": "cpu"}}
+                    with held(chosen, _mapped(options, path)):
+                        return original(*args, **{**named, "device_map": {"": "cpu"}})
                 return original(*args, **named)
             if (outer := outer_report.get()) is not None:
                 outer.refusals[f"gdsload on {path}"] = reason
@@ -79,6 +82,36 @@ def _reader(name: str, file: str) -> Patch:
         yield Replacement(module, name, read)
 
     return Patch(name, replacements)
+
+
+def _mapped(options: Options, source: Any) -> Options:
+    """The options for tensors that are mostly written to other files and dropped: their files may
+    be larger than the memory of the machine."""
+    fits = options.cache == "auto" and options.verify == "size" and original_of(source) == source
+    return replace(options, cache="mapped") if fits else options
+
+
+def _patch_from_pretrained(module: ModuleType) -> Iterator[Replacement]:
+    """Maps the files of a model of diffusers that may be offloaded to disk."""
+    owner, name = function_of(module, "ModelMixin"), "from_pretrained"
+    raw = vars(owner).get(name)
+    if not isinstance(raw, classmethod):
+        raise Misfit("it is no class method")
+    plain = raw.__func__
+
+    @functools.wraps(plain)
+    def from_pretrained(cls: Any, *args: Any, **words: Any) -> Any:
+        options, devices = active(), words.get("device_map")
+        to_disk = words.get("offload_folder") is not None and devices is not None
+        if isinstance(devices, dict):
+            to_disk = to_disk and "disk" in devices.values()
+        if options is None or not to_disk or words.get("disable_mmap"):
+            return plain(cls, *args, **words)
+        source = args[0] if args else words.get("pretrained_model_name_or_path")
+        with held(chosen, _mapped(options, source)):
+            return plain(cls, *args, **words)
+
+    yield Replacement(owner, name, classmethod(from_pretrained))
 
 
 class _ThreadPool(ThreadPoolExecutor):
@@ -156,7 +189,10 @@ PATCHES: dict[str, tuple[Patch, ...]] = {
         _reader("load_state_dict", "checkpoint_file"),
         Patch("ThreadPoolExecutor", _patch_thread_pool, optional=True),
     ),
-    "diffusers.models.modeling_utils": (_reader("load_state_dict", "checkpoint_file"),),
+    "diffusers.models.modeling_utils": (
+        _reader("load_state_dict", "checkpoint_file"),
+        Patch("ModelMixin.from_pretrained", _patch_from_pretrained),
+    ),
     "diffusers.loaders.single_file_utils": (_reader("load_state_dict", "checkpoint_file"),),
     "peft.utils.save_and_load": (
         _drop_in("safe_load_file", _drop_in_load),
