@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.distribution.reader_group import device_group
+from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
 
 WINDOW_BYTES = 1_000_000
@@ -241,7 +241,7 @@ def other_source(folder: Path) -> Any:
     first, second = (folder.parent / name for name in ("first", "second"))
     if dist.get_rank() == 0:
         for copy in (first, second):
-            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("copy", "other"))
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("copy", "mapped", "other"))
     with opened_last_by_rank_1(lambda: shutil.rmtree(first)):
         source = gdsload.replicas(first, second)
         ours = gdsload.load_file(source, group=dist.group.WORLD)
@@ -283,7 +283,7 @@ def failed_read(folder: Path) -> Any:
     source = folder
     if dist.get_rank() == 1:
         source = folder / "copy"
-        shutil.copytree(folder, source, ignore=shutil.ignore_patterns("copy", "other"))
+        shutil.copytree(folder, source, ignore=shutil.ignore_patterns("copy", "mapped", "other"))
 
     def cut() -> None:
         for file in source.glob("*.safetensors"):
@@ -292,6 +292,26 @@ def failed_read(folder: Path) -> Any:
     group = dist.group.WORLD
     pairs = gdsload.stream(source, group=group, window_bytes=WINDOW_BYTES, cache="direct")
     dict(interrupted(pairs, cut))
+
+
+def rewritten(folder: Path) -> Any:
+    """Rank 1 has a copy of its own, which changes when its bytes were mapped and not yet sent."""
+    source = folder
+    if dist.get_rank() == 1:
+        source = folder / "mapped"
+        shutil.copytree(folder, source, ignore=shutil.ignore_patterns("copy", "mapped", "other"))
+    exchanging = ReaderGroup.exchanging
+
+    def late(readers: ReaderGroup) -> AbstractContextManager[None]:
+        for file in source.glob("*.safetensors") if dist.get_rank() == 1 else ():
+            with open(file, "r+b") as opened:
+                opened.seek(-1, os.SEEK_END)
+                opened.write(b"x")
+        dist.barrier()
+        return exchanging(readers)
+
+    with mock.patch.object(ReaderGroup, "exchanging", late):
+        gdsload.load_file(source, group=dist.group.WORLD)
 
 
 def failed_consumer(folder: Path) -> Any:
@@ -362,6 +382,6 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, failed_consumer, closed_by_all, again, later, subgroup,
+    unknown_name, failed_read, rewritten, failed_consumer, closed_by_all, again, later, subgroup,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

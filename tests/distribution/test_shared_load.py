@@ -63,7 +63,8 @@ def found(
 ) -> list[dict[str, Any]]:
     """What each rank found, by case."""
     folder, _ = checkpoint
-    shutil.rmtree(folder / "copy", ignore_errors=True)
+    for copy in ("copy", "mapped"):
+        shutil.rmtree(folder / copy, ignore_errors=True)
     return ranks(request.param, PROGRAM, "all", folder, meet=tmp_path_factory.mktemp("meet"))
 
 
@@ -116,6 +117,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         ("missing_file", "CheckpointNotFound", "rank 1 failed: CheckpointNotFound: "),
         ("unknown_name", "CheckpointError", "rank 1 failed: CheckpointError: "),
         ("failed_read", "", "rank 1 failed: "),
+        ("rewritten", "FileChanged", "rank 1 failed: FileChanged: "),
         ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),
         ("silent_rank", "", "a rank has ended, or does not join the load in time"),
     ],

@@ -230,6 +230,9 @@ class Exchange:
     def windows(self) -> Iterator[list[tuple[Layout, torch.Tensor]]]:
         """Yields the tensors that are complete after each window, in the order of the layouts.
 
+        A file that changes during an exchange is an error on all ranks before they get the last
+        tensors.
+
         Raises:
             RankError: Another rank has failed.
             GdsloadError: As for `load_file`.
@@ -249,7 +252,10 @@ class Exchange:
             with self._session.report.phase("exchange"), self._readers.exchanging():
                 self._exchange(window, received)
             self._posted.popleft()
+            # What was sent may be of a mapping, which changes with its file.
+            self._session.checkpoint.verify_unchanged()
             if not self._posted:
+                self._readers.agree()
                 self._readers.finish()
             yield self._complete()
         yield self._complete()
