@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -55,6 +56,12 @@ POISON = 0xA5
 FIRST_USE_BYTES = 32 << 20
 BUSY_SECONDS = 0.5
 WRONG, FAILED, LEFT = "WRONG", "FAILED", "LEFT"
+# With these codes cuFile refuses a file of this machine: see docs/gds-setup.md.
+FILE_REFUSALS = (5008, 5027, 5030)
+
+
+class Refused(Exception):
+    """This machine cannot run a check."""
 
 
 # ---- the device ----------------------------------------------------------------------------------
@@ -228,14 +235,47 @@ def tried(name: str, make_row: Callable[[], Row]) -> Row:
     row: Row = {"name": name, "verdict": "ok"}
     try:
         row |= make_row()
-    except gdsload.BackendUnavailable as error:
+    except (Refused, gdsload.BackendUnavailable) as error:
         row["verdict"] = f"refused: {error}"
+    except gdsload.CuFileError as error:  # without bytes that were wanted: of no read, but a file
+        refused = error.code in FILE_REFUSALS and not error.wanted
+        row["verdict"] = f"{'refused' if refused else FAILED}: {error}"
     except gdsload.GdsloadError as error:
         row["verdict"] = f"{FAILED}: {error}"
     except Exception as error:
         row["verdict"] = f"{FAILED}: {type(error).__name__}: {error}"
         row["traceback"] = traceback.format_exc()
     return row | {"row_seconds": round(time.monotonic() - began, 3)}
+
+
+def loading(gpu: Gpu, source: Path, **words: Any) -> Callable[[], dict[str, Any]]:
+    """`load_file` with these arguments. Raises Refused if the files do not support direct I/O and
+    it is asked for."""
+    import gdsload
+
+    def load() -> dict[str, Any]:
+        if words.get("cache") == "direct" and (why := no_direct_io(files_of(source)[0])):
+            raise Refused(f"no direct I/O: {why}")
+        return gdsload.load_file(source, gpu.device, **words)
+
+    return load
+
+
+@functools.cache
+def no_direct_io(file: Path) -> str:
+    """Why a file cannot be read by direct I/O; "" if it can."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        return str(error)
+    try:
+        with mmap.mmap(-1, 64 << 10) as memory:
+            os.preadv(fd, [memory], 0)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(fd)
+    return ""
 
 
 def twice(gpu: Gpu, wanted: dict[str, Any], load: Callable[[], dict[str, Any]]) -> Row:
@@ -307,13 +347,12 @@ def exact(context: Context) -> Iterator[Row]:
     gpu, source = context.gpu, context.main_checkpoint
     wanted = expected(gpu, source)
 
-    def load(**words: Any) -> Callable[[], dict[str, Any]]:
-        return lambda: gdsload.load_file(source, gpu.device, **words)
-
     for name, words in posix_cases(context.small):
-        yield tried(name, lambda words=words: twice(gpu, wanted, load(**words)))
+        yield tried(name, lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)))
     for backend in ("auto", "gds_mt", "gds"):
-        yield tried(backend, lambda name=backend: twice(gpu, wanted, load(backend=name)))
+        yield tried(
+            backend, lambda name=backend: twice(gpu, wanted, loading(gpu, source, backend=name))
+        )
     yield tried(
         "stream",
         lambda: twice(
@@ -335,9 +374,7 @@ def exact(context: Context) -> Iterator[Row]:
             yield tried(
                 f"{other.stem}/{cache}",
                 lambda wanted=wanted, other=other, cache=cache: twice(
-                    gpu,
-                    wanted,
-                    lambda: gdsload.load_file(other, gpu.device, backend="posix", cache=cache),
+                    gpu, wanted, loading(gpu, other, backend="posix", cache=cache)
                 ),
             )
 
@@ -410,8 +447,6 @@ def slices(context: Context, source: Path, wanted: dict[str, Any]) -> Row:
 
 def allocator(context: Context) -> Iterator[Row]:
     """Three ways of reading with another mode of torch's allocator, set in the environment."""
-    import gdsload
-
     gpu, source = context.gpu, context.main_checkpoint
     wanted = expected(gpu, source)
     mode = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -419,9 +454,7 @@ def allocator(context: Context) -> Iterator[Row]:
         words = {"backend": "posix", "cache": cache, "options": {"engine": engine}}
         yield tried(
             f"{mode}: posix/{engine}/{cache}",
-            lambda words=words: twice(
-                gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)
-            ),
+            lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)),
         )
 
 
@@ -983,7 +1016,6 @@ def make_udev(path: Path) -> str:
 
 def cufile(context: Context) -> Iterator[Row]:
     """cuFile in compatibility mode: time to open and to register, and exact bytes."""
-    import gdsload
     from gdsload.backends.cufile import library
 
     gpu, source = context.gpu, context.main_checkpoint
@@ -1004,17 +1036,13 @@ def cufile(context: Context) -> Iterator[Row]:
             words = {"backend": backend, "cache": "direct", "options": options}
             yield tried(
                 f"{backend}, compatibility mode, ring of {ring // MIB} MiB",
-                lambda words=words: twice(
-                    gpu, wanted, lambda: gdsload.load_file(source, gpu.device, **words)
-                ),
+                lambda words=words: twice(gpu, wanted, loading(gpu, source, **words)),
             )
         odd = odd_file(context)
         words = {"backend": backend, "options": {"allow_compat": True}}
         yield tried(
             f"{backend}, odd sizes",
-            lambda words=words, odd=odd: twice(
-                gpu, expected(gpu, odd), lambda: gdsload.load_file(odd, gpu.device, **words)
-            ),
+            lambda words=words, odd=odd: twice(gpu, expected(gpu, odd), loading(gpu, odd, **words)),
         )
 
 

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import gpudoubles
-from gpudoubles import HANG, NEGATIVE
+from gdsload.errors import CuFileError
+from gpudoubles import CODE, HANG, NEGATIVE
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_check.py"
@@ -116,6 +117,24 @@ def test_gpu_check_failing_backend_misses_its_claim(libraries: Path, tmp_path: P
     assert "its process ends cleanly | missed |" in summary
 
 
+@pytest.mark.parametrize("code", [5027, 5030])
+def test_gpu_check_file_that_cufile_refuses_is_no_failure(
+    code: int, libraries: Path, tmp_path: Path
+) -> None:
+    """As on overlayfs, with libcufile 1.15 and older."""
+    _, verdicts, summary = run(
+        libraries,
+        tmp_path,
+        "--budget",
+        str(LIMIT_SECONDS),
+        "--only",
+        "cufile",
+        GPU_DOUBLE_FAULT=f"cuFileHandleRegister:{CODE}:{code}",
+    )
+    assert verdicts["cufile: gds_mt, odd sizes"].startswith("refused: ")
+    assert "its process ends cleanly | met |" in summary
+
+
 def test_gpu_check_hanging_section_ends_with_the_budget(libraries: Path, tmp_path: Path) -> None:
     """The rest is reported as skipped."""
     code, verdicts, summary = run(
@@ -155,6 +174,22 @@ def test_gpu_check_summary_of_cut_results_reports_what_was_measured(
         out.write('{"section": "tab')
     text, good = script.summary(tmp_path)
     assert not good and "| missed | posix/x: WRONG: a: other bytes |" in text
+
+
+def test_gpu_check_read_that_cufile_fails_is_a_failure(script: ModuleType) -> None:
+    def read() -> dict[str, Any]:
+        raise CuFileError("m: cuFile failed", code=5030, path="m", wanted=4096)
+
+    assert script.tried("read", read)["verdict"] == "FAILED: m: cuFile failed"
+
+
+def test_gpu_check_without_direct_io_refuses_its_checks(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No such file" in script.no_direct_io(tmp_path / "absent")
+    monkeypatch.setattr(script, "no_direct_io", lambda file: "EINVAL")
+    load = script.loading(SimpleNamespace(device="cpu"), tmp_path / "m", cache="direct")
+    assert script.tried("direct", load)["verdict"] == "refused: no direct I/O: EINVAL"
 
 
 def test_gpu_check_differs_names_the_difference(script: ModuleType) -> None:
