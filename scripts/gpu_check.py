@@ -635,7 +635,8 @@ def exit_with_daemon(context: Context) -> None:
     import gdsload
 
     source = context.main_checkpoint
-    kept: list[dict[str, Any]] = []
+    # Here, since the end of the process is not to meet the start of CUDA in the thread.
+    kept = [gdsload.load_file(source, context.device)]
 
     def loads() -> None:
         while True:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import gdsload
 import gpudoubles
 from gdsload.errors import CuFileError
 from gpudoubles import CODE, HANG, NEGATIVE
@@ -190,6 +191,21 @@ def test_gpu_check_without_direct_io_refuses_its_checks(
     monkeypatch.setattr(script, "no_direct_io", lambda file: "EINVAL")
     load = script.loading(SimpleNamespace(device="cpu"), tmp_path / "m", cache="direct")
     assert script.tried("direct", load)["verdict"] == "refused: no direct I/O: EINVAL"
+
+
+def test_gpu_check_exit_with_daemon_has_started_cuda_before(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def thread(**_: object) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: done.append("thread"))
+
+    monkeypatch.setattr(gdsload, "load_file", lambda *_: done.append("load"))
+    monkeypatch.setattr(script, "threading", SimpleNamespace(Thread=thread))
+    monkeypatch.setattr(script, "time", SimpleNamespace(sleep=lambda seconds: None))
+    script.exit_with_daemon(SimpleNamespace(main_checkpoint="m", device="cuda:0"))
+    assert done == ["load", "thread"]
 
 
 def test_gpu_check_differs_names_the_difference(script: ModuleType) -> None:
