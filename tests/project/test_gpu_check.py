@@ -193,6 +193,35 @@ def test_gpu_check_without_direct_io_refuses_its_checks(
     assert script.tried("direct", load)["verdict"] == "refused: no direct I/O: EINVAL"
 
 
+@pytest.mark.parametrize("missing", ["transformers", "accelerate"])
+def test_gpu_check_without_packages_for_models_refuses_them(
+    missing: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name != missing or None)
+    rows = list(script.model(None))
+    assert [row["verdict"] for row in rows] == [f"refused: {missing} is not installed"]
+
+
+def test_gpu_check_work_that_ended_before_the_load_decides_nothing(script: ModuleType) -> None:
+    row = {"section": "streams", "name": "older work", "verdict": "exact", "reused": 3}
+    assert script.reused_memory([{**row, "seconds": 0.1}])[0] == script.NOT_MEASURED
+    assert script.reused_memory([{**row, "seconds": 0.3, "reused": 0}])[0] == script.NOT_MEASURED
+    assert script.reused_memory([{**row, "seconds": 0.3}])[0] == script.MET
+
+
+def test_gpu_check_decides_about_allocators_only_with_each_mode(script: ModuleType) -> None:
+    rows = [
+        {"section": f"allocator {mode}", "name": str(number), "verdict": verdict}
+        for mode in script.ALLOCATOR_MODES
+        for number, verdict in enumerate(["refused: no direct I/O", "exact", "exact"])
+    ]
+    assert script.every_allocator(rows)[0] == script.MET
+    verdict, words = script.every_allocator(rows[:-1])
+    assert verdict == script.NOT_MEASURED and words.startswith(script.ALLOCATOR_MODES[-1])
+    rows[1]["verdict"] = "WRONG: other bytes"
+    assert script.every_allocator(rows[:-1])[0] == script.MISSED
+
+
 def test_gpu_check_exit_with_daemon_has_started_cuda_before(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
