@@ -13,7 +13,8 @@ import pytest
 
 import gpudoubles
 from gdsload._native.cufile import CuFile
-from gdsload.system import lifecycle
+from gdsload.errors import BackendUnavailable
+from gdsload.system import gpu, lifecycle
 
 PACKAGE = Path(lifecycle.__file__).parent
 LIMIT_SECONDS = 60.0
@@ -107,7 +108,7 @@ here = os.getpid()
 def report():
     if os.getpid() == here:
         print((cuda.double_said() + cufile_library.double_said()).decode(), end="")
-        print("hung:", cufile_library.double_hung())
+        print("hung:", cuda.double_hung() + cufile_library.double_hung())
 import gdsload
 # As in a process whose first use of gdsload is a prefetch.
 from gdsload.readahead import prefetch as early
@@ -230,6 +231,44 @@ hang(cufile_library, b"cuFileDriverClose_v2")
 def test_exit_while_closing_cufile_hangs_does_not_wait(tmp_path: Path) -> None:
     code, out, errors = ended(DRIVER_HANGS, tmp_path)
     assert (code, out) == (0, "hung: 1\n"), errors
+
+
+CUDA_STARTS = """
+from gdsload.system import gpu
+refused = []
+def start():
+    try:
+        gpu.device(0)
+    except gdsload.BackendUnavailable as error:
+        refused.append(str(error))
+hang(cuda, b"cuInit")
+threading.Thread(target=start, daemon=True).start()
+until(cuda.double_hung)
+let_go = threading.Timer(0.2, cuda.double_let_go)
+let_go.daemon = True
+let_go.start()
+"""
+
+
+def test_exit_waits_for_a_thread_that_starts_cuda(tmp_path: Path) -> None:
+    """The driver would shut down while that thread is in it."""
+    code, out, errors = ended(CUDA_STARTS, tmp_path)
+    assert (code, out) == (0, "hung: 0\n"), errors
+
+
+def test_device_is_not_opened_while_the_process_ends(
+    doubles: gpudoubles.Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.device(0)
+    ending = threading.Event()
+    ending.set()
+    monkeypatch.setattr(lifecycle, "_ending", ending)
+    with pytest.raises(BackendUnavailable, match="the process ends"):
+        gpu.device(1)
+    assert gpu.device(0)
+    monkeypatch.setattr(gpu, "_cuda", [])
+    with pytest.raises(BackendUnavailable, match="the process ends"):
+        gpu.cuda()
 
 
 ENGINE_ENDS_LATE = """

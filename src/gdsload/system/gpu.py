@@ -22,7 +22,6 @@ SPARE_BYTES = 64 << 20
 _lock = lifecycle.fork_safe_lock(sys.modules[__name__])
 _cuda: list[Cuda] = []
 _devices: dict[int, Device] = {}
-lifecycle.at_exit(lifecycle.CUDA, native.end)
 
 
 def ordinal_of(device: str) -> int:
@@ -37,6 +36,7 @@ def cuda() -> Cuda:
     """The CUDA driver. Raises BackendUnavailable if it is missing, or after a fork."""
     with _lock:
         if not _cuda:
+            _refuse_at_exit()
             _cuda.append(_open())
     refuse_after_fork()
     return _cuda[0]
@@ -74,6 +74,7 @@ def device(ordinal: int) -> Device:
     driver = cuda()
     with _lock:
         if ordinal not in _devices:
+            _refuse_at_exit()
             count = driver.device_count
             if ordinal >= count:
                 raise PlacementError(f"there is no device cuda:{ordinal}: CUDA sees {count}")
@@ -98,6 +99,21 @@ def capture_relaxed(device_name: str) -> Iterator[None]:
             owner = device(ordinal_of(device_name))
             undo.callback(owner.restore, owner.relax())
         yield
+
+
+def _refuse_at_exit() -> None:
+    if lifecycle.is_ending():
+        raise BackendUnavailable("CUDA is not started any more: the process ends")
+
+
+def _end() -> None:
+    # A thread may be starting CUDA or a device: the driver must not shut down meanwhile.
+    if _lock.acquire(timeout=lifecycle.LOCK_SECONDS):
+        _lock.release()
+    native.end()
+
+
+lifecycle.at_exit(lifecycle.CUDA, _end)
 
 
 def any_open() -> Device | None:
