@@ -158,6 +158,18 @@ def test_ring_of_vram_that_cannot_be_freed_fails_no_load(doubles: Doubles, file:
         assert staging_ring.rings() == [], "its slots are out of use"
 
 
+def test_ring_that_cufile_keeps_leaves_no_other_ring_at_the_end_of_the_process(
+    doubles: Doubles, file: OpenFile
+) -> None:
+    before = doubles.cuda_log["pins"]
+    read(file, GdsMtBackend)
+    read(file, PosixBackend)
+    assert [ring.kind for ring in staging_ring.rings()] == [staging_ring.VRAM, staging_ring.DRAM]
+    doubles.fault("cuFileBufDeregister", CODE, 5026)
+    staging_ring._end()
+    assert doubles.struck == 1 and doubles.cuda_log["pins"] == before
+
+
 def test_load_after_reads_that_hang_gets_a_new_ring(doubles: Doubles, file: OpenFile) -> None:
     """They keep 6 of the 9 slots of the old one, which is freed when they have returned."""
     doubles.fault("cuFileRead", HANG, times=6)

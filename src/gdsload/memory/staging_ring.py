@@ -391,8 +391,9 @@ def _end() -> None:
     for place in _places.copy().values():
         if place.lock.acquire(timeout=lifecycle.LOCK_SECONDS):
             try:
-                # A device that does not answer any more has nothing to free.
-                with suppress(CudaFailure):
+                # A device that does not answer any more has nothing to free, and what cuFile does
+                # not deregister stays. The other rings are freed in any case.
+                with suppress(CudaFailure, CuFileFailure):
                     if place.ring is not None and place.ring.pid == os.getpid():
                         place.ring.end()
             finally:
