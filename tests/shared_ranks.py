@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
+from gdsload.system import available
 
 WINDOW_BYTES = 1_000_000
 Tensors = dict[str, torch.Tensor]
@@ -314,6 +315,22 @@ def rewritten(folder: Path) -> Any:
         gdsload.load_file(source, group=dist.group.WORLD)
 
 
+def no_room(folder: Path) -> Any:
+    """For the tensors of three ranks, not for those of all four."""
+    nbytes = sum(tensor.nbytes for tensor in expected(folder).values())
+    room = dist.get_world_size() * nbytes + available.SPARE_BYTES - 1
+    with mock.patch.object(available, "available_bytes", lambda: room):
+        gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+
+
+def no_memory(folder: Path) -> Any:
+    """The system refuses memory that it had available."""
+    refusal = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
+    refused = mock.patch("torch.empty", side_effect=refusal)
+    with refused if dist.get_rank() == 1 else nullcontext():
+        gdsload.load_file(folder, group=dist.group.WORLD)
+
+
 def failed_consumer(folder: Path) -> Any:
     def fail() -> None:
         raise RuntimeError("the consumer is out of paper")
@@ -382,6 +399,7 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, rewritten, failed_consumer, closed_by_all, again, later, subgroup,
+    unknown_name, failed_read, rewritten, no_room, no_memory,
+    failed_consumer, closed_by_all, again, later, subgroup,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

@@ -605,6 +605,7 @@ def _shared(
         window_bytes,
         settings.device,
         settings.stall_seconds,
+        held_bytes=window_bytes if found is None else None,
     )
 
 

@@ -117,6 +117,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         ("missing_file", "CheckpointNotFound", "rank 1 failed: CheckpointNotFound: "),
         ("unknown_name", "CheckpointError", "rank 1 failed: CheckpointError: "),
         ("failed_read", "", "rank 1 failed: "),
+        ("no_memory", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("rewritten", "FileChanged", "rank 1 failed: FileChanged: "),
         ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),
         ("silent_rank", "", "a rank has ended, or does not join the load in time"),
@@ -150,6 +151,14 @@ def test_ranks_that_want_different_things_are_refused(
     for rank in found:
         assert rank[case]["error"] == error
         assert text in rank[case]["text"]
+
+
+def test_load_that_has_no_room_for_the_tensors_of_all_ranks_is_refused(
+    found: list[dict[str, Any]], checkpoint: tuple[Path, int]
+) -> None:
+    for rank in found:
+        assert rank["no_room"]["error"] == "PlacementError"
+        assert rank["no_room"]["text"].startswith(f"{len(found) * checkpoint[1]:,} bytes")
 
 
 def test_stream_that_all_ranks_close_early_is_no_error(found: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -277,7 +278,22 @@ class Exchange:
         info = layout.info._replace(shape=shape)
         if info.dtype == "F4":
             shape = packed_shape(info)
-        return torch.empty(shape, dtype=torch_dtype_of(info), device=self._session.device)
+        with self._memory_for(f"tensor {info.name!r}", layout.wanted_bytes(self._readers.rank)):
+            return torch.empty(shape, dtype=torch_dtype_of(info), device=self._session.device)
+
+    @contextmanager
+    def _memory_for(self, what: str, nbytes: int) -> Iterator[None]:
+        """Turns the errors of torch about memory, which are RuntimeErrors, into PlacementError."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            if not any(sign in why for sign in ("out of memory", "allocate memory")):
+                raise
+            raise PlacementError(
+                f"no {nbytes:,} bytes on {self._session.device} for {what}: {why}",
+                missing_bytes=nbytes,
+            ) from error
 
     def _rows(self, rows: Rows) -> torch.Tensor:
         """The memory of these rows in the tensor of this rank, as bytes."""
@@ -308,9 +324,10 @@ class Exchange:
                 if len(message.pieces) == 1:
                     memory = self._rows(message.pieces[0][1]).view(-1)
                 else:
-                    memory = torch.empty(
-                        message.nbytes, dtype=torch.uint8, device=self._session.device
-                    )
+                    with self._memory_for("a message of another rank", message.nbytes):
+                        memory = torch.empty(
+                            message.nbytes, dtype=torch.uint8, device=self._session.device
+                        )
                 received.append((reader, message, memory))
         return received
 
@@ -360,8 +377,9 @@ class Exchange:
     ) -> torch.Tensor:
         import torch
 
-        pieces = [self._wanted(sources, piece, rank).reshape(-1) for piece in message.pieces]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        with self._memory_for("a message to another rank", message.nbytes):
+            pieces = [self._wanted(sources, piece, rank).reshape(-1) for piece in message.pieces]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _unpack(self, message: Message, memory: torch.Tensor) -> None:
         if len(message.pieces) == 1:  # it was received where it belongs

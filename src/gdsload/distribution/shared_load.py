@@ -5,7 +5,7 @@ Not responsible for opening the checkpoint: the caller passes a context that doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from gdsload.checkpoint import TensorInfo
 from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
+from gdsload.distribution.shares import Layout
 from gdsload.loading.session import Session
+from gdsload.system.available import require_room
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,7 @@ def shared_tensors(
     window_bytes: int,
     device: str,
     stall_seconds: float,
+    held_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what this rank wants, tensor by tensor. All ranks of the group iterate together.
 
@@ -58,6 +61,7 @@ def shared_tensors(
         window_bytes: Bytes that the ranks of a node read at a time, together.
         device: Where the tensors are needed.
         stall_seconds: Every wait for another rank ends after this time.
+        held_bytes: Bytes of tensors that the caller holds at a time; None: all of them.
     """
     with (
         ReaderGroup(sharing.group, sharing.readers, stall_seconds) as readers,
@@ -68,7 +72,12 @@ def shared_tensors(
         boxes = boxes_of(infos, sharing.shards, readers.numbers[rank], readers.whole_size)
         wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
-        session.report.wanted_bytes = sum(layout.wanted_bytes(rank) for layout in layouts)
+        session.report.wanted_bytes = _wanted_bytes(layouts, rank)
+        if device == "cpu":
+            # The ranks of a node take their memory at the same time.
+            taking = range(readers.size) if sharing.readers == "node" else (rank,)
+            sizes = [_wanted_bytes(layouts, each) for each in taking]
+            require_room(sum(sizes if held_bytes is None else (min(n, held_bytes) for n in sizes)))
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:
             for complete in exchange.windows():
@@ -79,3 +88,7 @@ def shared_tensors(
                     del tensor
         finally:
             exchange.close()
+
+
+def _wanted_bytes(layouts: Sequence[Layout], rank: int) -> int:
+    return sum(layout.wanted_bytes(rank) for layout in layouts)
