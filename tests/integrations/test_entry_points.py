@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import gdsload
 import tinymodels
+from command import run
 from equal import FIRST, IS_SURE, NEW, VERSION, both, require_same
 from gdsload.integrations.transformers.model import architecture
 from ranks import HERE, ranks
@@ -88,6 +89,29 @@ def test_offloaded_tensors_are_not_read(qwen: Path, tmp_path: Path) -> None:
     assert report.fates["skip"] > 0
     total = sum(p.stat().st_size for p in qwen.glob("*.safetensors"))
     assert report.wanted_bytes < 0.75 * total
+
+
+@needs_new
+def test_buffer_of_an_offloaded_module_is_verified(tmp_path: Path) -> None:
+    """The model keeps it, unless `offload_buffers` leaves it on disk as well."""
+    tinymodels.build("resnet").save_pretrained(tmp_path)
+    assert run("manifest", tmp_path, "--algorithm", "sha256").exit_code == 0
+    parts = {"resnet.embedder": "cpu", "resnet.pooler": "cpu", "classifier": "cpu"}
+    words = {"device_map": {**parts, "resnet.encoder": "disk"}, "offload_folder": tmp_path / "off"}
+    stock, ours = both(tmp_path, auto=transformers.ResNetForImageClassification, **words)
+    require_same(stock, ours)
+    path = tmp_path / "model.safetensors"
+    with gdsload.Checkpoint.open(path) as checkpoint:
+        name = next(n for n in checkpoint.tensors if "encoder" in n and "running_mean" in n)
+        offset = checkpoint.info(name).offset
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(gdsload.IntegrityError, match=name):
+        gdsload.from_pretrained(tmp_path, verify="checksum", **words)
+    gdsload.from_pretrained(tmp_path, verify="checksum", offload_buffers=True, **words)
+    report = gdsload.last_report()
+    assert report.verified_bytes == report.wanted_bytes > 0
 
 
 @needs_new

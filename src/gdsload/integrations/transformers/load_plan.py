@@ -70,6 +70,7 @@ class _Naming:
         self._prefix = model.base_model_prefix
         self._answers = plan.names
         self.parameters: Mapping[str, Any] = model.state_dict()
+        self.buffers = {name for name, _ in model.named_buffers()}
         # Patterns of tensors that are too large to be converted on a device.
         self.on_cpu = {
             pattern
@@ -136,9 +137,11 @@ def load_plan_of(
             continue
         param, info, place = parameters[name], infos[key], place_of(name)
         if place == "disk" and pattern is None:
-            # transformers discards the tensor: accelerate reads the file itself, when needed.
-            plan.lazy.add(key)
-            continue
+            if name not in naming.buffers or getattr(load_config, "offload_buffers", False):
+                # transformers discards the tensor: accelerate reads the file itself, when needed.
+                plan.lazy.add(key)
+                continue
+            place = "cpu"  # the model keeps its buffers
         patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
         dtype = dtypes[key] = dtype_of(name, param)
         share = [whole(info)]
