@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from gdsload.remote.directory import (
     joined,
     open_directory,
     query_hash,
+    replicas,
     shown_source,
     split_file,
     text_without_secrets,
@@ -340,6 +342,9 @@ def test_removed_object_is_final(object_server: ObjectServer, large: Path) -> No
         ("s3://bucket/model/", "s3://bucket/model"),
         ("https://user:word@host/a?X-Amz-Signature=abc#f", "https://host/a"),
         ("abfss://container@account.dfs.core.windows.net/a", None),
+        ("nixl://[::1]:7700/m", None),
+        ("http://host:80/m", None),
+        ("https://user:wo/rd@host/a", "https://..."),
         ("org/model", None),
     ],
 )
@@ -357,6 +362,28 @@ def test_errors_have_no_secrets(object_server: ObjectServer) -> None:
     assert "hidden" not in text
     assert "word" not in text
     assert text_without_secrets("GET http://a:b@c/d?sig=e failed") == "GET http://c/d failed"
+
+
+@pytest.mark.parametrize(
+    "open_source",
+    [
+        lambda: replicas("https://user:word@host/m?sig=hidden", ""),
+        lambda: replicas("https://user:word@host/m?sig=hid|hidden"),
+        lambda: Checkpoint.open("https://user:word@ho\u2100st/m"),
+        lambda: Checkpoint.open("https://user:wo/word@host/m"),
+        lambda: Checkpoint.open("nixl://user:wo/word@host/m"),
+        lambda: Checkpoint.open("nixl://user:word"),
+        lambda: Checkpoint.open("https://user:word@host/m\0"),
+        lambda: Checkpoint.open("https://user:word@host/m\ud800"),
+    ],
+)
+def test_errors_about_sources_that_are_none_have_no_secrets(
+    open_source: Callable[[], object],
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_source()
+    assert "word" not in str(caught.value)
+    assert "hid" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a", "a\0", "é" * 128])

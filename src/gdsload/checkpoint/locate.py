@@ -200,11 +200,11 @@ def path_text(path: PathLike) -> str:
     if not text:
         raise CheckpointNotFound("the path of a checkpoint is empty", errno=errno.ENOENT)
     if "\0" in text:
-        raise CheckpointError(f"the path {shown(text)} contains a NUL character")
+        raise CheckpointError(f"the path {shown(shown_source(text))} contains a NUL character")
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        raise CheckpointError(f"the path {shown(text)} cannot be encoded") from None
+        raise CheckpointError(f"the path {shown(shown_source(text))} cannot be encoded") from None
     return text
 
 

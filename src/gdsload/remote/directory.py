@@ -34,6 +34,8 @@ USUAL_NAMES = (
 )  # fmt: skip
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
+# A host and a port. Anything else may be a part of a password with a "/" that was not escaped.
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 # Parameters of signed URLs: of S3, Google, CloudFront and Azure.
 _SIGNATURE = re.compile(
     "(x-amz-|x-goog-).*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token"
@@ -117,13 +119,16 @@ def without_secrets(url: str) -> str:
     """A URL for messages: without user, password, query and fragment."""
     if sources := sources_of(url):
         return _REPLICAS + "|".join(map(shown_source, sources))
+    hidden = f"{url.partition(':')[0]}://..."
     try:
         parts = urlsplit(url)
     except ValueError:  # a bracket that is not closed
-        return f"{url.partition(':')[0]}://..."
+        return hidden
     host = parts.netloc
     if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
         host = host.rpartition("@")[2]
+    if not _HOST.fullmatch(host):
+        return hidden
     return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
 
 
@@ -131,8 +136,8 @@ def split_url(url: str) -> SplitResult:
     """The parts of a URL. Raises CheckpointError if it is none."""
     try:
         return urlsplit(url)
-    except ValueError as error:
-        raise CheckpointError(f"{without_secrets(url)}: this is no URL: {error}") from None
+    except ValueError:  # its text may show the password
+        raise CheckpointError(f"{without_secrets(url)}: this is no URL: its host is invalid") from None
 
 
 def query_hash(url: str) -> str:
@@ -208,7 +213,8 @@ def replicas(*sources: str | os.PathLike[str]) -> str:
     texts = [os.fspath(source) for source in sources]
     parts = [part for text in texts for part in sources_of(text) or [text]]
     if not parts or any("|" in part or not part for part in parts):
-        raise CheckpointError(f'{parts}: sources are not empty, and have no "|" in them')
+        names = list(map(shown_source, parts))
+        raise CheckpointError(f'{names}: sources are not empty, and have no "|" in them')
     return _REPLICAS + "|".join(parts)
 
 

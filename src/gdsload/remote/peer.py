@@ -151,8 +151,10 @@ class PeerDirectory(RemoteDirectory):
         self._name = unquote(parts.path.strip("/"))
         try:
             self._address = parts.hostname or "", parts.port or DEFAULT_PORT
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}", path=self.path) from None
+        except ValueError:  # its text has what may be a part of a password
+            raise CheckpointError(
+                f"{self.path}: its port is no number up to 65535", path=self.path
+            ) from None
         if not self._name:
             raise CheckpointError(
                 f"{self.path}: the name is missing: nixl://host:port/name", path=self.path
