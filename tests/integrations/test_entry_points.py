@@ -123,10 +123,30 @@ def test_max_memory_offloads_to_disk(qwen: Path, tmp_path: Path) -> None:
 
 
 @needs_new
-def test_meta_device_reads_nothing(qwen: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["qwen", "mixture"])
+def test_part_on_the_meta_device_is_not_read(
+    which: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    source = request.getfixturevalue(which)
+    parts = {name: "meta" if place == "disk" else place for name, place in MAPS["disk"].items()}
+    stock, ours = both(source, device_map=parts, dtype=dtype)
+    assert tinymodels.differences(stock, ours) == []
+    report = gdsload.last_report()
+    with gdsload.Checkpoint.open(source) as checkpoint:
+        infos = checkpoint.tensors.values()
+        assert report.wanted_bytes == sum(i.nbytes for i in infos if "layers.1." not in i.name)
+        assert report.fates["skip"] == sum("layers.1." in i.name for i in infos)
+
+
+@needs_new
+@pytest.mark.parametrize("which", ["qwen", "mixture"])
+def test_meta_device_reads_nothing(which: str, request: pytest.FixtureRequest) -> None:
+    qwen = request.getfixturevalue(which)
     stock, ours = both(qwen, device_map={"": "meta"})
     assert ours.device.type == "meta"
     assert tinymodels.differences(stock, ours) == []
+    assert gdsload.last_report().wanted_bytes == 0
     with torch.device("meta"), pytest.raises(RuntimeError, match="meta device"):
         gdsload.from_pretrained(qwen)
 

@@ -241,6 +241,13 @@ def test_tensors_of_a_url_cannot_be_left_on_disk(server: ObjectServer) -> None:
         )
 
 
+def test_tensors_of_a_url_on_the_meta_device_are_not_read(server: ObjectServer) -> None:
+    model = gdsload.from_pretrained(server.url("s3", "model"), device_map={"": "meta"})
+    assert model.device.type == "meta"
+    report = gdsload.last_report()
+    assert (report.integration, report.wanted_bytes) == ("hook", 0)
+
+
 def test_replaced_weights_give_no_model(server: ObjectServer) -> None:
     for path in (server.root / "model").glob("*.safetensors"):
         assert path.stat().st_size > 128 << 10

@@ -12,7 +12,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.memory.host_buffers import BufferView, hand_over, map_shard
+from gdsload.memory.host_buffers import BufferView, hand_over, map_shard, packed_shape
 from gdsload.planning.tensor_slices import slice_of
 
 if TYPE_CHECKING:
@@ -63,6 +63,18 @@ class MappedSlice(LazySlice):
         info, checkpoint = self._info, self._queue.session.checkpoint
         view = BufferView(map_shard(checkpoint, info.shard), info.offset)
         return hand_over([info], {info.name: view})[info.name][index]
+
+
+class ShapeSlice(LazySlice):
+    """A tensor of the meta device: it has a shape and a dtype, and nothing is read."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        import torch
+
+        shape = packed_shape(self._info) if self._info.dtype == "F4" else self._info.shape
+        return torch.empty(shape, dtype=self.dtype, device="meta")[index]
 
 
 class WrittenSlice(LazySlice):

@@ -1,6 +1,6 @@
 """Predicts what transformers will do with each tensor of a checkpoint, before it does.
 
-    skip      it will not be requested, or only as a view that nobody reads: nothing is read
+    skip      nothing is read: it will not be requested, or only its shape or a view nobody reads
     keep      it becomes the parameter as it is, on its device: its memory becomes the model's
     convert   it is cast, converted, sliced or moved: its memory is released at once
 
@@ -45,6 +45,7 @@ class LoadPlan:
     kept: set[str] = field(default_factory=set)  # keys of slices
     parameters: dict[str, str] = field(default_factory=dict)  # of kept tensors
     lazy: set[str] = field(default_factory=set)  # wanted as views that nobody reads
+    shapes: set[str] = field(default_factory=set)  # wanted without their bytes
     buffers: list[ParameterBuffer] = field(default_factory=list)  # in file order
     written: set[str] = field(default_factory=set)  # the tensors of `buffers`
     deferred: bool = True  # tensors are requested one by one, by the thread that sets them
@@ -142,6 +143,9 @@ def load_plan_of(
                 plan.lazy.add(key)
                 continue
             place = "cpu"  # the model keeps its buffers
+        if place == "meta" and pattern not in naming.on_cpu and not _is_dtensor(param):
+            plan.shapes.add(key)
+            continue
         patterns_of.setdefault(name, {}).setdefault(pattern or key, []).append(key)
         dtype = dtypes[key] = dtype_of(name, param)
         share = [whole(info)]

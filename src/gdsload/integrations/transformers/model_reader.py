@@ -23,6 +23,7 @@ from gdsload.integrations.transformers.lazy_slices import (
     LazySlice,
     MappedSlice,
     OpenedFile,
+    ShapeSlice,
     StateDict,
     WrittenSlice,
 )
@@ -320,6 +321,8 @@ class ModelReader:
                 slices[name] = WrittenSlice(self.queue, info, self.writer)
             elif name in plan.lazy:
                 slices[name] = MappedSlice(self.queue, info)
+            elif name in plan.shapes:
+                slices[name] = ShapeSlice(self.queue, info)
             else:
                 queue = self._device_queues.get(plan.devices.get(name, ""), self.queue)
                 slices[name] = LazySlice(queue, info)
