@@ -338,6 +338,21 @@ def test_whole_requests_start_at_multiples_of_the_request_size() -> None:
     assert plan.targets == ((0, 4096, 28_672),)
 
 
+def test_large_range_behind_a_gap_is_read_in_steps_of_its_target() -> None:
+    ranges = [ByteRange("a", 0, 0, 4096), ByteRange("b", 0, 81_920, 20_000)]
+    plan = plan_reads(ranges, [101_920], Limits(max_request=16_384), gap_bytes=0)
+    starts = [(read.target_offset, read.wanted) for read in plan.transfers]
+    assert starts == [(0, 4096), (81_920, 16_384), (98_304, 3616)]
+    ranges[1] = ByteRange("b", 0, 73_728, 20_000)  # between two steps
+    plan = plan_reads(ranges, [93_728], Limits(max_request=16_384), gap_bytes=0)
+    starts = [(read.target_offset, read.wanted) for read in plan.transfers]
+    assert starts == [(0, 4096), (73_728, 8192), (81_920, 11_808)]
+    assert plan.locations["b"][2:] == (1, 2)
+    ranges[1] = ByteRange("b", 0, 73_728, 16_000)  # one request is enough
+    plan = plan_reads(ranges, [89_728], Limits(max_request=16_384), gap_bytes=0)
+    assert len(plan.transfers) == 2
+
+
 @pytest.mark.parametrize(("more", "targets"), [(0, 1), (PAGE, 2)])
 def test_gap_of_the_limit_is_inside_a_target_wherever_it_begins(more: int, targets: int) -> None:
     second = 80_000_000 // PAGE * PAGE

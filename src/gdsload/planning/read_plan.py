@@ -338,7 +338,10 @@ def plan_reads(
             target, base = len(targets) - 1, targets[-1].offset
             step = max(limits.max_request // align * align, align)
             size = sizes[shard]
-            grid = start // step * step if whole_requests else start
+            # In steps of the target, a read is of whole units of its memory: otherwise each unit
+            # belongs to two reads, and none of them can touch it as a huge page.
+            origin = 0 if whole_requests else base if end - start > step else start
+            grid = origin + (start - origin) // step * step
             for tag, place in enumerate(range(grid, end, step), number):
                 offset = max(place, start)
                 length = min(place + step, end) - offset
