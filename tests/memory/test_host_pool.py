@@ -533,3 +533,14 @@ def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Pat
     (tmp_path / "memory.stat").write_text("anon 100000\nfile 800000\nshmem 300000\n")
     words = ("memory.max", "memory.current", "file", "shmem")
     assert available._group_bytes(str(tmp_path), *words) == 1_000_000 - 900_000 + 500_000
+
+
+@pytest.mark.parametrize(
+    ("most", "high", "expected"), [("max", "1000", [900]), ("5000", "1000", [4900, 900])]
+)
+def test_memory_that_a_cgroup_throttles_is_not_available(
+    tmp_path: Path, most: str, high: str, expected: list[int]
+) -> None:
+    for name, text in (("max", most), ("high", high), ("current", "100"), ("stat", "file 0")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert list(available._cgroup_bytes("", str(tmp_path), *available._V2[1:])) == expected

@@ -8,23 +8,24 @@ responsible for the memory of GPUs (`gdsload.system.gpu`), nor for giving any ba
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from gdsload.errors import PlacementError
 
 SPARE_BYTES = 64 << 20  # left to the rest of the system
 
-# Of both versions of cgroups: the root; the files with the limit and the usage; in memory.stat the
-# page cache, and the part of it that is shared memory.
+# Of both versions of cgroups: the root; the files with limits; the file with the usage; in
+# memory.stat the page cache, and the part of it that is shared memory. Above memory.high the kernel
+# slows down whoever takes memory.
 _V1 = (
     "/sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     "total_cache",
     "total_shmem",
 )
-_V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem")
+_V2 = ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "file", "shmem")
 
 
 def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") -> None:
@@ -58,13 +59,14 @@ def available_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def _cgroup_bytes(path: str, root: str, *names: str) -> Iterator[int]:
+def _cgroup_bytes(path: str, root: str, limit_names: Sequence[str], *names: str) -> Iterator[int]:
     """Bytes left in a cgroup and in each cgroup above it."""
     # Inside a container the host's path does not exist. The root is then the container's cgroup.
     group = os.path.normpath(root + path)
     while group.startswith(root):
-        with suppress(OSError, ValueError):  # no such file, or the limit "max"
-            yield _group_bytes(group, *names)
+        for limit_name in limit_names:
+            with suppress(OSError, ValueError):  # no such file, or the limit "max"
+                yield _group_bytes(group, limit_name, *names)
         group = os.path.dirname(group)
 
 
