@@ -24,11 +24,12 @@ from gdsload import warmup
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
-from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError
+from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
+from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError, StallError
 from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, buffer_of
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading import io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
@@ -38,6 +39,7 @@ from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
+from gdsload.system.storage import Storage
 
 POOL_BYTES = 64 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -454,3 +456,25 @@ def test_prefetch_does_not_call_every_key_error_a_missing_tensor(
     ):
         ahead.wait(30)
     assert not isinstance(caught.value, CheckpointError)
+
+
+@pytest.mark.parametrize("call", ["reopen_direct", "verify_unchanged"])
+def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    answers = threading.Event()
+    real = getattr(Shard, call)
+
+    def hangs(shard: Shard) -> Any:
+        assert answers.wait(120.0)
+        return real(shard)
+
+    distant = Storage("fuse.test", 1 << 20, 16)
+    monkeypatch.setattr(io_mode, "storage_of", lambda *_: distant)
+    monkeypatch.setattr(Shard, "on_disk", False)
+    monkeypatch.setattr(Shard, call, hangs)
+    try:
+        with pytest.raises(StallError):
+            gdsload.load_file(tiny_checkpoint, cache="direct", stall_seconds=0.2)
+    finally:
+        answers.set()

@@ -21,8 +21,8 @@ import gdsload
 from gdsload import api
 from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import ReadError
-from gdsload.loading import io_mode
+from gdsload.errors import CheckpointError, ReadError
+from gdsload.loading import io_mode, session as session_module
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
@@ -304,3 +304,38 @@ def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_
     gdsload.load_file(path)
     assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
     assert gdsload.last_report().page_cache.startswith("filled: ")
+
+
+@pytest.fixture
+def unmappable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files cannot be mapped, as with a limit on the address space."""
+
+    def refused(checkpoint: Checkpoint, shard: int) -> Any:
+        raise CheckpointError(f"{checkpoint.shards[shard].path}: cannot be mapped")
+
+    monkeypatch.setattr(session_module, "map_shard", refused)
+
+
+@pytest.mark.parametrize("page_cache", ["keep", "fill"])
+@pytest.mark.parametrize("warm", [True, False])
+def test_file_that_cannot_be_mapped_is_read(
+    path: Path, unmappable: None, page_cache: str, warm: bool
+) -> None:
+    with kept_warm(path) if warm else nullcontext():
+        got = gdsload.load_file(path, page_cache=page_cache)
+    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+    report = gdsload.last_report()
+    assert "mapped" not in io_modes(report)
+    refused = warm or page_cache == "fill"
+    assert report.refusals.keys() & {"mapping model.safetensors"} == (
+        {"mapping model.safetensors"} if refused else set()
+    )
+    if page_cache == "fill":
+        assert report.page_cache == "not filled: a file cannot be mapped"
+
+
+def test_file_that_cannot_be_mapped_is_an_error_if_the_caller_asks_for_it(
+    path: Path, unmappable: None
+) -> None:
+    with pytest.raises(CheckpointError, match="cannot be mapped"):
+        gdsload.load_file(path, cache="mapped")

@@ -53,6 +53,7 @@ class Checkpoint:
         tensors: The tensors by name, ordered by shard and, within a shard, by offset.
         metadata: The metadata of all shards. For a key in several shards, the first one counts.
         total_bytes: The size of all tensors in bytes.
+        stall_seconds: The longest time in which the storage answers nothing.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata or {})
         self.total_bytes = bytes_of(list(self.tensors.values()))
+        self.stall_seconds = STALL_SECONDS
         # Whether its load began as the first and the only one; None: not known yet.
         self.first_load: bool | None = None
         quiesce.register(self)
@@ -244,7 +246,9 @@ class Checkpoint:
                     shard.data_start = LENGTH_BYTES + len(text)
                     shard.metadata = header.metadata
                     headers.append(header.tensors)
-            return cls(files.title, shards, _merged(files, shards, headers, strict))
+            made = cls(files.title, shards, _merged(files, shards, headers, strict))
+            made.stall_seconds = stall_seconds
+            return made
         except BaseException:
             close_shards(shards)
             raise
@@ -270,10 +274,17 @@ class Checkpoint:
 
         Raises:
             FileChanged: A file was written or replaced.
+            StallError: Distant storage did not answer.
             CheckpointError: The checkpoint is closed.
         """
+        distant = [shard for shard in self.shards if shard.distant]
+        for _ in parallel_map(
+            Shard.verify_unchanged, distant, path_of=_path_of, stall_seconds=self.stall_seconds
+        ):
+            pass
         for shard in self.shards:
-            shard.verify_unchanged()
+            if not shard.distant:
+                shard.verify_unchanged()
 
     @property
     def remote(self) -> bool:

@@ -61,6 +61,7 @@ class Shard:
         directory: The directory elsewhere that it is in, also of a copy in the local cache.
         origin: Of a copy in the local cache: the key and the version of the file elsewhere.
         size: The size of the file in bytes.
+        distant: Whether a network or a daemon, which may not answer, is between it and its storage.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
         first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
@@ -82,6 +83,7 @@ class Shard:
         self.name = name
         self.identity = identity
         self.size = identity.size
+        self.distant = False
         self.data_start = 0
         self.metadata: dict[str, str] | None = None
         self.first_read_seconds = 0.0

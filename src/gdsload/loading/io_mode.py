@@ -104,9 +104,7 @@ class ShardAccess:
         """A registration for each shard, as `Backend.prepare` takes them."""
         return [entry or NO_FILE for entry in self._registered]
 
-    def fill_if_small(
-        self, ranges_of: Mapping[int, Sequence[ByteRange]], stall_seconds: float
-    ) -> None:
+    def fill_if_small(self, ranges_of: Mapping[int, Sequence[ByteRange]]) -> None:
         """Reads cold ranges of a small checkpoint on local storage into the page cache, so that
         they are mapped. A shard that fails is left to a backend. `ranges_of`: ranges by shard."""
         if not self._small:
@@ -134,7 +132,8 @@ class ShardAccess:
             self.report.page_cache = f"filled: up to {SMALL_BYTES:,} bytes are read into it"
             # In a thread, so that a disk that hangs cannot block Ctrl-C.
             path = shards[cold[0][0]].path
-            list(parallel_map(fill, [cold], path_of=lambda _: path, stall_seconds=stall_seconds))
+            seconds = self._checkpoint.stall_seconds
+            list(parallel_map(fill, [cold], path_of=lambda _: path, stall_seconds=seconds))
 
     def mapped(self, shard: int, ranges: Sequence[ByteRange]) -> bool:
         """Whether to map these ranges of a shard. With cache="mapped" the kernel starts to read
@@ -195,6 +194,11 @@ class ShardAccess:
         self.report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
         )
+
+    def do_not_fill(self, reason: str) -> None:
+        """Undoes the decision: later reads go to memory of the load."""
+        self._first, self._fills = False, False
+        self.report.page_cache = f"not filled: {reason}"
 
     def fill_if_joined(self) -> bool:
         """Decides once more during a first load: whether another load has begun meanwhile, so that
@@ -278,6 +282,7 @@ class ShardAccess:
                 if opened.remote is None
                 else remote_storage(opened.remote.scheme, latency)
             )
+        opened.distant = opened.remote is None and self._storage[device].distant
         return self._storage[device]
 
     @property
@@ -288,7 +293,17 @@ class ShardAccess:
     def _open_direct(self, shard: int) -> int:
         """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
         opened = self._checkpoint.shards[shard]
-        direct_fd, self.blocks[shard], refusal, code = _open_direct(opened)
+        if opened.on_disk:
+            found = _open_direct(opened)
+        else:  # opening may hang
+            (found,) = parallel_map(
+                _open_direct,
+                [opened],
+                path_of=lambda shard: shard.path,
+                discard=_close_direct,
+                stall_seconds=self._checkpoint.stall_seconds,
+            )
+        direct_fd, self.blocks[shard], refusal, code = found
         if direct_fd is not None:
             self._direct_fds.append(direct_fd)
             return direct_fd
@@ -370,6 +385,11 @@ def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
             f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
             " compared"
         )
+
+
+def _close_direct(found: tuple[int | None, int, str, int]) -> None:
+    if found[0] is not None:
+        close_files([found[0]], on_disk=False)
 
 
 def _open_direct(shard: Shard) -> tuple[int | None, int, str, int]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gdsload._native.memory import Region
 from gdsload.backends import Backend, Registration
 from gdsload.checkpoint import Checkpoint
+from gdsload.errors import CheckpointError
 from gdsload.loading.accounting import describe, open_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import (
@@ -244,10 +245,10 @@ class Session:
         for each in ranges:
             by_shard[each.shard].append(each)
         if current_pool() is None:
-            self._access.fill_if_small(by_shard, self.stall_seconds)
+            self._access.fill_if_small(by_shard)
         views: dict[str, BufferView] = {}
         for shard, members in by_shard.items():
-            if self._access.mapped(shard, members):
+            if self._access.mapped(shard, members) and self._can_map(shard):
                 region = self.mapping_of(shard)
                 for each in members:
                     views[each.name] = BufferView(region, each.offset)
@@ -269,6 +270,17 @@ class Session:
             self._mapped[shard] = map_shard(self.checkpoint, shard)
         return self._mapped[shard]
 
+    def _can_map(self, shard: int) -> bool:
+        """Maps a shard; False, with the reason in the report, if it can be read without that."""
+        try:
+            self.mapping_of(shard)
+        except CheckpointError as error:
+            if self.cache == "mapped":
+                raise
+            self.report.refusals[f"mapping {self.checkpoint.shards[shard].name}"] = str(error)
+            return False
+        return True
+
     def plan(self, ranges: Sequence[ByteRange], *, window_bytes: int = 0) -> ReadPlan:
         """The reads for these ranges. The page cache, as it is now, decides their I/O modes.
 
@@ -283,6 +295,8 @@ class Session:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             self._access.fill_if_worthwhile(self._expected_bytes or self.report.wanted_bytes)
+            if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
+                self._access.do_not_fill("a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         return plan_reads(
             ranges,
