@@ -348,12 +348,31 @@ def test_adapter_equals_transformers(qwen: Path, tmp_path: Path) -> None:
     require_same(stock, ours)
     by_config = gdsload.from_pretrained(tmp_path)
     assert tinymodels.differences(stock, by_config) == []
+    report = gdsload.last_report()
+    assert sum(report.fates.values()) == report.tensors or not NEW, "the model and its adapter"
     stock = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     ours = gdsload.from_pretrained(qwen)
     stock.load_adapter(str(tmp_path))
     with gdsload.accelerated():
         ours.load_adapter(str(tmp_path))
     assert tinymodels.differences(stock, ours) == []
+
+
+@needs_new
+def test_adapter_of_pickled_weights_is_reported_with_the_reason(qwen: Path, tmp_path: Path) -> None:
+    """The base model's: its own weights are read by gdsload."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = transformers.AutoModelForCausalLM.from_pretrained(qwen)
+    base.config.save_pretrained(tmp_path / "base")
+    torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    base.name_or_path = str(tmp_path / "base")
+    peft.get_peft_model(base, wanted).save_pretrained(tmp_path / "adapter")
+    gdsload.from_pretrained(tmp_path / "adapter")
+    report = gdsload.last_report()
+    assert report.integration == "stock"
+    assert "pytorch_model.bin is not a .safetensors file" in report.integration_reason
+    assert report.tensors == sum(report.fates.values()) == 4
 
 
 def test_single_file_without_a_config_is_a_checkpoint_error(qwen: Path) -> None:

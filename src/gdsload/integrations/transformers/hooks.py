@@ -92,8 +92,12 @@ def active() -> Options | None:
 
 
 def note(report: LoadReport, path: str, reason: str = "") -> None:
-    """Writes the entry point and all misfits to the report; logs each once."""
-    report.integration, report.integration_reason = path, reason
+    """Writes the entry point and all misfits to the report; logs each once.
+
+    Of several models in one report, such as a model and its adapter, one that has a reason counts.
+    """
+    if path not in (HOOK, LOAD_FILE) or report.integration not in (STOCK, SAFE_OPEN):
+        report.integration, report.integration_reason = path, reason
     report.refusals.update(patcher.misfits)
     with _logged_lock:
         if path in (HOOK, LOAD_FILE) or (path, reason) in _logged:

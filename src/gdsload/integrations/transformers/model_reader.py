@@ -162,7 +162,6 @@ class ModelReader:
                 " not on this machine"
             )
         self.plan, options = plan, self.options
-        self.report.fates = plan.count()
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
         if not devices and not reaches(options.backend, DRAM):
@@ -204,6 +203,7 @@ class ModelReader:
             )
         )
         self._begin(self.writer)
+        self._count(plan.count())
 
     def _reached(self, device: str) -> str:
         if device not in self._devices:
@@ -304,11 +304,15 @@ class ModelReader:
     def expect(self, names: Sequence[str]) -> None:
         """Posts the first reads of these tensors, in this order."""
         tensors = self.checkpoint.tensors
-        fates = self.report.fates
-        fates["materialised"] = fates.get("materialised", 0) + len(names)
-        fates["skip"] = fates.get("skip", 0) + len(tensors) - len(names)
+        self._count({"materialised": len(names), SKIP: len(tensors) - len(names)})
         self.queue = self._queue(self.session, [whole(tensors[name]) for name in names])
         self._begin(self.queue)
+
+    def _count(self, fates: Mapping[str, int]) -> None:
+        """Adds to the report, which may be of several shards, or of a model and its adapter."""
+        found = self.report.fates
+        for fate, number in fates.items():
+            found[fate] = found.get(fate, 0) + number
 
     @collector_paused()
     def slices(self) -> StateDict:
