@@ -68,11 +68,13 @@ class Calls:
         self.names: list[str] = []
         self.modules: list[Any] = []
         self.bytes: list[dict[str, torch.Tensor]] = []
+        self.training: list[bool] = []
 
     def __call__(self, name: str, module: Any) -> None:
         self.names.append(name)
         self.modules.append(module)
         self.bytes.append(bytes_of(module))
+        self.training.append(any(inner.training for inner in module.modules()))
 
     def require_true(self, model: Any) -> None:
         """Each module of the model once, inner ones first, with the bytes that it has now."""
@@ -83,6 +85,7 @@ class Calls:
             assert now.keys() == then.keys()
             wrong = [word for word in now if not tinymodels.same_bytes(now[word], then[word])]
             assert wrong == [], name
+        assert not any(self.training), "the finished model is in evaluation mode"
         place = {name: number for number, name in enumerate(self.names)}
         for name in self.names:
             outer = name.rpartition(".")[0]
@@ -247,6 +250,25 @@ def test_offloaded_load_calls_back_at_the_end(place: str, tmp_path: Path) -> Non
     )
     assert "moved between devices" in gdsload.last_report().modules_ready
     calls.require_true(model)
+
+
+@needs_new
+@pytest.mark.parametrize("base", ["safetensors", "pickled"])
+def test_adapter_calls_back_at_the_end(base: str, tmp_path: Path) -> None:
+    """Both load parameters, of the model and of the adapter that was put into it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = tinymodels.build("llama")
+    model.save_pretrained(tmp_path / "base")
+    if base == "pickled":
+        (tmp_path / "base" / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    model.name_or_path = str(tmp_path / "base")
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.get_peft_model(model, wanted).save_pretrained(tmp_path / "adapter")
+    calls = Calls()
+    made = gdsload.from_pretrained(tmp_path / "adapter", on_module_ready=calls)
+    assert gdsload.last_report().modules_ready == "at the end: an adapter may exchange modules"
+    calls.require_true(made)
 
 
 @needs_new

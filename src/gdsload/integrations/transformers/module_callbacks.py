@@ -52,7 +52,7 @@ class ModuleCallbacks:
 
     def begin(self, model: Any, load_config: Any) -> None:
         """To be called before the first parameter is set."""
-        reason = self._why_at_the_end(load_config)
+        reason = self._why_at_the_end(model, load_config)
         self._report.modules_ready = f"at the end: {reason}" if reason else AS_THEY_CAME
         if reason:
             return
@@ -69,7 +69,7 @@ class ModuleCallbacks:
             path, _, own = name.rpartition(".")
             self._waiting.pop((model.get_submodule(path), own), None)
 
-    def _why_at_the_end(self, load_config: Any) -> str:
+    def _why_at_the_end(self, model: Any, load_config: Any) -> str:
         """Why nothing is final before the end; "" if parameters are."""
         devices = {str(device) for device in (load_config.device_map or {}).values()}
         if load_config.hf_quantizer is not None:
@@ -77,7 +77,8 @@ class ModuleCallbacks:
         if len(devices) > 1 or "disk" in devices:
             return "weights are moved between devices"
         named = getattr(load_config, "pretrained_model_name_or_path", None)
-        if named is not None and str(named) != self.source:
+        is_base = named is not None and str(named) != self.source
+        if is_base or getattr(model, "_hf_peft_config_loaded", False):  # or the adapter itself
             return "an adapter may exchange modules"
         return ""
 
@@ -93,6 +94,7 @@ class ModuleCallbacks:
         for outer in self._waiting.pop((module, own), ()):
             self._left[outer] -= 1
             if not self._left[outer]:
+                outer.eval()  # as transformers does with the finished model
                 self._call(outer)
 
     def finish(self, model: Any) -> None:
