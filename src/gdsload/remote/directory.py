@@ -137,7 +137,7 @@ def split_url(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError:  # its text may show the password
-        raise CheckpointError(f"{without_secrets(url)}: this is no URL: its host is invalid") from None
+        raise CheckpointError(f"{without_secrets(url)}: this is no URL: invalid host") from None
 
 
 def query_hash(url: str) -> str:
