@@ -27,6 +27,7 @@ import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
+from gdsload.memory import page_cache
 from gdsload.system import available
 
 WINDOW_BYTES = 1_000_000
@@ -98,6 +99,16 @@ def warm(folder: Path) -> Any:
     """From the page cache: the bytes are mapped."""
     ours = gdsload.load_file(folder, group=dist.group.WORLD)
     return facts(ours, expected(folder))
+
+
+def cold(folder: Path) -> Any:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in folder.glob("*.safetensors"):
+            page_cache.evict(file)
+    dist.barrier()
+    ours = gdsload.load_file(folder, group=dist.group.WORLD)
+    return {**facts(ours, expected(folder)), "page_cache": gdsload.last_report().page_cache}
 
 
 def windows(folder: Path) -> Any:
@@ -397,7 +408,7 @@ def killed(folder: Path) -> Any:
 
 
 CASES = (
-    whole, warm, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
+    whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
     failed_consumer, closed_by_all, again, later, subgroup,

@@ -71,7 +71,17 @@ def found(
 @pytest.mark.parametrize(
     "case",
     [
-        *("whole", "warm", "windows", "dimensions", "slices", "experts", "of_engine", "again"),
+        *(
+            "whole",
+            "warm",
+            "cold",
+            "windows",
+            "dimensions",
+            "slices",
+            "experts",
+            "of_engine",
+            "again",
+        ),
         *("later", "subgroup", "other_windows", "other_source"),
     ],
 )
@@ -97,6 +107,16 @@ def test_shared_load_reads_each_byte_once(
         received = rank[case]["received_bytes"]
         assert received <= rank[case]["wanted_bytes"]
         assert received >= rank[case]["wanted_bytes"] - rank[case]["read_bytes"]
+
+
+def test_shared_load_leaves_no_share_in_the_page_cache(
+    found: list[dict[str, Any]], checkpoint: tuple[Path, int]
+) -> None:
+    """Ranks that load at the same time are not loads of their own, which would fill it together."""
+    decided = [rank["cold"]["page_cache"] for rank in found]
+    if "" in decided:
+        pytest.skip(f"{checkpoint[0]}: its pages cannot be evicted (a file system in memory)")
+    assert all(each.startswith("not filled: ") for each in decided), decided
 
 
 def test_shared_load_per_node_reads_each_byte_once_on_every_node(

@@ -220,6 +220,7 @@ class Exchange:
         self._left = [len(layout.rows_of(readers.rank)) for layout in layouts]
         self._next = 0  # the first tensor that was not handed out
         session.report.ranks = readers.size
+        session.expect(sum(layout.info.nbytes for layout in layouts) // readers.size)
 
     def start(self) -> None:
         """Posts the reads of the next window, if there is one."""

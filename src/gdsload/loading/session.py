@@ -171,6 +171,11 @@ class Session:
         report.refusals.update(before.refusals)
         self._access.report = report
 
+    def expect(self, nbytes: int) -> None:
+        """Notes the bytes that will be read in all, if that is known only after other ranks have
+        opened the checkpoint, too."""
+        self._expected_bytes = nbytes
+
     def open(self) -> Backend:
         """The backend; the first call opens it. Raises BackendUnavailable."""
         with self._opening:
