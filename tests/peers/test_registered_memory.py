@@ -74,6 +74,16 @@ def test_memory_that_cannot_be_registered_is_an_error(agent: LateAgent) -> None:
         memory.RegisteredMemory({"a": torch.zeros(8, dtype=torch.uint8)}, "UCX", {})
 
 
+def test_copies_of_tensors_that_are_not_contiguous_are_counted(agent: LateAgent) -> None:
+    tensors = {"plain": torch.ones(8), "columns": torch.ones(4, 6)[:, :2]}
+    with gdsload.serve(tensors, checksums=False) as server:
+        status = server.status()
+    assert (status.staged_bytes, status.nbytes) == (4 * 8, 4 * (8 + 8))
+    assert status.staged_reason == "some tensors are not contiguous"
+    with gdsload.serve({"plain": torch.ones(8)}, checksums=False) as server:
+        assert server.status()[4:6] == (0, "")
+
+
 def test_index_is_served_with_the_small_files_of_its_directory(
     agent: LateAgent, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -52,7 +52,8 @@ class ServerStatus(NamedTuple):
         version: A digest of the files, or "" if nothing is served.
         tensors: The number of tensors.
         nbytes: Their bytes.
-        staged_bytes: Those of tensors of which a copy in host memory is served.
+        staged_bytes: Those of copies that are served: in host memory of tensors that NIXL cannot
+            register, on their device of tensors that are not contiguous.
         staged_reason: Why, or "".
         readers: The number of readers that are connected.
         in_flight: The number of requests that readers have in flight.
@@ -84,12 +85,13 @@ class _Weights(NamedTuple):
     """What is served: the tensors, the files that show them, and other files.
 
     `files` maps a file's name to its header, and to the names of its tensors in their order; a
-    header of b"" is made from the tensors.
+    header of b"" is made from the tensors. `copied_bytes` are those of tensors that were copied.
     """
 
     tensors: dict[str, _Tensor]
     files: dict[str, tuple[bytes, list[str]]]
     small_files: dict[str, bytes]
+    copied_bytes: int = 0
 
 
 class WeightServer:
@@ -127,6 +129,7 @@ class WeightServer:
         self._receiving: Receiving | None = None
         self._missing: BaseException | None = None  # why bytes were missing when it was withdrawn
         self._memory: RegisteredMemory | None = None
+        self._copied_bytes = 0
         self._publication: Publication | None = None
         self._arrivals: Arrivals | None = None  # None: all bytes are there
         tickets = Tickets(max_requests, max_requests_per_reader, LEASE_SECONDS)
@@ -165,6 +168,7 @@ class WeightServer:
             weights = _collected(self._model)
         flats = {name: tensor.flat for name, tensor in weights.tensors.items()}
         memory = self._memory = RegisteredMemory(flats, self._plugin, self._parameters)
+        self._copied_bytes = weights.copied_bytes
         files: dict[str, PublishedFile] = {}
         for file, (header, names) in weights.files.items():
             tensors = [
@@ -242,7 +246,11 @@ class WeightServer:
     def status(self) -> ServerStatus:
         """The state of this server."""
         service, publication, memory = self._service, self._publication, self._memory
-        arrivals = self._arrivals
+        arrivals, copied_bytes = self._arrivals, self._copied_bytes if memory else 0
+        reasons = [
+            memory.staged_reason if memory else "",
+            "some tensors are not contiguous" if copied_bytes else "",
+        ]
         files = publication.tensor_files.values() if publication else ()
         tensors = [tensor for file in files for tensor in file.tensors]
         return ServerStatus(
@@ -250,8 +258,8 @@ class WeightServer:
             version=publication.version if publication else "",
             tensors=len(tensors),
             nbytes=sum(tensor.location.nbytes for tensor in tensors),
-            staged_bytes=memory.staged_bytes if memory else 0,
-            staged_reason=memory.staged_reason if memory else "",
+            staged_bytes=memory.staged_bytes + copied_bytes if memory else 0,
+            staged_reason="; ".join(filter(None, reasons)),
             readers=service.connected_readers() if service else 0,
             in_flight=service.tickets.in_flight if service else 0,
             received_bytes=arrivals.nbytes if arrivals else sum(file.size for file in files),
@@ -373,7 +381,12 @@ def _collected(model: Any) -> _Weights:
     else:
         raise TypeError(f"cannot serve a {type(model).__name__}: a path, a model or tensors")
     served = {name: _tensor(name, tensor) for name, tensor in tensors.items()}
-    return _Weights(served, {SINGLE_FILE: (b"", list(served))}, small_files)
+    copied_bytes = sum(
+        each.flat.numel()
+        for name, each in served.items()
+        if each.flat.data_ptr() != tensors[name].data_ptr()
+    )
+    return _Weights(served, {SINGLE_FILE: (b"", list(served))}, small_files, copied_bytes)
 
 
 def _of_source(source: Receiving) -> _Weights:
