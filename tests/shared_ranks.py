@@ -371,6 +371,13 @@ def again(folder: Path) -> Any:
     return whole(folder)
 
 
+def default_device(folder: Path) -> Any:
+    want = expected(folder)
+    with torch.device("meta"):
+        ours = gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+    return facts(ours, want)
+
+
 def later(folder: Path) -> Any:
     """One rank begins later: it finds no addresses of an earlier load."""
     for _ in range(3):
@@ -411,6 +418,6 @@ CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
-    failed_consumer, closed_by_all, again, later, subgroup,
+    failed_consumer, closed_by_all, again, default_device, later, subgroup,
     silent_rank,  # the last one: the ranks are out of step
 )  # fmt: skip

@@ -71,18 +71,8 @@ def found(
 @pytest.mark.parametrize(
     "case",
     [
-        *(
-            "whole",
-            "warm",
-            "cold",
-            "windows",
-            "dimensions",
-            "slices",
-            "experts",
-            "of_engine",
-            "again",
-        ),
-        *("later", "subgroup", "other_windows", "other_source"),
+        *("whole", "warm", "cold", "windows", "dimensions", "slices", "experts", "of_engine"),
+        *("again", "default_device", "later", "subgroup", "other_windows", "other_source"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(

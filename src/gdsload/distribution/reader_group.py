@@ -264,8 +264,9 @@ def _gathered(group: Any, state: Any, size: int) -> list[Any]:
 
     data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
     with _rank_errors("does not answer"):
-        lengths = _all_of(group, torch.tensor([len(data)]), size)
-        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+        # The caller may have set another default device.
+        lengths = _all_of(group, torch.tensor([len(data)], device="cpu"), size)
+        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
         states = _all_of(group, padded, size)
     return [
