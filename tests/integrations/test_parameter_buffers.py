@@ -14,8 +14,14 @@ from safetensors.torch import load_file
 
 import equal
 import gdsload
+import tinymodels
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import (
+    CAST,
+    CAT,
+    EXPERTS,
+    ROWS,
+    STACK,
     Kind,
     ParameterBuffers,
     buffer_of,
@@ -50,7 +56,7 @@ def tensors(kind: Kind, first: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_experts_are_written_to_their_merged_parameter(dtype: torch.dtype, backwards: bool) -> None:
-    target = buffer_of(PAIR, dtype, merged=True)
+    target = buffer_of(PAIR, dtype, EXPERTS)
     assert target is not None
     assert target.shape == (3, 6, 6)
     gates, ups = tensors(PAIR[0], 0), tensors(PAIR[1], 100)
@@ -58,8 +64,8 @@ def test_experts_are_written_to_their_merged_parameter(dtype: torch.dtype, backw
         loaded = gates | ups
         order = reversed(loaded) if backwards else iter(loaded)
         placed = {key: put(places, key, dtype, loaded[key]) for key in order}
-        stacks = [places.merged([placed[key] for key in kind.keys], 0) for kind in PAIR]
-        merged = places.merged(stacks, 1)
+        stacks = [places.merged(STACK, [placed[key] for key in kind.keys], 0) for kind in PAIR]
+        merged = places.merged(CAT, stacks, 1)
     assert merged is not None
     assert merged.data_ptr() == placed["g0"].data_ptr()
     wanted = torch.cat(
@@ -71,29 +77,48 @@ def test_experts_are_written_to_their_merged_parameter(dtype: torch.dtype, backw
 
 
 def test_merged_needs_the_right_parts_in_order() -> None:
-    target = buffer_of(PAIR, torch.bfloat16, merged=True)
+    target = buffer_of(PAIR, torch.bfloat16, EXPERTS)
     assert target is not None
     with ParameterBuffers([target]) as places:
         loaded = tensors(PAIR[0], 0) | tensors(PAIR[1], 9)
         placed = {key: put(places, key, torch.bfloat16, tensor) for key, tensor in loaded.items()}
         gates = [placed[key] for key in PAIR[0].keys]
         ups = [placed[key] for key in PAIR[1].keys]
-        assert places.merged(gates[::-1], 0) is None
-        assert places.merged(gates[:2], 0) is None
-        assert places.merged([*gates[:2], ups[2]], 0) is None
-        assert places.merged(list(loaded.values())[:3], 0) is None
-        assert places.merged([], 0) is None
-        first, second = places.merged(gates, 0), places.merged(ups, 0)
+        assert places.merged(STACK, gates[::-1], 0) is None
+        assert places.merged(STACK, gates[:2], 0) is None
+        assert places.merged(STACK, [*gates[:2], ups[2]], 0) is None
+        assert places.merged(STACK, list(loaded.values())[:3], 0) is None
+        assert places.merged(STACK, [], 0) is None
+        first, second = places.merged(STACK, gates, 0), places.merged(STACK, ups, 0)
         assert first is not None
         assert second is not None
-        assert places.merged([second, first], 1) is None
-        assert places.merged([first], 1) is None
-        assert places.merged([first, second.clone()], 1) is None
-        assert places.merged([first, second], 1) is not None
+        assert places.merged(CAT, [second, first], 1) is None
+        assert places.merged(CAT, [first], 1) is None
+        assert places.merged(CAT, [first, second.clone()], 1) is None
+        assert places.merged(CAT, [first, second], 1) is not None
+
+
+def test_rows_are_written_to_their_concatenated_parameter() -> None:
+    infos = {name: torch.empty(rows, 3) for name, rows in (("a", 2), ("b", 4), ("c", 1))}
+    kinds = kinds_of({"p": ["a", "b"], "q": ["c"]}, ["p", "q"], infos, ROWS)
+    assert kinds is not None
+    target = buffer_of(kinds, torch.float32, ROWS)
+    assert target is not None
+    assert target.shape == (7, 3)
+    loaded = {name: torch.rand(info.shape) for name, info in infos.items()}
+    with ParameterBuffers([target]) as places:
+        placed = [put(places, key, torch.float32, loaded[key]) for key in loaded]
+        assert places.merged(STACK, placed, 0) is None
+        assert places.merged(CAT, placed[:2], 0) is None
+        assert places.merged(CAT, placed, 1) is None
+        merged = places.merged(CAT, placed, 0)
+    assert merged is not None
+    assert torch.equal(merged, torch.cat(list(loaded.values())))
+    assert merged.untyped_storage().nbytes() == merged.nbytes
 
 
 def test_part_is_given_once_and_only_in_its_dtype() -> None:
-    target = buffer_of([Kind(("a",), (3,))], torch.float32, merged=False)
+    target = buffer_of([Kind(("a",), (3,))], torch.float32, CAST)
     assert target is not None
     with ParameterBuffers([target]) as places:
         source = torch.tensor([1.5, 2.5, -0.0], dtype=torch.bfloat16)
@@ -108,17 +133,20 @@ def test_part_is_given_once_and_only_in_its_dtype() -> None:
 
 def test_kinds_that_do_not_fit_have_no_buffer() -> None:
     shapes = {"a": torch.empty(2, 3), "b": torch.empty(2, 3), "c": torch.empty(4, 3)}
-    assert kinds_of({"p": ["a", "b"], "q": ["c"]}, ["p", "q"], shapes) is not None
-    assert kinds_of({"p": ["a", "c"]}, ["p"], shapes) is None
-    assert kinds_of({"p": ["a", "b"]}, ["p", "q"], shapes) is None
+    assert kinds_of({"p": ["a", "b"], "q": ["c"]}, ["p", "q"], shapes, EXPERTS) is not None
+    assert kinds_of({"p": ["a", "c"]}, ["p"], shapes, EXPERTS) is None
+    assert kinds_of({"p": ["a", "b"]}, ["p", "q"], shapes, EXPERTS) is None
+    assert kinds_of({"p": ["a", "b"]}, ["p", "q"], shapes, ROWS) is None
+    assert buffer_of([Kind(("a",), (2, 3)), Kind(("b",), (2, 4))], torch.float32, ROWS) is None
+    assert buffer_of([Kind(("a",), (2, 3)), Kind(("b",), (0, 3))], torch.float32, ROWS) is None
     uneven = [Kind(("a", "b"), (2, 3)), Kind(("c",), (4, 3))]
-    assert buffer_of(uneven, torch.float32, merged=True) is None
-    assert buffer_of([Kind(("a",), (0, 3))], torch.float32, merged=False) is None
+    assert buffer_of(uneven, torch.float32, EXPERTS) is None
+    assert buffer_of([Kind(("a",), (0, 3))], torch.float32, CAST) is None
 
 
 def test_freed_parameter_returns_its_memory() -> None:
     size = 8 << 20
-    targets = [buffer_of([Kind((name,), (size,))], torch.uint8, merged=False) for name in "ab"]
+    targets = [buffer_of([Kind((name,), (size,))], torch.uint8, CAST) for name in "ab"]
     with ParameterBuffers([target for target in targets if target is not None]) as places:
         source = torch.ones(size, dtype=torch.int8)
         kept = put(places, "a", torch.uint8, source)
@@ -150,9 +178,7 @@ def test_writer_copies_each_tensor_to_its_parameter(
     ):
         expected = safetensors_of(tiny_moe_checkpoint)
         infos = list(checkpoint.tensors.values())
-        targets = [
-            buffer_of([Kind((info.name,), info.shape)], dtype, merged=False) for info in infos
-        ]
+        targets = [buffer_of([Kind((info.name,), info.shape)], dtype, CAST) for info in infos]
         places = ParameterBuffers([target for target in targets if target is not None])
         filling = ParameterWriter(
             session, places, infos, window_bytes=window_bytes, ahead_bytes=2 * window_bytes
@@ -180,7 +206,7 @@ def test_writer_close_wakes_waiting_threads(
         Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
     ):
         info = next(iter(checkpoint.tensors.values()))
-        target = buffer_of([Kind((info.name,), info.shape)], torch.float32, merged=False)
+        target = buffer_of([Kind((info.name,), info.shape)], torch.float32, CAST)
         assert target is not None
         filling = ParameterWriter(session, ParameterBuffers([target]), [info])
         filling.start()
@@ -201,7 +227,7 @@ def test_writer_close_wakes_waiting_threads(
 
 def ended(session: Session, infos: list[TensorInfo]) -> ParameterWriter:
     """A filling that was closed before it had begun."""
-    target = buffer_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, merged=False)
+    target = buffer_of([Kind((infos[0].name,), infos[0].shape)], torch.float32, CAST)
     assert target is not None
     filling = ParameterWriter(session, ParameterBuffers([target]), infos[:1])
     filling.close()
@@ -236,3 +262,39 @@ def test_transformers_merges_without_copying(
     wanted, found = stock.state_dict(), ours.state_dict()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_concatenates_rows_without_copying(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that is stored in parts, as it is too large for one tensor."""
+    if not hasattr(transformers, "Qwen4ExpForCausalLM"):
+        pytest.skip("this transformers has no model with such a table")
+    config = transformers.AutoConfig.for_model(
+        "qwen4_exp_text",
+        **{**tinymodels.MOE, "layer_types": ["linear_attention", "indexed_attention"]},
+        **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+        **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+        **{"ple_layer_ids": [1], "ple_embed_dim": 64, "heads_per_ngram": 1},
+        **{"ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8},
+        **{"split_ngram_parts": 8, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2},
+        **{"indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+        indexer_compress_ratio=2,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen4ExpForCausalLM(config).save_pretrained(tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    concatenated: list[int] = []
+    cat = torch.cat
+
+    def noted(tensors: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        concatenated.append(len(tensors))
+        return cat(tensors, *rest, **named)
+
+    with monkeypatch.context() as patch, gdsload.accelerated(cache="buffered"):
+        patch.setattr(torch, "cat", noted)
+        ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert gdsload.last_report().integration == "hook"
+    assert 8 not in concatenated
+    assert tinymodels.differences(stock, ours) == []

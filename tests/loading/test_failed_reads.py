@@ -26,7 +26,12 @@ from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
 from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError, StallError
-from gdsload.integrations.transformers.parameter_buffers import Kind, ParameterBuffers, buffer_of
+from gdsload.integrations.transformers.parameter_buffers import (
+    CAST,
+    Kind,
+    ParameterBuffers,
+    buffer_of,
+)
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import io_mode
@@ -157,7 +162,7 @@ def test_parameter_writer_after_a_failed_read_raises_the_same_error_for_every_ta
     session: Session, gate: Gate
 ) -> None:
     infos = list(session.checkpoint.tensors.values())
-    found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+    found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, CAST) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
     with targets, ParameterWriter(session, targets, infos) as writer:
         writer.start()
@@ -170,7 +175,7 @@ def test_parameter_writer_after_an_interrupted_copy_copies_no_more(
 ) -> None:
     """Tensors that view the window have freed its bytes by then."""
     infos = list(session.checkpoint.tensors.values())
-    found = [buffer_of([Kind((i.name,), i.shape)], torch.float32, merged=False) for i in infos]
+    found = [buffer_of([Kind((i.name,), i.shape)], torch.float32, CAST) for i in infos]
     targets = ParameterBuffers([target for target in found if target is not None])
 
     def interrupted(*_: object) -> None:
@@ -364,7 +369,7 @@ def test_queue_whose_next_window_cannot_be_posted_raises_again(
             for _ in range(2):
                 with pytest.raises(PlacementError):
                     queue.take(whole(infos[0]))
-        found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, merged=False) for i in infos]
+        found = [buffer_of([Kind((i.name,), i.shape)], torch.int32, CAST) for i in infos]
         targets = ParameterBuffers([target for target in found if target is not None])
         with targets, ParameterWriter(session, targets, infos, window_bytes=1) as writer:
             for _ in range(2):

@@ -21,6 +21,9 @@ from gdsload.distribution.exchange import box_of
 from gdsload.distribution.shares import Box
 from gdsload.dtypes import known_dtype
 from gdsload.integrations.transformers.parameter_buffers import (
+    CAST,
+    EXPERTS,
+    ROWS,
     Kind,
     ParameterBuffer,
     buffer_of,
@@ -202,7 +205,7 @@ def load_plan_of(
 
 def _buffer(
     patterns: _Patterns,
-    merged_by: Mapping[str, list[str]],
+    merged_by: Mapping[str, tuple[str, list[str]]],
     dtypes: Mapping[str, Any],
     fates: Mapping[str, str],
     infos: Mapping[str, TensorInfo],
@@ -212,27 +215,31 @@ def _buffer(
     if first in infos:  # a key by itself
         if others or fates[first] != CONVERT:
             return None
-        return buffer_of([Kind((first,), infos[first].shape)], dtypes[first], merged=False)
-    if first not in merged_by or not patterns.keys() <= set(merged_by[first]):
+        return buffer_of([Kind((first,), infos[first].shape)], dtypes[first], CAST)
+    layout, sources = merged_by.get(first, ("", []))
+    if not patterns.keys() <= set(sources):
         return None
-    kinds = kinds_of(patterns, merged_by[first], infos)
-    return None if kinds is None else buffer_of(kinds, dtypes[patterns[first][0]], merged=True)
+    kinds = kinds_of(patterns, sources, infos, layout)
+    return None if kinds is None else buffer_of(kinds, dtypes[patterns[first][0]], layout)
 
 
-def _merged_patterns(loading: Any, load_config: Any) -> dict[str, list[str]]:
-    """All patterns of a converter by each of its patterns, for converters that stack experts and
-    may then concatenate their rows."""
+def _merged_patterns(loading: Any, load_config: Any) -> dict[str, tuple[str, list[str]]]:
+    """The layout and all patterns of a converter by each of its patterns, for converters that stack
+    experts and may then concatenate their rows, and those that only concatenate rows."""
     stack = getattr(loading, "MergeModulelist", None)
     concatenate = getattr(loading, "Concatenate", None)
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, list[str]]] = {}
     for entry in load_config.weight_mapping or ():
         operations = [(type(o), getattr(o, "dim", None)) for o in getattr(entry, "operations", ())]
         sources = list(entry.source_patterns)
-        if len(entry.target_patterns) == 1 and (
-            operations == [(stack, 0), (concatenate, 1)]
-            or (operations == [(stack, 0)] and len(sources) == 1)
+        if len(entry.target_patterns) != 1:
+            continue
+        if operations == [(concatenate, 0)]:
+            found.update(dict.fromkeys(sources, (ROWS, sources)))
+        elif operations == [(stack, 0), (concatenate, 1)] or (
+            operations == [(stack, 0)] and len(sources) == 1
         ):
-            found.update(dict.fromkeys(sources, sources))
+            found.update(dict.fromkeys(sources, (EXPERTS, sources)))
     return found
 
 

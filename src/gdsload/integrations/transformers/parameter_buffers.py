@@ -1,8 +1,9 @@
 """Preallocated memory for parameters that the checkpoint does not hold in their final form.
 
     cast     one tensor of the checkpoint, in another dtype
-    merged   the tensors of all experts, stacked; of several kinds, their rows side by side:
+    experts  the tensors of all experts, stacked; of several kinds, their rows side by side:
              [expert, rows of the gates + rows of the ups, columns]
+    rows     the rows of several tensors, one after the other
 
 Each tensor is copied once, from the read window to its part of the parameter, and cast on the way.
 When transformers stacks and concatenates these parts afterwards, the result is there already. The
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     import torch
 
 
+CAST, EXPERTS, ROWS = "cast", "experts", "rows"
+STACK, CAT = "stack", "cat"  # functions of torch
+
+
 class Kind(NamedTuple):
     """Tensors of one shape that become part of a parameter, in stacking order."""
 
@@ -36,12 +41,12 @@ class Kind(NamedTuple):
 
 
 class ParameterBuffer(NamedTuple):
-    """A parameter to be written: from one tensor, or (`merged`) from kinds of tensors with one
-    tensor per expert."""
+    """A parameter to be written: from one tensor (CAST), from kinds of tensors with one tensor per
+    expert (EXPERTS), or from kinds of one tensor each (ROWS)."""
 
     kinds: tuple[Kind, ...]
     dtype: torch.dtype
-    merged: bool
+    layout: str
 
     @property
     def keys(self) -> list[str]:
@@ -52,35 +57,42 @@ class ParameterBuffer(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The parameter's own shape."""
         first = self.kinds[0]
-        if not self.merged:
+        if self.layout == CAST:
             return first.shape
         rows = sum(kind.shape[0] for kind in self.kinds)
-        return (len(first.keys), rows, *first.shape[1:])
+        experts = (len(first.keys),) if self.layout == EXPERTS else ()
+        return (*experts, rows, *first.shape[1:])
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def buffer_of(kinds: Sequence[Kind], dtype: torch.dtype, *, merged: bool) -> ParameterBuffer | None:
-    """The parameter of these kinds; None if their shapes do not fit together, or if it is empty."""
-    buffer = ParameterBuffer(tuple(kinds), dtype, merged)
+def buffer_of(kinds: Sequence[Kind], dtype: torch.dtype, layout: str) -> ParameterBuffer | None:
+    """The parameter of these kinds; None if their shapes do not fit together, or one is empty."""
+    buffer = ParameterBuffer(tuple(kinds), dtype, layout)
     first = kinds[0]
-    fit = all(
+    fit = layout == CAST or all(
         kind.shape and len(kind.keys) == len(first.keys) and kind.shape[1:] == first.shape[1:]
         for kind in kinds
     )
-    return buffer if (fit or not merged) and buffer.nbytes else None
+    return buffer if fit and all(prod(kind.shape) for kind in kinds) else None
 
 
 def kinds_of(
-    groups: Mapping[str, Sequence[str]], patterns: Sequence[str], infos: Mapping[str, Any]
+    groups: Mapping[str, Sequence[str]],
+    patterns: Sequence[str],
+    infos: Mapping[str, Any],
+    layout: str,
 ) -> list[Kind] | None:
     """The kinds of a merged parameter, in the order of its converter's patterns; None if one is
-    missing or its tensors have different shapes."""
-    kinds = []
+    missing or, of experts, its tensors have different shapes."""
+    kinds: list[Kind] = []
     for pattern in patterns:
         keys = tuple(groups.get(pattern, ()))
+        if layout == ROWS and keys:
+            kinds += [Kind((key,), tuple(infos[key].shape)) for key in keys]
+            continue
         shapes = {tuple(infos[key].shape) for key in keys}
         if len(shapes) != 1:
             return None
@@ -97,8 +109,8 @@ class ParameterBuffers:
         Raises PlacementError if the machine has less memory available than they take.
         """
         self._unwritten: dict[str, torch.Tensor] = {}  # where each tensor is to be copied
-        # Results of torch.stack and torch.cat, by the dimension and the identity of their operands.
-        self._merged: dict[tuple[int, Any], torch.Tensor] = {}
+        # Results by the function of torch, its dimension, and the identity of its operands.
+        self._merged: dict[tuple[str, int, Any], torch.Tensor] = {}
         self._huge_pages = HugePages()
         # No page holds two parameters: it is freed with its parameter.
         sizes = [-(-buffer.nbytes // PAGESIZE) * PAGESIZE for buffer in buffers]
@@ -116,18 +128,25 @@ class ParameterBuffers:
             offset += size
 
     def _lay_out(self, buffer: ParameterBuffer, parameter: torch.Tensor) -> None:
-        if not buffer.merged:
+        if buffer.layout == CAST:
             self._unwritten[buffer.kinds[0].keys[0]] = parameter
+            return
+        if buffer.layout == ROWS:
+            rows = parameter.split_with_sizes([kind.shape[0] for kind in buffer.kinds])
+            self._unwritten.update(zip(buffer.keys, rows, strict=True))
+            self._merged[CAT, 0, _identity(rows)] = parameter
             return
         row, stacks = 0, []
         for keys, shape in buffer.kinds:
             stack = parameter[:, row : row + shape[0]]
             parts = stack.unbind(0)
             self._unwritten.update(zip(keys, parts, strict=True))
-            self._merged[0, _identity(parts)] = parameter if len(buffer.kinds) == 1 else stack
+            self._merged[STACK, 0, _identity(parts)] = (
+                parameter if len(buffer.kinds) == 1 else stack
+            )
             stacks.append(stack)
             row += shape[0]
-        self._merged[1, _identity(stacks)] = parameter
+        self._merged[CAT, 1, _identity(stacks)] = parameter
 
     def expects(self, key: str, dtype: torch.dtype | None) -> bool:
         """Whether a tensor has a part in a parameter of this dtype that was not given out yet."""
@@ -148,10 +167,10 @@ class ParameterBuffers:
         """The written part of a tensor, once."""
         return self._unwritten.pop(key, None)
 
-    def merged(self, tensors: Any, dim: int) -> torch.Tensor | None:
-        """The stack (`dim` 0) or concatenation (`dim` 1) of these tensors, if they are parts of one
+    def merged(self, function: str, tensors: Any, dim: int) -> torch.Tensor | None:
+        """The result of STACK or CAT of these tensors in dimension `dim`, if they are parts of one
         parameter and adjacent in this order. Else None."""
-        return self._merged.get((dim, _identity(tensors))) if self._merged else None
+        return self._merged.get((function, dim, _identity(tensors))) if self._merged else None
 
     def close(self) -> None:
         """Frees the parameters that were not taken. May be called again."""

@@ -4,7 +4,7 @@ They act only while gdsload reads the weights of a model (`running`); otherwise 
 original. The hooks that start such a load are in `hooks`.
 
     _materialize_copy         a tensor that is cast or merged is copied straight into its parameter
-    torch.stack, torch.cat    return the parameter if its experts are already merged in it
+    torch.stack, torch.cat    return the parameter if its parts are already merged in it
     set_param_for_module      calls module callbacks; ends a cancelled load
     is_env_variable_true      no loading threads: the readahead queue is ahead of the consumer, and
                               threads would hold tensors that are not needed yet
@@ -33,6 +33,7 @@ from gdsload.integrations.transformers.monkeypatch import (
     Replacement,
     function_of,
 )
+from gdsload.integrations.transformers.parameter_buffers import CAT, STACK
 from gdsload.system import cancellation
 
 if TYPE_CHECKING:
@@ -163,17 +164,17 @@ class _MergingTorch:
         return getattr(self._torch, name)
 
     def stack(self, tensors: Any, dim: int = 0, **named: Any) -> torch.Tensor:
-        found = _merged(tensors, dim) if dim == 0 else None
+        found = _merged(STACK, tensors, dim)
         return self._torch.stack(tensors, dim, **named) if found is None else found
 
     def cat(self, tensors: Any, dim: int = 0, **named: Any) -> torch.Tensor:
-        found = _merged(tensors, dim) if dim == 1 else None
+        found = _merged(CAT, tensors, dim)
         return self._torch.cat(tensors, dim, **named) if found is None else found
 
 
-def _merged(tensors: Any, dim: int) -> torch.Tensor | None:
+def _merged(function: str, tensors: Any, dim: int) -> torch.Tensor | None:
     reader = running.get()
-    return None if reader is None else reader.buffers.merged(tensors, dim)
+    return None if reader is None else reader.buffers.merged(function, tensors, dim)
 
 
 def _patch_torch(module: ModuleType) -> Iterator[Replacement]:
