@@ -156,7 +156,6 @@ def test_load_that_waits_for_a_prefetch_can_be_cancelled(checkpoint: Path) -> No
     offer = claims.Offer(str(checkpoint))
     claims.offer(offer)
     token, waits = CancelToken(), threading.Event()
-    offer.note_progress = waits.set  # type: ignore[method-assign]
     failures: list[BaseException] = []
 
     def load() -> None:
