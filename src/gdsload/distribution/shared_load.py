@@ -78,6 +78,7 @@ def shared_tensors(
             taking = range(readers.size) if sharing.readers == "node" else (rank,)
             sizes = [_wanted_bytes(layouts, each) for each in taking]
             require_room(sum(sizes if held_bytes is None else (min(n, held_bytes) for n in sizes)))
+        readers.agree()  # what a rank reads from now on must not count as missing on another one
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:
             for complete in exchange.windows():
