@@ -438,7 +438,14 @@ def test_hanging_ring_registration_is_abandoned(
     kind: type[Backend], doubles: Doubles, file: OpenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuFile is not used any more, and the memory stays: the call may still return."""
-    monkeypatch.setattr(library, "REGISTER_SECONDS", 0.05)
+    register = library.Driver.register_buffer
+
+    def impatient(*what: Any) -> None:  # the file's registration gets its usual time
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "REGISTER_SECONDS", 0.05)
+            register(*what)
+
+    monkeypatch.setattr(library.Driver, "register_buffer", impatient)
     doubles.fault("cuFileBufRegister", HANG)
     with kind(**SMALL) as backend, pytest.raises(PlacementError, match="has not come back"):
         Load(backend, file)
