@@ -285,8 +285,9 @@ class Slice:
             info, rest = rows_of(info, row, row + 1), (0, *others)
         tensor = self._opened._read([info])[info.name]
         part = tensor[rest]
-        if part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
-            part = copied(part)  # a view would keep all of the tensor
+        views = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        if views and part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):
+            part = copied(part)  # the view would keep all of the tensor
         return self._opened._converted(info.name, part)
 
     def __reduce__(self) -> str:

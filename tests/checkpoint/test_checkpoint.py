@@ -692,11 +692,11 @@ def test_shard_that_opens_after_the_load_gave_up_is_closed(
     opened: list[Shard] = []
     really = checkpoint_module._open_shard
 
-    def open_shard(shard: ShardPath, named_by: str | None) -> Shard:
+    def open_shard(shard: ShardPath, **words: Any) -> Shard:
         if shard.name == names[-1]:
             hung.append(threading.current_thread())
             answers.wait()
-        opened.append(really(shard, named_by))
+        opened.append(really(shard, **words))
         return opened[-1]
 
     monkeypatch.setattr(checkpoint_module, "_open_shard", open_shard)

@@ -16,8 +16,9 @@ import torch
 import descriptors
 import gdsload
 from forked import end_with, fork
-from gdsload.checkpoint import Identity, Shard, file_io
+from gdsload.checkpoint import Identity, Shard, file_io, shard as shard_module
 from gdsload.checkpoint.file_io import close_files, open_regular
+from gdsload.checkpoint.shard import close_shards, quiesce_shards
 from gdsload.errors import CheckpointError, FileChanged
 
 PATIENCE_SECONDS = 120.0
@@ -55,15 +56,15 @@ def test_files_whose_storage_does_not_answer_are_closed_later(
     fd, _ = open_regular(str(path))
     monkeypatch.setattr(file_io, "_CLOSE_SECONDS", 0.01)
     monkeypatch.setattr(file_io.os, "close", slow)
-    close_files([fd], on_disk=False)
+    close_files([fd], distant=True)
     assert not closed.is_set()
     answers.set()
     assert closed.wait(PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("distant", [True, False])
 def test_error_of_closing_one_file_leaves_none_open(
-    path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool
+    path: Path, monkeypatch: pytest.MonkeyPatch, distant: bool
 ) -> None:
     close = os.close
 
@@ -74,7 +75,7 @@ def test_error_of_closing_one_file_leaves_none_open(
     with descriptors.none_left():
         fds = [open_regular(str(path))[0] for _ in range(3)]
         monkeypatch.setattr(file_io.os, "close", broken)
-        close_files(fds, on_disk=on_disk)
+        close_files(fds, distant=distant)
 
 
 @pytest.mark.parametrize("cache", ["direct", "buffered"])
@@ -217,3 +218,20 @@ def test_file_opened_again_by_two_threads_has_one_descriptor(
     shard.close()
     shard.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_of_one_checkpoint_are_waited_for_together(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(
+        shard_module, "close_files", lambda fds, **_: waits.append(len(list(map(os.close, fds))))
+    )
+    shards = [opened(path) for _ in range(3)]
+    for shard in shards:
+        shard.filesystem = "fuse.test"
+    quiesce_shards(shards)
+    assert waits == [3]
+    assert all(shard.read(0, 1) == b"\0" for shard in shards)  # opened again
+    close_shards(shards)
+    assert waits == [3, 3]

@@ -24,7 +24,7 @@ from gdsload import warmup
 from gdsload._native.memory import Region
 from gdsload.backends import Memory, OpenFile, Registration
 from gdsload.backends.registry import _registered, register_backend
-from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
+from gdsload.checkpoint import Checkpoint, Shard, TensorInfo, checkpoint as checkpoint_module
 from gdsload.errors import CheckpointError, GdsloadError, PlacementError, ReadError, StallError
 from gdsload.integrations.transformers.parameter_buffers import (
     CAST,
@@ -34,7 +34,6 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.loading import io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
@@ -44,7 +43,6 @@ from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
 from gdsload.readahead.prefetch_batch import PrefetchBatch
 from gdsload.report import LoadReport
-from gdsload.system.storage import Storage
 
 POOL_BYTES = 64 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -474,9 +472,7 @@ def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
         assert answers.wait(120.0)
         return real(shard)
 
-    distant = Storage("fuse.test", 1 << 20, 16)
-    monkeypatch.setattr(io_mode, "storage_of", lambda *_: distant)
-    monkeypatch.setattr(Shard, "on_disk", False)
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
     monkeypatch.setattr(Shard, call, hangs)
     try:
         with pytest.raises(StallError):

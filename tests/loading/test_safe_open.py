@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import descriptors
 import gdsload
-from gdsload import warmup
+from gdsload import safetensors_file, warmup
 
 ROWS, COLUMNS = 64, 1000
 
@@ -113,3 +113,14 @@ def test_read_of_a_file_that_was_verified_as_a_whole_reports_it(path: Path, tmp_
         opened.get_slice("w")[:2]
     report = gdsload.last_report()
     assert report.verified_bytes == report.wanted_bytes == 8 * COLUMNS
+
+
+def test_index_that_copies_is_not_copied_again(
+    path: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(safetensors_file, "copied", never)
+    with gdsload.safe_open(path, cache="buffered") as opened:
+        assert torch.equal(opened.get_slice("w")[torch.tensor([1, 5])], expected[[1, 5]])

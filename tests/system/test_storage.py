@@ -43,19 +43,23 @@ def test_reads_follow_the_block_size_and_the_latency_of_the_filesystem(
     request_bytes: int,
     depth: int,
 ) -> None:
-    status = SimpleNamespace(st_dev=os.makedev(0, 50), st_blksize=preferred_bytes)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "fstat", lambda fd: status)
-        patch.setattr(storage, "mount_of", lambda path: Mount("/mnt", "nfs4", "a:/b", "0:50"))
-        found = storage.storage_of("/mnt/file", -1, latency)
+    found = storage.storage_of("nfs4", preferred_bytes, latency)
     assert found == ("nfs4", request_bytes, depth)
+
+
+@pytest.mark.parametrize(
+    ("major", "kind", "expected"), [(0, "nfs4", "nfs4"), (0, "btrfs", ""), (8, "nfs4", "")]
+)
+def test_filesystem_is_distant_by_its_type_unless_it_is_on_a_disk(
+    monkeypatch: pytest.MonkeyPatch, major: int, kind: str, expected: str
+) -> None:
+    monkeypatch.setattr(storage, "mount_of", lambda path: Mount("/mnt", kind, "a:/b", "0:50"))
+    status = SimpleNamespace(st_dev=os.makedev(major, 50))
+    assert storage.distant_filesystem_of("/mnt/file", status) == expected
 
 
 def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage, "mount_of", lambda path: None)
-    with open(tmp_path / "file", "wb") as file:
-        assert storage.storage_of(file.name, file.fileno()) == storage.Storage()
-
-
-def test_file_whose_status_cannot_be_read_is_local() -> None:
-    assert storage.storage_of("/mnt/file", -1) == storage.Storage()
+    status = SimpleNamespace(st_dev=os.makedev(0, 50))
+    assert storage.distant_filesystem_of(str(tmp_path), status) == ""
+    assert storage.storage_of("") == storage.Storage()

@@ -82,9 +82,9 @@ def copy_to_device(
     finally:
         # A read that was given up counts as ended, although a thread is still in it.
         left = pipeline.leave()
-        late_copies.forget_ended()
         if not left:
             late_copies.keep((pipeline, owners), lambda: pipeline.pump.finished)
+        late_copies.forget_ended()
     return True
 
 

@@ -183,11 +183,11 @@ class StagedRequest(PumpedRequest):
         native.quiet(DRAIN_SECONDS)
         landed = self._addresses.end(DRAIN_SECONDS)
         self.pipeline.ended(complete and landed)
-        late_copies.forget_ended()
         if not landed:
             # The device is busy with other work. Until it has ended the copies, their memory must
             # not be used for anything else.
             late_copies.keep(self, self._landed)
+        late_copies.forget_ended()
 
     def _landed(self) -> bool:
         """Whether no copy into its memory is under way."""

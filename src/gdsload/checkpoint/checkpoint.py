@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -35,11 +35,18 @@ from gdsload.checkpoint.locate import (
     shard_paths,
 )
 from gdsload.checkpoint.selection import Names, chosen, no_such_tensor
-from gdsload.checkpoint.shard import Identity, RemoteShard, Shard, close_shards
+from gdsload.checkpoint.shard import (
+    Identity,
+    RemoteShard,
+    Shard,
+    close_shards,
+    quiesce_shards,
+)
 from gdsload.errors import CheckpointError, shown
 from gdsload.remote.directory import HEAD_BYTES, shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
+from gdsload.system.storage import distant_filesystem_of
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start
 
@@ -57,7 +64,11 @@ class Checkpoint:
     """
 
     def __init__(
-        self, source: str, shards: Sequence[Shard], tensors: Mapping[str, TensorInfo]
+        self,
+        source: str,
+        shards: Sequence[Shard],
+        tensors: Mapping[str, TensorInfo],
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.source = source
         self.shards = tuple(shards)
@@ -66,7 +77,7 @@ class Checkpoint:
         for shard in reversed(self.shards):
             self.metadata.update(shard.metadata or {})
         self.total_bytes = bytes_of(list(self.tensors.values()))
-        self.stall_seconds = STALL_SECONDS
+        self.stall_seconds = stall_seconds
         # Whether its load began as the first and the only one; None: not known yet.
         self.first_load: bool | None = None
         quiesce.register(self)
@@ -193,6 +204,15 @@ class Checkpoint:
     ) -> Checkpoint:
         headers: list[dict[str, TensorInfo]] = []
         read_header = partial(_read_header, limit=header_limit)
+        open_shard = partial(_open_shard, filesystems={})
+        unused: list[Shard] = []
+        failed = False
+
+        def leave(shard: Shard) -> None:
+            """Closes a shard that was opened when another one had failed; at once if all have."""
+            unused.append(shard)
+            if failed:
+                close_shards(unused)
 
         def first(path: str) -> tuple[CheckpointFiles, list[Shard], list[bytes]]:
             files = find(path)
@@ -202,7 +222,7 @@ class Checkpoint:
                 for each in files.shards if total <= _FEW_SHARDS else ():
                     if total > 1 and each.directory is not None:
                         break
-                    shards.append(_open_shard(each, files.index_path))
+                    shards.append(open_shard(each, named_by=files.index_path))
                     if total > 1 and not shards[-1].on_disk:
                         break  # each access may be a round trip
                 return files, shards, list(map(read_header, shards)) if len(shards) == total else []
@@ -221,13 +241,12 @@ class Checkpoint:
             if len(shards) < len(files.shards):
                 # All shards are opened before the first is read: this leaves a download that
                 # replaces them one by one the least time to mix two versions.
-                open_shard = partial(_open_shard, named_by=files.index_path)
                 with closing(
                     parallel_map(
-                        open_shard,
+                        partial(open_shard, named_by=files.index_path),
                         files.shards[len(shards) :],
                         path_of=_path_of,
-                        discard=Shard.close,
+                        discard=leave,
                         stall_seconds=stall_seconds,
                     )
                 ) as opening:
@@ -246,11 +265,11 @@ class Checkpoint:
                     shard.data_start = LENGTH_BYTES + len(text)
                     shard.metadata = header.metadata
                     headers.append(header.tensors)
-            made = cls(files.title, shards, _merged(files, shards, headers, strict))
-            made.stall_seconds = stall_seconds
-            return made
+            merged = _merged(files, shards, headers, strict)
+            return cls(files.title, shards, merged, stall_seconds)
         except BaseException:
-            close_shards(shards)
+            failed = True
+            close_shards([*shards, *unused])
             raise
 
     def infos(self, names: Names = None) -> list[TensorInfo]:
@@ -278,13 +297,16 @@ class Checkpoint:
             CheckpointError: The checkpoint is closed.
         """
         distant = [shard for shard in self.shards if shard.distant]
-        for _ in parallel_map(
-            Shard.verify_unchanged, distant, path_of=_path_of, stall_seconds=self.stall_seconds
-        ):
-            pass
-        for shard in self.shards:
-            if not shard.distant:
-                shard.verify_unchanged()
+        if distant:  # in one thread, which may hang
+            list(
+                parallel_map(
+                    _verify_unchanged,
+                    [distant],
+                    path_of=lambda shards: shards[0].path,
+                    stall_seconds=self.stall_seconds,
+                )
+            )
+        _verify_unchanged(shard for shard in self.shards if not shard.distant)
 
     @property
     def remote(self) -> bool:
@@ -301,8 +323,7 @@ class Checkpoint:
 
     def quiesce(self) -> None:
         """Closes the descriptors; each file is opened again when it is needed."""
-        for shard in self.shards:
-            shard.quiesce()
+        quiesce_shards(self.shards)
 
     def resume(self) -> None:
         """Opens the files again after `quiesce`. Raises FileChanged if one is another version."""
@@ -357,11 +378,26 @@ def _path_of(shard: ShardPath | Shard) -> str:
     return shard.path
 
 
-def _open_shard(shard: ShardPath, named_by: str | None) -> Shard:
+def _verify_unchanged(shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        shard.verify_unchanged()
+
+
+def _open_shard(shard: ShardPath, named_by: str | None, filesystems: dict[int, str]) -> Shard:
+    """`filesystems`: those of the other shards by device number, to which this one is added."""
     if shard.directory is not None:
         return RemoteShard(shard.directory, shard.name)
     fd, status = open_regular(shard.path, named_by=named_by)
-    return Shard(fd, Identity.of(status), path=shard.path, name=shard.name)
+    if status.st_dev not in filesystems:
+        filesystems[status.st_dev] = distant_filesystem_of(shard.path, status)
+    return Shard(
+        fd,
+        Identity.of(status),
+        path=shard.path,
+        name=shard.name,
+        filesystem=filesystems[status.st_dev],
+        preferred_bytes=status.st_blksize,
+    )
 
 
 def _local_copies(shards: list[Shard]) -> list[Shard]:

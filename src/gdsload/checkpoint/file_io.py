@@ -89,13 +89,15 @@ def open_regular(
     return fd, status
 
 
-def close_files(fds: Sequence[int], *, on_disk: bool) -> None:
+def close_files(
+    fds: Sequence[int], *, distant: bool = False, wait_seconds: float = _CLOSE_SECONDS
+) -> None:
     """Closes descriptors that were only read from. Errors are ignored: the kernel has closed them.
 
     Args:
         fds: The descriptors, of one checkpoint.
-        on_disk: Whether their filesystem is on a disk of this machine. Others may not answer: the
-            caller then waits a second at most, and a thread as long as it takes.
+        distant: Whether their filesystem may not answer: then a thread closes them.
+        wait_seconds: How long the caller waits for this thread.
     """
 
     def close() -> None:
@@ -103,11 +105,11 @@ def close_files(fds: Sequence[int], *, on_disk: bool) -> None:
             with suppress(OSError):
                 os.close(fd)
 
-    thread = None if on_disk or not fds else start_thread(close, "gdsload-close")
+    thread = start_thread(close, "gdsload-close") if distant and fds else None
     if thread is None:
         close()
     else:
-        thread.join(_CLOSE_SECONDS)
+        thread.join(wait_seconds)
 
 
 def _require_regular(status: os.stat_result, path: str) -> None:

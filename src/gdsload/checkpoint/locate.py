@@ -321,7 +321,7 @@ def _read_small(path: str, limit: int) -> bytes:
             )
         return read_exactly(fd, 0, status.st_size, path)
     finally:
-        close_files([fd], on_disk=True)
+        close_files([fd])
 
 
 # --- the hub cache -----------------------------------------------------------------------------

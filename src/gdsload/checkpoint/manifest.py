@@ -107,7 +107,7 @@ def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
             raise _invalid(path, f"it has {status.st_size} bytes, more than {LIMIT_BYTES}")
         raw = read_exactly(fd, 0, status.st_size, path)
     finally:
-        close_files([fd], on_disk=True)
+        close_files([fd])
     return parsed(raw, path)
 
 

@@ -61,7 +61,9 @@ class Shard:
         directory: The directory elsewhere that it is in, also of a copy in the local cache.
         origin: Of a copy in the local cache: the key and the version of the file elsewhere.
         size: The size of the file in bytes.
-        distant: Whether a network or a daemon, which may not answer, is between it and its storage.
+        filesystem: The type of its filesystem if this is distant: a network or a daemon, which may
+            not answer, is between it and its storage. Otherwise "".
+        preferred_bytes: The size of a read that its filesystem prefers.
         data_start: The first byte after the header.
         metadata: The `__metadata__` of the header; None if it has none.
         first_read_seconds: Seconds of the first read: the latency of distant storage, unless the
@@ -72,7 +74,16 @@ class Shard:
     directory: RemoteDirectory | None = None
     origin: tuple[str, str] = ("", "")
 
-    def __init__(self, fd: int, identity: Identity, *, path: str, name: str) -> None:
+    def __init__(
+        self,
+        fd: int,
+        identity: Identity,
+        *,
+        path: str,
+        name: str,
+        filesystem: str = "",
+        preferred_bytes: int = 0,
+    ) -> None:
         self._fd = fd
         self._quiesced = False  # whether the descriptor is released by quiesce()
         # The process may change its directory before it opens the file again.
@@ -83,7 +94,8 @@ class Shard:
         self.name = name
         self.identity = identity
         self.size = identity.size
-        self.distant = False
+        self.filesystem = filesystem
+        self.preferred_bytes = preferred_bytes
         self.data_start = 0
         self.metadata: dict[str, str] | None = None
         self.first_read_seconds = 0.0
@@ -125,6 +137,11 @@ class Shard:
         return self.directory is not None and self.remote is None
 
     @property
+    def distant(self) -> bool:
+        """Whether system calls on it may wait for a network or a daemon, which may not answer."""
+        return bool(self.filesystem)
+
+    @property
     def on_disk(self) -> bool:
         """Whether it is on a disk of this machine."""
         return self.remote is None and bool(os.major(self.identity.dev))
@@ -143,9 +160,7 @@ class Shard:
 
         The file is then opened by name. FileChanged is raised if that is another version of it.
         """
-        if not self.closed:
-            self.close()
-            self._quiesced = True
+        quiesce_shards([self])
 
     def reopen_direct(self) -> int | None:
         """Opens the same file for direct I/O, by its descriptor and not by its name.
@@ -225,14 +240,27 @@ class Shard:
 
 def close_shards(shards: Iterable[Shard]) -> None:
     """Closes shards of one checkpoint. May be called again."""
-    by_disk: dict[bool, list[int]] = {}
+    fds: dict[bool, list[int]] = {}
     for shard in shards:
         if shard.remote is not None:
             shard.close()
         elif (fd := shard._leave_fd()) >= 0:
-            by_disk.setdefault(shard.on_disk, []).append(fd)
-    for on_disk, fds in by_disk.items():
-        close_files(fds, on_disk=on_disk)
+            fds.setdefault(shard.distant, []).append(fd)
+    for distant, of_these in fds.items():
+        close_files(of_these, distant=distant)
+
+
+def quiesce_shards(shards: Iterable[Shard]) -> None:
+    """Releases the descriptors or connections of shards until they are needed again."""
+    held: list[Shard] = []
+    for shard in shards:
+        if shard.remote is not None:
+            shard.quiesce()
+        elif not shard.closed:
+            held.append(shard)
+    close_shards(held)
+    for shard in held:
+        shard._quiesced = True
 
 
 class RemoteShard(Shard):

@@ -20,7 +20,7 @@ from gdsload.system.progress_bar import progress_bar
 if TYPE_CHECKING:
     from gdsload.readahead.prefetch import Prefetch
 
-COLD = 3  # the exit code if the page cache holds less than was read
+COLD = 3  # the exit code if the page cache holds less than is wanted
 _POLL_SECONDS = 0.1
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 from gdsload.backends.base import Memory
-from gdsload.errors import GdsloadError, PartialLoad, StallError, shown
+from gdsload.errors import GdsloadError, PartialLoad, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import Destination
 from gdsload.loading.session import Session
@@ -186,8 +186,6 @@ def _read_in_place(
         session.checkpoint.verify_unchanged()
         for each in destinations:
             progress.set(each, COMPLETE)
-    except StallError:  # storage that does not answer is not asked whether the files changed
-        raise
     except GdsloadError:
         session.checkpoint.verify_unchanged()
         for each in destinations:
@@ -226,8 +224,6 @@ def _write_windows(
         _finish_copies(session)
         session.checkpoint.verify_unchanged()
         verified = True
-    except StallError:
-        raise
     except GdsloadError:
         session.checkpoint.verify_unchanged()
         verified = True

@@ -92,12 +92,11 @@ class ShardAccess:
         self._first = False  # not filled for this reason alone: it is the first load
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
-        self._on_disk = all(shard.on_disk for shard in checkpoint.shards)
-        # For a `safe_open` that nobody closes.
-        left = weakref.finalize(
-            self, _drop_and_close, self._direct_fds, self._absent, self._on_disk
-        )
-        left.atexit = False
+        self._distant = any(shard.distant for shard in checkpoint.shards)
+        # For a `safe_open` that nobody closes: it waits for nothing where garbage is collected.
+        lists = self._direct_fds, self._absent
+        unclosed = weakref.finalize(self, _drop_and_close, *lists, self._distant, wait_seconds=0.0)
+        unclosed.atexit = False
 
     @property
     def files(self) -> list[Registration]:
@@ -278,11 +277,10 @@ class ShardAccess:
                 if each.identity.dev == device
             )
             self._storage[device] = (
-                storage_of(opened.path, opened.fd, latency)
+                storage_of(opened.filesystem, opened.preferred_bytes, latency)
                 if opened.remote is None
                 else remote_storage(opened.remote.scheme, latency)
             )
-        opened.distant = opened.remote is None and self._storage[device].distant
         return self._storage[device]
 
     @property
@@ -293,9 +291,9 @@ class ShardAccess:
     def _open_direct(self, shard: int) -> int:
         """A second descriptor of a shard, for direct reads; -1 with the reason in the report."""
         opened = self._checkpoint.shards[shard]
-        if opened.on_disk:
+        if not opened.distant:
             found = _open_direct(opened)
-        else:  # opening may hang
+        else:  # in a thread, which may hang
             (found,) = parallel_map(
                 _open_direct,
                 [opened],
@@ -332,11 +330,14 @@ class ShardAccess:
         for registration in registered:
             if registration is not None and backend is not None:
                 backend.deregister(registration)
-        _drop_and_close(self._direct_fds, self._absent, self._on_disk)
+        _drop_and_close(self._direct_fds, self._absent, self._distant)
 
 
 def _drop_and_close(
-    direct_fds: list[int], absent: list[tuple[int, list[tuple[int, int]]]], on_disk: bool
+    direct_fds: list[int],
+    absent: list[tuple[int, list[tuple[int, int]]]],
+    distant: bool,
+    **wait: float,
 ) -> None:
     """Drops ranges from the page cache, closes all descriptors, and empties the lists."""
     dropped, left = list(absent), direct_fds + [fd for fd, _ in absent]
@@ -348,7 +349,7 @@ def _drop_and_close(
                 with suppress(OSError):  # only a hint
                     os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
     finally:  # also if Ctrl-C ends it
-        close_files(left, on_disk=on_disk)
+        close_files(left, distant=distant, **wait)
 
 
 def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
@@ -389,7 +390,7 @@ def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
 
 def _close_direct(found: tuple[int | None, int, str, int]) -> None:
     if found[0] is not None:
-        close_files([found[0]], on_disk=False)
+        close_files([found[0]], distant=True)
 
 
 def _open_direct(shard: Shard) -> tuple[int | None, int, str, int]:

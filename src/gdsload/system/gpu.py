@@ -92,12 +92,13 @@ def capture_relaxed(device_name: str) -> Iterator[None]:
     """Calls of this thread inside do not break a CUDA graph that another thread captures in the
     default mode. torch needs it: it relaxes its allocations only while the same thread captures.
 
-    Does nothing for the CPU, or if the device cannot be used, which the calls inside report.
+    Does nothing for the CPU, and for a device that gdsload has not used.
     """
     with ExitStack() as undo:
-        with suppress(BackendUnavailable, PlacementError, CudaFailure):
-            owner = device(ordinal_of(device_name))
-            undo.callback(owner.restore, owner.relax())
+        with suppress(PlacementError, CudaFailure, RuntimeError):  # closed, or of the parent
+            owner = _devices.get(ordinal_of(device_name))
+            if owner is not None:
+                undo.callback(owner.restore, owner.relax())
         yield
 
 

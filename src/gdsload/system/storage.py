@@ -62,29 +62,30 @@ def is_distant(kind: str) -> bool:
     return kind in DISTANT or kind.startswith("fuse.")
 
 
-def storage_of(path: str, fd: int, latency: float = 0.0) -> Storage:
-    """The storage of an open file; local if the kernel does not tell, and reads will say why.
+def distant_filesystem_of(path: str, status: os.stat_result) -> str:
+    """The type of the filesystem of a file if this is distant; "" if it is local or not known."""
+    if os.major(status.st_dev):  # a disk
+        return ""
+    mount = mount_of(path)
+    return mount.kind if mount is not None and is_distant(mount.kind) else ""
+
+
+def storage_of(filesystem: str, preferred_bytes: int = 0, latency: float = 0.0) -> Storage:
+    """The storage of a file of this machine.
 
     Args:
-        path: The file's path.
-        fd: Its descriptor.
+        filesystem: Of `distant_filesystem_of`.
+        preferred_bytes: The size of a read that the filesystem prefers (`st_blksize`).
         latency: Seconds of one small read; 0 if this is not known.
     """
-    try:
-        status = os.fstat(fd)
-    except OSError:
+    if not filesystem:
         return Storage()
-    if os.major(status.st_dev):  # a disk
-        return Storage()
-    mount = mount_of(path)
-    if mount is None or not is_distant(mount.kind):
-        return Storage()
-    preferred = status.st_blksize // REQUEST_BYTES * REQUEST_BYTES
+    preferred = preferred_bytes // REQUEST_BYTES * REQUEST_BYTES
     request_bytes = min(max(preferred, REQUEST_BYTES), MOST_REQUEST_BYTES)
     depth = min(
         max(DEPTH, round(DEPTH * latency / DEPTH_SECONDS)), IN_FLIGHT_BYTES // request_bytes
     )
-    return Storage(mount.kind, request_bytes, depth)
+    return Storage(filesystem, request_bytes, depth)
 
 
 def remote_storage(scheme: str, latency: float = 0.0) -> Storage:
