@@ -62,8 +62,11 @@ class _Stopped(GdsloadError):
 
 
 class _OwnMemory(HostBuffers):
-    """No memory of the host pool: reads write to another mapping of that than tensors view, which,
-    registered before its bytes arrive, would not show them."""
+    """No memory of the host pool.
+
+    Tensors view another mapping of pool memory than reads write to. Memory that is registered
+    before its bytes arrive would not show them.
+    """
 
 
 class _ReceivingBatch(Batch):
