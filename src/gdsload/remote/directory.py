@@ -127,9 +127,17 @@ def without_secrets(url: str) -> str:
     host = parts.netloc
     if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
         host = host.rpartition("@")[2]
-    if not _HOST.fullmatch(host):
+    if not _HOST.fullmatch(host) or _may_show_password(parts, url):
         return hidden
     return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+
+
+def _may_show_password(parts: SplitResult, url: str) -> bool:
+    """Whether the host is perhaps a user and a part of a password: the "@" comes after it."""
+    if parts.scheme not in ("http", "https", "nixl") or "@" in parts.netloc:
+        return False
+    # The query of a signed URL, which is not shown, may have the address of an account.
+    return "@" in (parts.path or url)
 
 
 def split_url(url: str) -> SplitResult:
@@ -236,6 +244,10 @@ def open_directory(url: str) -> RemoteDirectory:
     if known is None:
         schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
+    if _may_show_password(parts, url):
+        raise CheckpointError(
+            f'{without_secrets(url)}: write "@" after the host as %40, and "/" before it as %2F'
+        )
     if not parts.netloc and not sources_of(url):
         raise CheckpointError(f"{without_secrets(url)}: this URL names no bucket and no host")
     if not scheme.startswith(("http", "nixl", "replicas")):
