@@ -179,6 +179,40 @@ def test_segments_of_a_peer_are_read_by_its_agent_alone(monkeypatch: pytest.Monk
     assert (len(asked), set(asked)) == (4, expected)
 
 
+def test_source_that_tells_no_agent_with_a_file_is_read(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of an older version."""
+    directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
+    asked = peer._Connection.ask
+
+    def ask(connection: Any, op: str, **fields: Any) -> tuple[dict[str, Any], bytes]:
+        answer, payload = asked(connection, op, **fields)
+        if op == "file":
+            del answer["agent"]
+        return answer, payload
+
+    monkeypatch.setattr(peer._Connection, "ask", ask)
+    with directory.lent() as connection:
+        assert directory.contents(connection, directory.source, "config.json").agent == "agent"
+
+
+def test_contents_of_a_source_that_has_started_again_are_dropped(service: Service) -> None:
+    flat = torch.zeros(100, dtype=torch.uint8)
+    location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+    served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
+    publication = Publication("v", {"m.safetensors": served}, {})
+    service.publish(Served(publication, "before", b"", "UCX", None))
+    directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
+    with directory.lent() as connection:
+        directory.contents(connection, directory.source, "m.safetensors")
+        service.publish(Served(publication, "after", b"", "UCX", None))
+        source = directory.acquire(connection, "m.safetensors", 0, 2)
+        connection.ask("release")
+        directory.contents(connection, source, "m.safetensors")
+    assert {agent for agent, _ in directory._contents} == {"after"}
+
+
 @pytest.mark.parametrize("port", [65536, -1])
 def test_impossible_port_is_an_error_and_leaves_no_thread(port: int) -> None:
     before = threading.active_count()

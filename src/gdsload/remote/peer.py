@@ -296,7 +296,10 @@ class PeerDirectory(RemoteDirectory):
                 return source
             # Another peer, or one that has started again: the same bytes at other places.
             connection.ask("release")
-            source = self._asked(connection)
+            replaced, source = source.agent, self._asked(connection)
+            with self._lock:
+                for key in [key for key in self._contents if key[0] == replaced]:
+                    del self._contents[key]
             if source.version != version:
                 raise _Refused("changed")
             connection.source = source
@@ -311,7 +314,7 @@ class PeerDirectory(RemoteDirectory):
             wanted = {"version": source.version, "name": name}
             answer, head = self._patient(connection, "file", **wanted)
             segments = _segments(answer.get("segments"), head, source.sizes[name])
-            agent = str(answer.get("agent"))
+            agent = str(answer.get("agent", source.agent))  # older sources do not tell
             found = _Contents(agent, head, segments, [segment.offset for segment in segments])
             with self._lock:
                 self._contents[agent, name] = found
