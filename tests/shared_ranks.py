@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -359,6 +359,18 @@ def silent_rank(folder: Path) -> Any:
         gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=3)
 
 
+def missed(folder: Path) -> Any:
+    """The ranks meet again when one of them, the first or another one, has missed a load."""
+    for absent in (0, 1):
+        dist.barrier()
+        if dist.get_rank() != absent:
+            with suppress(gdsload.RankError):
+                gdsload.load_file(folder, group=dist.group.WORLD, stall_seconds=2)
+    return again(folder)
+
+
+
+
 def closed_by_all(folder: Path) -> Any:
     pairs = gdsload.stream(folder, group=dist.group.WORLD, window_bytes=WINDOW_BYTES)
     name, _ = next(pairs)
@@ -419,5 +431,5 @@ CASES = (
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
     failed_consumer, closed_by_all, again, default_device, later, subgroup,
-    silent_rank,  # the last one: the ranks are out of step
+    silent_rank, missed,
 )  # fmt: skip

@@ -74,6 +74,7 @@ def found(
     [
         *("whole", "warm", "cold", "windows", "dimensions", "slices", "experts", "of_engine"),
         *("again", "default_device", "later", "subgroup", "other_windows", "other_source"),
+        "missed",
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(

@@ -71,8 +71,11 @@ class ReaderGroup:
         """A gloo group that is not among those of `torch.distributed`."""
         import torch.distributed as dist
 
-        with _rank_errors("does not join the load"):
-            keys = dist.PrefixStore(_name_of(members, me), _store())  # type: ignore[attr-defined]
+        with (
+            _rank_errors("does not join the load"),
+            _common_name(members, me, self._timeout) as name,
+        ):
+            keys = dist.PrefixStore(name, _store())  # type: ignore[attr-defined]
             rank, size = members.index(me), len(members)
             return dist.ProcessGroupGloo(keys, rank, size, self._timeout)
 
@@ -222,11 +225,40 @@ def _store() -> Any:
     return _get_default_store()
 
 
-def _name_of(members: Sequence[int], me: int) -> str:
-    """A name that only these ranks decide, and that no other group of theirs has had."""
+@contextmanager
+def _common_name(members: Sequence[int], me: int, timeout: timedelta) -> Iterator[str]:
+    """A name for a group, the same on all of these ranks, that no other group of theirs has had.
+
+    Each rank counts its groups. The first one opens a name for the others, which wait for it, and
+    closes it if the block fails. So a rank that another one did not meet finds it the next time.
+    Raises RuntimeError if the first rank does not come in time.
+    """
+    store = _store()
     ranks = sha256("_".join(map(str, members)).encode()).hexdigest()[:16]
-    number = _store().add(f"gdsload/{ranks}/{me}", 1)  # the groups of these ranks so far
-    return f"gdsload/{ranks}/group/{number}"
+    count = f"gdsload/{ranks}/{me}"
+    if me != members[0]:
+        yield _opened_name(store, ranks, count, timeout)
+        return
+    name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
+    try:
+        store.set(f"{name}/state", "open")
+        yield name
+    except BaseException:
+        store.set(f"{name}/state", "closed")
+        raise
+
+
+def _opened_name(store: Any, ranks: str, count: str, timeout: timedelta) -> str:
+    """The next name that the first rank has opened, and not closed."""
+    while True:
+        name = f"gdsload/{ranks}/group/{store.add(count, 1)}"
+        try:
+            store.wait([f"{name}/state"], timeout)
+        except BaseException:
+            store.add(count, -1)
+            raise
+        if store.get(f"{name}/state") == b"open":
+            return name
 
 
 def device_group(backend: str, members: Sequence[int], timeout: timedelta) -> Any:
@@ -246,7 +278,8 @@ def device_group(backend: str, members: Sequence[int], timeout: timedelta) -> An
         )
     me = dist.get_rank()
     where = len(members), members.index(me), list(members), dist.Backend(backend), _store()
-    group, _ = create(*where, _name_of(members, me), timeout=timeout)
+    with _common_name(members, me, timeout) as name:
+        group, _ = create(*where, name, timeout=timeout)
     ranks_of[group] = {member: number for number, member in enumerate(members)}
     return group
 
