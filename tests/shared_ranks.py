@@ -369,6 +369,24 @@ def missed(folder: Path) -> Any:
     return again(folder)
 
 
+def interrupted_rank(folder: Path) -> Any:
+    """Rank 1 keeps the error of Ctrl-C, as an interactive session does."""
+    kept: BaseException | None = None
+    ctrl_c = mock.patch("pickle.dumps", side_effect=KeyboardInterrupt)
+    dist.barrier()
+    try:
+        with (
+            ReaderGroup(dist.group.WORLD, "group", 5.0) as readers,
+            ctrl_c if dist.get_rank() == 1 else nullcontext(),
+        ):
+            readers.agree()
+    except KeyboardInterrupt as error:
+        kept = error
+    finally:
+        dist.barrier()
+    return {"error": type(kept).__name__}
+
+
 
 
 def closed_by_all(folder: Path) -> Any:
@@ -430,6 +448,6 @@ CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
-    failed_consumer, closed_by_all, again, default_device, later, subgroup,
+    failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
     silent_rank, missed,
 )  # fmt: skip

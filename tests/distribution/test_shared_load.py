@@ -174,6 +174,15 @@ def test_load_that_has_no_room_for_the_tensors_of_all_ranks_is_refused(
         assert rank["no_room"]["text"].startswith(f"{len(found) * checkpoint[1]:,} bytes")
 
 
+def test_kept_error_of_ctrl_c_leaves_no_connection_open(found: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(found):
+        if number == 1:
+            assert rank["interrupted_rank"]["error"] == "KeyboardInterrupt"
+            continue
+        assert rank["interrupted_rank"]["error"] == "RankError"
+        assert "Timed out" not in rank["interrupted_rank"]["text"]
+
+
 def test_stream_that_all_ranks_close_early_is_no_error(found: list[dict[str, Any]]) -> None:
     assert {rank["closed_by_all"] for rank in found} == {found[0]["closed_by_all"]}
     assert "error" not in found[0]["closed_by_all"]

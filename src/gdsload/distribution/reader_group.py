@@ -54,6 +54,8 @@ class ReaderGroup:
 
         require_readers(readers)
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._control: Any = None  # a gloo group
+        self._data: Any = None  # for bytes in device memory
         everyone = dist.get_process_group_ranks(group)
         me = dist.get_rank()
         if me not in everyone:
@@ -64,7 +66,6 @@ class ReaderGroup:
         self.numbers = [everyone.index(member) for member in members]
         self.whole_size = len(everyone)
         self._control = self._connected(members, me)
-        self._data: Any = None  # for bytes in device memory
         self._talks = True  # the next thing that all ranks do is to agree
 
     def _connected(self, members: Sequence[int], me: int) -> Any:
@@ -90,7 +91,11 @@ class ReaderGroup:
         else:
             if rank == me and 0 <= local < count:
                 return [each for each in everyone if rank - local <= each < rank - local + count]
-        nodes = _gathered(self._connected(everyone, me), node_id(), len(everyone))
+        self._control = self._connected(everyone, me)
+        try:
+            nodes = self._gathered(node_id(), len(everyone))
+        finally:
+            self._control = None
         if not all(isinstance(node, str) for node in nodes):
             raise ValueError(_DIFFERENT_READERS)
         return [each for each, node in zip(everyone, nodes, strict=True) if node == node_id()]
@@ -101,7 +106,7 @@ class ReaderGroup:
         Raises RankError if one of them has failed, or does not come in time, and ValueError if they
         were given different `readers`.
         """
-        answers = _gathered(self._control, ("", state), self.size)
+        answers = self._gathered(("", state), self.size)
         if any(isinstance(answer, str) for answer in answers):  # the name of a node
             self._talks = False
             raise ValueError(_DIFFERENT_READERS)
@@ -110,6 +115,30 @@ class ReaderGroup:
                 self._talks = False
                 raise RankError(f"rank {member} failed: {failure}", rank=member)
         return [answer for _, answer in answers]
+
+    def _gathered(self, state: Any, size: int) -> list[Any]:
+        """The states of all ranks of the gloo group. Raises RankError.
+
+        No local variable has the group: a traceback that is kept would keep it open after `close`.
+        """
+        import torch
+
+        data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+        with _rank_errors("does not answer"):
+            # The caller may have set another default device.
+            lengths = self._all_of(torch.tensor([len(data)], device="cpu"), size)
+            padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device="cpu")
+            padded[: len(data)] = data
+            states = self._all_of(padded, size)
+        return [
+            pickle.loads(state[: int(length)].numpy().tobytes())
+            for state, length in zip(states, lengths, strict=True)
+        ]
+
+    def _all_of(self, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+        found = [tensor.clone() for _ in range(size)]
+        self._control.allgather([found], [tensor]).wait()
+        return found
 
     def connect_devices(self) -> None:
         """Prepares the exchange of bytes in device memory. All ranks call it at the same time.
@@ -137,7 +166,7 @@ class ReaderGroup:
         if self._talks:
             self._talks = False
             with suppress(RankError):
-                _gathered(self._control, (failure, None), self.size)
+                self._gathered((failure, None), self.size)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -289,29 +318,6 @@ def node_id() -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()
-
-
-def _gathered(group: Any, state: Any, size: int) -> list[Any]:
-    """The states of all ranks of a gloo group. Raises RankError."""
-    import torch
-
-    data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-    with _rank_errors("does not answer"):
-        # The caller may have set another default device.
-        lengths = _all_of(group, torch.tensor([len(data)], device="cpu"), size)
-        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device="cpu")
-        padded[: len(data)] = data
-        states = _all_of(group, padded, size)
-    return [
-        pickle.loads(state[: int(length)].numpy().tobytes())
-        for state, length in zip(states, lengths, strict=True)
-    ]
-
-
-def _all_of(group: Any, tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
-    found = [tensor.clone() for _ in range(size)]
-    group.allgather([found], [tensor]).wait()
-    return found
 
 
 @contextmanager
