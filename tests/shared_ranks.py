@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
+from gdsload.distribution import reader_group
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
 from gdsload.memory import page_cache
@@ -387,6 +388,19 @@ def interrupted_rank(folder: Path) -> Any:
     return {"error": type(kept).__name__}
 
 
+def devices(folder: Path) -> Any:
+    """What all ranks together add up when they connect their devices."""
+
+    def over_gloo(_: str, *how: Any) -> Any:
+        return device_group("gloo", *how)
+
+    with (
+        mock.patch.object(reader_group, "device_group", over_gloo),
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as added,
+        ReaderGroup(dist.group.WORLD, "group", 20.0) as readers,
+    ):
+        readers.connect_devices("cpu")
+    return [int(call.args[0]) for call in added.call_args_list]
 
 
 def closed_by_all(folder: Path) -> Any:
@@ -449,5 +463,5 @@ CASES = (
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
     failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
-    silent_rank, missed,
+    devices, silent_rank, missed,
 )  # fmt: skip

@@ -183,6 +183,10 @@ def test_kept_error_of_ctrl_c_leaves_no_connection_open(found: list[dict[str, An
         assert "Timed out" not in rank["interrupted_rank"]["text"]
 
 
+def test_all_ranks_connect_their_devices_at_once(found: list[dict[str, Any]]) -> None:
+    assert [rank["devices"] for rank in found] == [[len(found)]] * len(found)
+
+
 def test_stream_that_all_ranks_close_early_is_no_error(found: list[dict[str, Any]]) -> None:
     assert {rank["closed_by_all"] for rank in found} == {found[0]["closed_by_all"]}
     assert "error" not in found[0]["closed_by_all"]

@@ -134,7 +134,7 @@ def agreed_layouts(
         kinds = ", ".join(sorted({other.memory for other in answers}))
         raise PlacementError(f"the ranks of one load read to different kinds of memory: {kinds}")
     if memory != "cpu":
-        readers.connect_devices()
+        readers.connect_devices(session.device)
     wants = [other.wants for other in answers]
     names = list(mine)
     if any(list(want) != names for want in wants):

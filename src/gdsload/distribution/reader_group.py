@@ -140,14 +140,23 @@ class ReaderGroup:
         self._control.allgather([found], [tensor]).wait()
         return found
 
-    def connect_devices(self) -> None:
-        """Prepares the exchange of bytes in device memory. All ranks call it at the same time.
+    def connect_devices(self, device: str) -> None:
+        """Prepares the exchange of bytes in the memory of `device`. All ranks call it at the same
+        time, each with its own device.
 
         Not over the caller's group: its operations, in another thread, could be ordered differently
         on another rank.
         """
+        import torch
+        import torch.distributed as dist
+
         with _rank_errors("does not join the load"):
             self._data = device_group("nccl", self._members, self._timeout)
+            # NCCL connects all ranks in their first operation, and in the first exchange a rank
+            # may have nothing to send or receive.
+            number = torch.ones(1, device=device)
+            dist.all_reduce(number, group=self._data)
+            number.item()  # waits
 
     @contextmanager
     def together(self) -> Iterator[None]:
