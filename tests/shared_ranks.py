@@ -343,6 +343,15 @@ def no_memory(folder: Path) -> Any:
         gdsload.load_file(folder, group=dist.group.WORLD)
 
 
+def no_memory_to_send(folder: Path) -> Any:
+    """Rank 1 reads parts of two tensors, which it packs into one message for each other rank."""
+    refusal = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
+    refused = mock.patch("torch.cat", side_effect=refusal)
+    with refused if dist.get_rank() == 1 else nullcontext():
+        names = ["odd", "experts", "flags", "scalar", "few", "eighths", "last"]
+        gdsload.load_file(folder, names=names, group=dist.group.WORLD, cache="direct")
+
+
 def failed_consumer(folder: Path) -> Any:
     def fail() -> None:
         raise RuntimeError("the consumer is out of paper")
@@ -462,6 +471,6 @@ CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_memory,
-    failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
+    no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
     devices, silent_rank, missed,
 )  # fmt: skip

@@ -131,6 +131,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         ("unknown_name", "CheckpointError", "rank 1 failed: CheckpointError: "),
         ("failed_read", "", "rank 1 failed: "),
         ("no_memory", "PlacementError", "rank 1 failed: PlacementError: no "),
+        ("no_memory_to_send", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("rewritten", "FileChanged", "rank 1 failed: FileChanged: "),
         ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),
         ("silent_rank", "", "a rank has ended, or does not join the load in time"),

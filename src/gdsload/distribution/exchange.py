@@ -250,9 +250,12 @@ class Exchange:
             self._session.checkpoint.verify_unchanged()
             with self._session.report.phase("allocate"):
                 received = self._receiving(window)
+            with self._session.report.phase("exchange"):
+                sent = self._sending(window)
             self._readers.agree()
             with self._session.report.phase("exchange"), self._readers.exchanging():
-                self._exchange(window, received)
+                self._exchange(window, sent, received)
+            del sent, received  # they hold memory of tensors that are handed out
             self._posted.popleft()
             # What was sent may be of a mapping, which changes with its file.
             self._session.checkpoint.verify_unchanged()
@@ -332,7 +335,11 @@ class Exchange:
                 received.append((reader, message, memory))
         return received
 
-    def _exchange(self, window: _Window, received: list[tuple[int, Message, torch.Tensor]]) -> None:
+    def _sending(self, window: _Window) -> list[tuple[int, torch.Tensor]]:
+        """The messages of this rank, each with the rank that gets it. Copies what stays here.
+
+        Packed before the ranks agree, as `_receiving` allocates.
+        """
         read = window.batch.tensors_of(window.infos)
         window.batch.release()
         sources = {
@@ -353,6 +360,14 @@ class Exchange:
                 if key not in packed:
                     packed[key] = self._packed(sources, message, rank)
                 sent.append((rank, packed[key]))
+        return sent
+
+    def _exchange(
+        self,
+        window: _Window,
+        sent: list[tuple[int, torch.Tensor]],
+        received: list[tuple[int, Message, torch.Tensor]],
+    ) -> None:
         self._readers.exchange(
             sent, [(reader, memory) for reader, _, memory in received], self._session.device
         )
@@ -392,8 +407,7 @@ class Exchange:
             start += into.numel()
 
     def _copy(self, source: torch.Tensor, rows: Rows) -> None:
-        into = self._rows(rows)
-        into.copy_(source.reshape(into.shape))
+        self._rows(rows).view(source.shape).copy_(source)  # needs no memory for a second copy
 
     def close(self) -> None:
         """Ends the reads that are in flight, and releases memory."""
