@@ -331,6 +331,22 @@ def no_room(folder: Path) -> Any:
     """For the tensors of three ranks, not for those of all four."""
     nbytes = sum(tensor.nbytes for tensor in expected(folder).values())
     room = dist.get_world_size() * nbytes + available.SPARE_BYTES - 1
+    with mock.patch.object(available, "machine_bytes", lambda: room):
+        gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+
+
+def own_limit(folder: Path) -> Any:
+    """Each rank may have the memory of its own tensors, as in a container of its own."""
+    want = expected(folder)
+    room = sum(tensor.nbytes for tensor in want.values()) + available.SPARE_BYTES
+    with mock.patch.object(available, "available_bytes", lambda: room):
+        return facts(gdsload.load_file(folder, group=dist.group.WORLD, cache="direct"), want)
+
+
+def no_room_of_own(folder: Path) -> Any:
+    """The limit of rank 1 is too low."""
+    room = sum(tensor.nbytes for tensor in expected(folder).values()) + available.SPARE_BYTES
+    room -= dist.get_rank() == 1
     with mock.patch.object(available, "available_bytes", lambda: room):
         gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
 
@@ -470,7 +486,7 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, rewritten, no_room, no_memory,
-    no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again, default_device, later, subgroup,
-    devices, silent_rank, missed,
+    unknown_name, failed_read, rewritten, no_room, own_limit, no_room_of_own, no_memory,
+    no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again, default_device,
+    later, subgroup, devices, silent_rank, missed,
 )  # fmt: skip

@@ -74,7 +74,7 @@ def found(
     [
         *("whole", "warm", "cold", "windows", "dimensions", "slices", "experts", "of_engine"),
         *("again", "default_device", "later", "subgroup", "other_windows", "other_source"),
-        "missed",
+        *("own_limit", "missed"),
     ],
 )
 def test_shared_load_gives_the_bytes_of_a_single_process(
@@ -132,6 +132,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         ("failed_read", "", "rank 1 failed: "),
         ("no_memory", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("no_memory_to_send", "PlacementError", "rank 1 failed: PlacementError: no "),
+        ("no_room_of_own", "PlacementError", "rank 1 failed: PlacementError: "),
         ("rewritten", "FileChanged", "rank 1 failed: FileChanged: "),
         ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),
         ("silent_rank", "", "a rank has ended, or does not join the load in time"),

@@ -15,7 +15,7 @@ from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxe
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shares import Layout
 from gdsload.loading.session import Session
-from gdsload.system.available import require_room
+from gdsload.system.available import require_machine_room, require_room
 
 if TYPE_CHECKING:
     import torch
@@ -74,10 +74,12 @@ def shared_tensors(
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
         session.report.wanted_bytes = _wanted_bytes(layouts, rank)
         if device == "cpu":
-            # The ranks of a node take their memory at the same time.
-            taking = range(readers.size) if sharing.readers == "node" else (rank,)
-            sizes = [_wanted_bytes(layouts, each) for each in taking]
-            require_room(sum(sizes if held_bytes is None else (min(n, held_bytes) for n in sizes)))
+            require_room(_held_bytes(layouts, rank, held_bytes))
+            if sharing.readers == "node":  # its ranks take their memory at the same time
+                require_machine_room(
+                    sum(_held_bytes(layouts, each, held_bytes) for each in range(readers.size)),
+                    "bytes are to be loaded into memory by the ranks of this node",
+                )
         readers.agree()  # what a rank reads from now on must not count as missing on another one
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:
@@ -89,6 +91,11 @@ def shared_tensors(
                     del tensor
         finally:
             exchange.close()
+
+
+def _held_bytes(layouts: Sequence[Layout], rank: int, limit: int | None) -> int:
+    wanted = _wanted_bytes(layouts, rank)
+    return wanted if limit is None else min(wanted, limit)
 
 
 def _wanted_bytes(layouts: Sequence[Layout], rank: int) -> int:

@@ -34,7 +34,16 @@ def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") 
     Raises:
         PlacementError: too little memory; with the number of missing bytes.
     """
-    available = available_bytes()
+    _require(nbytes, what, available_bytes())
+
+
+def require_machine_room(nbytes: int, what: str) -> None:
+    """Like `require_room`, for what several processes take: without limits of cgroups, which each
+    of them may have for itself."""
+    _require(nbytes, what, machine_bytes())
+
+
+def _require(nbytes: int, what: str, available: int | None) -> None:
     if available is not None and nbytes + SPARE_BYTES > available:
         missing = nbytes + SPARE_BYTES - available
         raise PlacementError(
@@ -46,9 +55,8 @@ def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") 
 
 def available_bytes() -> int | None:
     """Bytes of host memory that a load may take. None if the system does not report them."""
-    limits: list[int] = []
-    with suppress(OSError), open("/proc/meminfo") as lines:
-        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    machine = machine_bytes()
+    limits = [] if machine is None else [machine]
     with suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -57,6 +65,16 @@ def available_bytes() -> int | None:
             elif "memory" in controllers.split(","):
                 limits += _cgroup_bytes(path, *_V1)
     return min(limits, default=None)
+
+
+def machine_bytes() -> int | None:
+    """Bytes of host memory that all processes of the machine may take together. None if the system
+    does not report them."""
+    with suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
 
 
 def _cgroup_bytes(path: str, root: str, limit_names: Sequence[str], *names: str) -> Iterator[int]:
