@@ -14,6 +14,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shares import Layout
+from gdsload.loading.batch import moved
 from gdsload.loading.session import Session
 from gdsload.system.available import require_machine_room, require_room
 
@@ -87,7 +88,9 @@ def shared_tensors(
                 advance(sum(layout.wanted_bytes(rank) for layout, _ in complete))
                 while complete:  # a tensor is freed as soon as the caller drops it
                     layout, tensor = complete.pop(0)
-                    yield layout.info.name, tensor.to(device)
+                    if device != session.device:
+                        tensor = moved(tensor, device)
+                    yield layout.info.name, tensor
                     del tensor
         finally:
             exchange.close()
