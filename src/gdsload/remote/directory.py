@@ -133,8 +133,11 @@ def without_secrets(url: str) -> str:
 
 
 def _may_show_password(parts: SplitResult, url: str) -> bool:
-    """Whether the host is perhaps a user and a part of a password: the "@" comes after it."""
-    if parts.scheme not in ("http", "https", "nixl") or "@" in parts.netloc:
+    """Whether the host is perhaps a user and a part of a password: its name has no dot, and an "@"
+    comes after it."""
+    host = parts.netloc.partition(":")[0]
+    plain = "." not in host and host not in ("localhost", "[")  # "[": an IPv6 address
+    if parts.scheme not in ("http", "https", "nixl") or "@" in parts.netloc or not plain:
         return False
     # The query of a signed URL, which is not shown, may have the address of an account.
     return "@" in (parts.path or url)
