@@ -148,7 +148,8 @@ def test_run_with_a_safe_path_equals_python_itself(words: list[str], tmp_path: P
     for name in ("own.py", "pack/__main__.py"):
         (tmp_path / name).write_text("import found, sys; print(sys.path[:2])")
     script = str(tmp_path / words[0])
-    paths = {"PYTHONPATH": str(tmp_path / "library"), "PYTHONSAFEPATH": "1"}
+    found = [str(tmp_path / "library"), os.environ.get("PYTHONPATH", "")]  # gdsload may be there
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, found)), "PYTHONSAFEPATH": "1"}
     plain, run = ran(script, **paths), ran("-m", "gdsload", "run", script, **paths)
     assert (run.stdout, run.returncode) == (plain.stdout, 0), run.stderr
 
