@@ -17,7 +17,7 @@ SPARE_BYTES = 64 << 20  # left to the rest of the system
 
 # Of both versions of cgroups: the root; the files with limits; the file with the usage; in
 # memory.stat the page cache, and the part of it that is shared memory. Above memory.high the kernel
-# slows down whoever takes memory.
+# slows down processes that take memory.
 _V1 = (
     "/sys/fs/cgroup/memory",
     ("memory.limit_in_bytes",),
