@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # "as" exports a name to type checkers and editors
         serve as serve,
     )
     from gdsload.readahead.prefetch import Prefetch as Prefetch, prefetch as prefetch
-    from gdsload.remote.directory import replicas as replicas
+    from gdsload.remote.urls import replicas as replicas
     from gdsload.report import LoadReport as LoadReport, last_report as last_report
     from gdsload.safetensors_file import safe_open as safe_open
     from gdsload.system.quiesce import quiesce as quiesce, resume as resume
@@ -63,7 +63,7 @@ _MODULES = {
     "integrations.transformers.model": "accelerated from_pretrained install uninstall",
     "peers.server": "ServerStatus WeightServer serve",
     "readahead.prefetch": "Prefetch prefetch",
-    "remote.directory": "replicas",
+    "remote.urls": "replicas",
     "report": "LoadReport last_report",
     "safetensors_file": "safe_open",
     "system.quiesce": "quiesce resume",

@@ -41,7 +41,7 @@ from gdsload.planning.read_plan import (
     plan_reads,
     ranges_of,
 )
-from gdsload.remote.directory import shown_source
+from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport
 from gdsload.system.device_name import require_target
 from gdsload.system.progress_bar import progress_bar

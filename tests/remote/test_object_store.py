@@ -25,17 +25,16 @@ from gdsload.errors import (
     RemoteError,
 )
 from gdsload.remote import object_store
-from gdsload.remote.directory import (
-    is_file_name,
+from gdsload.remote.directory import is_file_name, open_directory
+from gdsload.remote.object_store import ObjectDirectory
+from gdsload.remote.urls import (
     joined,
-    open_directory,
     query_hash,
     replicas,
     shown_source,
     split_file,
     text_without_secrets,
 )
-from gdsload.remote.object_store import ObjectDirectory
 from object_server import ObjectServer
 
 pytest.importorskip("obstore")

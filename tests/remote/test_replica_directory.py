@@ -24,15 +24,10 @@ from gdsload.errors import (
     FileChanged,
     RemoteError,
 )
-from gdsload.remote import directory as directory_module, object_store, replica_directory
-from gdsload.remote.directory import (
-    RemoteDirectory,
-    joined,
-    sources_of,
-    split_file,
-    without_secrets,
-)
+from gdsload.remote import object_store, replica_directory
+from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.replica_directory import LocalFile, ReplicaDirectory
+from gdsload.remote.urls import is_url, joined, sources_of, split_file, without_secrets
 from object_server import ObjectServer
 from remotefiles import REFUSED, Fault, MemoryDirectory, MemoryFile
 
@@ -324,4 +319,4 @@ def test_local_file_that_cannot_be_examined_is_an_error(
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a regular file"):
         ReplicaDirectory(gdsload.replicas(tmp_path.parent)).open(tmp_path.name)
-    assert directory_module.is_url(gdsload.replicas(tmp_path))
+    assert is_url(gdsload.replicas(tmp_path))

@@ -43,7 +43,8 @@ from gdsload.checkpoint.shard import (
     quiesce_shards,
 )
 from gdsload.errors import CheckpointError, shown
-from gdsload.remote.directory import HEAD_BYTES, shown_source
+from gdsload.remote.directory import HEAD_BYTES
+from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.storage import distant_filesystem_of

@@ -25,14 +25,8 @@ from gdsload.checkpoint.file_io import (
 )
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES, foreign, read_weight_map
 from gdsload.errors import CheckpointError, CheckpointNotFound, shown
-from gdsload.remote.directory import (
-    RemoteDirectory,
-    is_url,
-    joined,
-    open_directory,
-    shown_source,
-    split_file,
-)
+from gdsload.remote.directory import RemoteDirectory, open_directory
+from gdsload.remote.urls import is_url, joined, shown_source, split_file
 
 PathLike = str | os.PathLike[str]
 

@@ -11,7 +11,7 @@ from gdsload.api import plan as plan_reads
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli import terminal
 from gdsload.errors import one_line
-from gdsload.remote.directory import shown_source
+from gdsload.remote.urls import shown_source
 from gdsload.report import count, size
 
 

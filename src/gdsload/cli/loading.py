@@ -20,7 +20,7 @@ from gdsload.cli import terminal
 from gdsload.errors import GdsloadError, one_line, shown
 from gdsload.loading.session import CACHES
 from gdsload.memory import page_cache
-from gdsload.remote.directory import shown_source
+from gdsload.remote.urls import shown_source
 from gdsload.report import count, last_report, size
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.checkpoint.locate import hub_folder
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange
-from gdsload.remote.directory import is_url
+from gdsload.remote.urls import is_url
 from gdsload.report import LoadReport
 from gdsload.system.cancellation import check
 from gdsload.system.gc_control import imports_done

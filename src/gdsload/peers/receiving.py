@@ -32,16 +32,10 @@ from gdsload.memory.host_buffers import (
     torch_dtype_of,
 )
 from gdsload.planning.read_plan import ranges_of
-from gdsload.remote.directory import (
-    USUAL_NAMES,
-    RemoteDirectory,
-    is_url,
-    shown_source,
-    split_file,
-    without_secrets,
-)
+from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory
 from gdsload.remote.peer import PeerDirectory
 from gdsload.remote.replica_directory import LocalDirectory
+from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
 from gdsload.system.threads import start_thread
 

@@ -38,7 +38,7 @@ from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
 from gdsload.readahead.prefetch_batch import PageCacheWarmup, PrefetchBatch, fitting
-from gdsload.remote.directory import shown_source
+from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.device_name import require_name

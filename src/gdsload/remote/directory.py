@@ -1,23 +1,21 @@
-"""Directories elsewhere: the files that a URL names, and how messages show a URL.
+"""Directories elsewhere: the files that a URL names.
 
     s3://bucket/model ──► RemoteDirectory ──┬─ names, read ──► index, config.json
                                             └─ open ──► RemoteFile, one for each shard
 
-Not responsible for which files belong to a checkpoint (`checkpoint.locate`).
+Not responsible for the text of URLs (`urls`), and for which files belong to a checkpoint
+(`checkpoint.locate`).
 """
 
 from __future__ import annotations
 
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from hashlib import sha256
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, quote, unquote, urlsplit
+from typing import TYPE_CHECKING
 
 from gdsload.errors import CheckpointError
+from gdsload.remote.urls import may_show_password, sources_of, split_url, without_secrets
 
 if TYPE_CHECKING:
     from gdsload.remote.file import RemoteFile
@@ -32,18 +30,6 @@ USUAL_NAMES = (
     "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
-_IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
-# A host and a port. Anything else may be a part of a password with a "/" that was not escaped.
-_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
-# Parameters of signed URLs: of S3, Google, CloudFront and Azure.
-_SIGNATURE = re.compile(
-    "(x-amz-|x-goog-).*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token"
-    "|sig|se|st|sp|sv|sr|spr|skoid|sktid|skt|ske|sks|skv",
-    re.IGNORECASE | re.DOTALL,
-)
-# A URL for several sources of the same files, with "|" between them: see `replicas`.
-_REPLICAS = "replicas://"
 _OBJECT_STORE = "gdsload.remote.object_store:ObjectDirectory"
 # The class that reads URLs of each scheme. It is created from a URL.
 _CLASSES = dict.fromkeys(
@@ -110,130 +96,6 @@ def is_file_name(name: str) -> bool:
     return fits and name not in (".", "..") and not {"/", "\0"} & set(name)
 
 
-def is_url(text: object) -> bool:
-    """Whether this is a URL, rather than a path or the id of a model."""
-    return isinstance(text, str) and _URL.match(text) is not None
-
-
-def without_secrets(url: str) -> str:
-    """A URL for messages: without user, password, query and fragment."""
-    if sources := sources_of(url):
-        return _REPLICAS + "|".join(map(shown_source, sources))
-    hidden = f"{url.partition(':')[0]}://..."
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # a bracket that is not closed
-        return hidden
-    host = parts.netloc
-    if not parts.scheme.startswith("abfs"):  # there, the part before "@" is a container
-        host = host.rpartition("@")[2]
-    if not _HOST.fullmatch(host) or _may_show_password(parts, url):
-        return hidden
-    return f"{parts.scheme}://{host}{parts.path}".rstrip("/")
-
-
-def _may_show_password(parts: SplitResult, url: str) -> bool:
-    """Whether the host is perhaps a user and a part of a password: its name has no dot, and an "@"
-    comes after it."""
-    host = parts.netloc.partition(":")[0]
-    plain = "." not in host and host not in ("localhost", "[")  # "[": an IPv6 address
-    if parts.scheme not in ("http", "https", "nixl") or "@" in parts.netloc or not plain:
-        return False
-    # The query of a signed URL, which is not shown, may have the address of an account.
-    return "@" in (parts.path or url)
-
-
-def split_url(url: str) -> SplitResult:
-    """The parts of a URL. Raises CheckpointError if it is none."""
-    try:
-        return urlsplit(url)
-    except ValueError:  # its text may show the password
-        raise CheckpointError(f"{without_secrets(url)}: this is no URL: invalid host") from None
-
-
-def query_hash(url: str) -> str:
-    """A hash of the query without signatures, which differ for one file; "" if none is left."""
-    left = [
-        each
-        for each in split_url(url).query.split("&")
-        if each and not _SIGNATURE.fullmatch(unquote(each.partition("=")[0]))
-    ]
-    return sha256("&".join(left).encode()).hexdigest() if left else ""
-
-
-def shown_source(source: Any) -> Any:
-    """A source for messages and reports: a URL without secrets, anything else as it is."""
-    return without_secrets(source) if is_url(source) else source
-
-
-def text_without_secrets(text: str) -> str:
-    """A message of a client with all URLs in it shown without secrets."""
-    return _IN_TEXT.sub(lambda found: without_secrets(found[0]), text)
-
-
-def joined(url: str, folder: str) -> str:
-    """The URL of a folder or file inside a directory. A query stays at the end."""
-    if sources := sources_of(url):
-        return replicas(*(joined(each, folder) for each in sources))
-    if not is_url(url):
-        return os.path.join(url, folder) if folder else url
-    parts = split_url(url)
-    path = "/".join(part for part in (parts.path.rstrip("/"), quote(folder)) if part)
-    return parts._replace(path=path).geturl()
-
-
-def split_file(url: str) -> tuple[str, str]:
-    """The URL of a file's directory, and the name of the file.
-
-    Raises CheckpointError for several sources of files with different names.
-    """
-    if sources := sources_of(url):
-        folders, names = zip(*map(split_file, sources), strict=True)
-        if len(set(names)) > 1:
-            raise CheckpointError(f"{without_secrets(url)}: these files have different names")
-        return replicas(*folders), names[0]
-    if not is_url(url):
-        return os.path.split(url)
-    parts = split_url(url)
-    directory, _, name = parts.path.rpartition("/")
-    return parts._replace(path=directory).geturl(), unquote(name)
-
-
-def replicas(*sources: str | os.PathLike[str]) -> str:
-    """Names several sources of one checkpoint: peers, object stores, directories of this machine.
-
-    A load reads from all of them at the same time, from each as much as it can send, and each byte
-    once. A source that fails, stalls or has other files is left, and another one takes over. The
-    report has the bytes of each, and the reasons.
-
-    Args:
-        *sources: URLs and paths, each of a directory or each of a file; the preferred one first.
-            Their files must be the same: the header and the size of each are compared. Name only
-            sources that you trust to hold the same bytes, or set `verify`.
-
-    Returns:
-        A URL that every function of gdsload takes as the source of a checkpoint.
-
-    Raises:
-        CheckpointError: There is no source, or one contains "|".
-
-    Example:
-        >>> source = gdsload.replicas("s3://bucket/model", "/models/model")
-        >>> tensors = gdsload.load_file(source)
-    """
-    texts = [os.fspath(source) for source in sources]
-    parts = [part for text in texts for part in sources_of(text) or [text]]
-    if not parts or any("|" in part or not part for part in parts):
-        names = list(map(shown_source, parts))
-        raise CheckpointError(f'{names}: sources are not empty, and have no "|" in them')
-    return _REPLICAS + "|".join(parts)
-
-
-def sources_of(url: str) -> list[str]:
-    """The sources that a URL of `replicas` names; none for any other text."""
-    return url.removeprefix(_REPLICAS).split("|") if url.startswith(_REPLICAS) else []
-
-
 def open_directory(url: str) -> RemoteDirectory:
     """The directory of a URL. Nothing is read yet.
 
@@ -247,7 +109,7 @@ def open_directory(url: str) -> RemoteDirectory:
     if known is None:
         schemes = ", ".join(f"{name}://" for name in ("s3", "gs", "az", "https", "nixl"))
         raise CheckpointError(f"{without_secrets(url)}: URLs of {schemes} are read, not this one")
-    if _may_show_password(parts, url):
+    if may_show_password(parts, url):
         raise CheckpointError(
             f'{without_secrets(url)}: write "@" after the host as %40, and "/" before it as %2F'
         )

@@ -26,16 +26,9 @@ from gdsload.errors import (
     CheckpointUnreadable,
     FileChanged,
 )
-from gdsload.remote.directory import (
-    HEAD_BYTES,
-    RemoteDirectory,
-    is_file_name,
-    query_hash,
-    split_url,
-    text_without_secrets,
-    without_secrets,
-)
+from gdsload.remote.directory import HEAD_BYTES, RemoteDirectory, is_file_name
 from gdsload.remote.file import RemoteFile
+from gdsload.remote.urls import query_hash, split_url, text_without_secrets, without_secrets
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta

@@ -27,7 +27,7 @@ from gdsload.errors import (
     FileChanged,
     RemoteError,
 )
-from gdsload.remote.directory import RemoteDirectory, is_file_name, without_secrets
+from gdsload.remote.directory import RemoteDirectory, is_file_name
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.messages import MessageError, receive, send
 from gdsload.remote.nixl_reader import (
@@ -37,6 +37,7 @@ from gdsload.remote.nixl_reader import (
     SharedReader,
     shared_reader,
 )
+from gdsload.remote.urls import without_secrets
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:

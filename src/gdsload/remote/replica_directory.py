@@ -26,16 +26,10 @@ from gdsload.errors import (
     GdsloadError,
     RemoteError,
 )
-from gdsload.remote.directory import (
-    RemoteDirectory,
-    is_url,
-    open_directory,
-    shown_source,
-    sources_of,
-    without_secrets,
-)
+from gdsload.remote.directory import RemoteDirectory, open_directory
 from gdsload.remote.file import RemoteFile
 from gdsload.remote.replicas import Opened, ReplicaFile, Source, Sources
+from gdsload.remote.urls import is_url, shown_source, sources_of, without_secrets
 from gdsload.system.threads import start_thread
 
 Answer = TypeVar("Answer")

@@ -48,7 +48,7 @@ from gdsload.integrations.transformers.stand_ins import (
     rename,
     stand_in,
 )
-from gdsload.remote.directory import is_url, shown_source
+from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock

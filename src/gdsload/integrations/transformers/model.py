@@ -24,7 +24,7 @@ from gdsload.integrations.transformers.speculative_prefetch import speculative_p
 from gdsload.integrations.transformers.stand_ins import rename, stand_in
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.remote.directory import is_url, shown_source
+from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport, enclosing
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
