@@ -613,7 +613,7 @@ def sampled(cases: Sequence[Case]) -> list[Case]:
 def swept(
     server: Server, cases: Sequence[Case], jobs: int, say: Callable[[str], None]
 ) -> list[tuple[Case, Outcome]]:
-    """Runs the cases in `jobs` processes."""
+    """Runs the cases in `jobs` processes. Raises Refused if one of them ends before its cases."""
     together: dict[tuple[str, str], list[int]] = {}
     for number, case in enumerate(cases):
         together.setdefault((case.load, case.call), []).append(number)
@@ -627,13 +627,19 @@ def swept(
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(reader)
-            with os.fdopen(writer, "w") as out:
-                for group in groups[job::jobs]:
-                    outcomes = server.run([cases[number] for number in group])
-                    for number, outcome in zip(group, outcomes, strict=True):
-                        print(json.dumps([number, outcome]), file=out, flush=True)
-            os._exit(0)
+            # An exception must not get to the parent's contexts: they remove its files.
+            try:
+                os.close(reader)
+                with os.fdopen(writer, "w") as out:
+                    for group in groups[job::jobs]:
+                        outcomes = server.run([cases[number] for number in group])
+                        for number, outcome in zip(group, outcomes, strict=True):
+                            print(json.dumps([number, outcome]), file=out, flush=True)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         os.close(writer)
         pipes.append(os.fdopen(reader))
         pids.append(pid)
@@ -656,8 +662,12 @@ def swept(
                 say(f"{case}: {outcome.text}")
             if len(found) % 500 == 0:
                 say(f"{len(found)} of {len(cases)} cases")
-    for pid in pids:
-        os.waitpid(pid, 0)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(ends) or len(found) != len(cases):
+        raise records.Refused(
+            f"{len(found)} of {len(cases)} cases ended; their processes ended with"
+            f" {', '.join(map(str, ends))}"
+        )
     return found
 
 
@@ -757,23 +767,8 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs the sweep; 1 where a case ended in a violation, 2 where it cannot run here."""
-    options = arguments(words)
-    if why := injector.why_not():
-        print(f"faults: skipped: {why}", file=sys.stderr)
-        return 2
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    # What malloc keeps looks like a leak: M_ARENA_MAX for threads, M_MMAP_THRESHOLD for the bytes
-    # that are compared, which is not raised by itself any more once it is set.
-    for name, value in ((-8, 1), (-3, 128 << 10)):
-        ctypes.CDLL(None).mallopt(name, value)
-    import torch
-
-    torch.set_num_threads(1)  # OpenMP does not survive a fork
+def measured(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """The result of the sweep. Raises Refused if not all of its cases ran."""
     began = time.monotonic()
     with ExitStack() as stack:
         folder = stack.enter_context(
@@ -791,26 +786,48 @@ def main(words: Sequence[str] | None = None) -> int:
         say(f"{len(cases)} cases of {len(chosen)} loads, after {time.monotonic() - began:.0f} s")
         found = swept(server, cases, options.jobs, say)
         gc.unfreeze()
-        seconds = time.monotonic() - began
-        bad = [f"{case}: {outcome.text}" for case, outcome in found if outcome.kind == "violation"]
-        name = "faults" if HERE in options.sources else "faults-elsewhere"
-        result = records.record(
-            name,
+        return records.record(
+            "faults" if HERE in options.sources else "faults-elsewhere",
             Path(folder),
             loads=len(chosen),
             cases=len(found),
-            seconds=round(seconds),
+            seconds=round(time.monotonic() - began),
             sample=options.sample,
             every=options.every,
             rows=summed(found),
-            violations=bad,
+            violations=[f"{case}: {end.text}" for case, end in found if end.kind == "violation"],
         )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the sweep; 1 where a case ended in a violation, 2 where there is no result."""
+    options = arguments(words)
+    if why := injector.why_not():
+        print(f"faults: skipped: {why}", file=sys.stderr)
+        return 2
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    # What malloc keeps looks like a leak: M_ARENA_MAX for threads, M_MMAP_THRESHOLD for the bytes
+    # that are compared, which is not raised by itself any more once it is set.
+    for name, value in ((-8, 1), (-3, 128 << 10)):
+        ctypes.CDLL(None).mallopt(name, value)
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP does not survive a fork
+    try:
+        result = measured(options, say)
+    except records.Refused as error:
+        say(f"faults: no result: {error}")
+        return 2
+    bad = result["violations"]
     say("\n" + table(result))
-    say(f"{len(found)} cases in {seconds:.0f} s, {len(bad)} violations")
+    say(f"{result['cases']} cases in {result['seconds']} s, {len(bad)} violations")
     if options.publish:
         publish(result)
     if not options.sample or options.output:
-        say(f"result: {records.keep(result, options, name)}")
+        say(f"result: {records.keep(result, options, result['kind'])}")
     return 1 if bad else 0
 
 
