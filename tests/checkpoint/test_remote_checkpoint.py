@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gdsload.checkpoint import Checkpoint, Identity, locate
+from gdsload.checkpoint import Checkpoint, Identity, checkpoint as checkpoint_module, locate
 from gdsload.checkpoint.manifest import (
     MANIFEST_NAME,
     SHA256,
@@ -251,6 +251,18 @@ def test_local_copies_of_all_shards_are_opened_in_their_place(opened: Opened, bu
             assert shard.remote is None and shard.directory is opened[URL] and shard.cached
         assert manifest_path(checkpoint) == f"{URL}/{MANIFEST_NAME}"
         checkpoint.verify_unchanged()
+
+
+def test_copy_on_network_storage_is_one_of_network_storage(
+    opened: Opened, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = bucket / "model"
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "nfs4")
+    with_copies(opened, folder, FIRST, SECOND)
+    with Checkpoint.open(URL) as copies, Checkpoint.open(folder) as plain:
+        for copy, shard in zip(copies.shards, plain.shards, strict=True):
+            assert copy.cached and copy.distant and copy.filesystem == "nfs4"
+            assert copy.preferred_bytes == shard.preferred_bytes
 
 
 def test_copy_of_one_shard_only_is_closed_and_not_used(opened: Opened, bucket: Path) -> None:

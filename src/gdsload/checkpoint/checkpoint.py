@@ -389,13 +389,19 @@ def _open_shard(shard: ShardPath, named_by: str | None, filesystems: dict[int, s
     if shard.directory is not None:
         return RemoteShard(shard.directory, shard.name)
     fd, status = open_regular(shard.path, named_by=named_by)
+    return _shard_of(fd, status, shard.path, shard.name, filesystems)
+
+
+def _shard_of(
+    fd: int, status: os.stat_result, path: str, name: str, filesystems: dict[int, str]
+) -> Shard:
     if status.st_dev not in filesystems:
-        filesystems[status.st_dev] = distant_filesystem_of(shard.path, status)
+        filesystems[status.st_dev] = distant_filesystem_of(path, status)
     return Shard(
         fd,
         Identity.of(status),
-        path=shard.path,
-        name=shard.name,
+        path=path,
+        name=name,
         filesystem=filesystems[status.st_dev],
         preferred_bytes=status.st_blksize,
     )
@@ -404,8 +410,9 @@ def _open_shard(shard: ShardPath, named_by: str | None, filesystems: dict[int, s
 def _local_copies(shards: list[Shard]) -> list[Shard]:
     """The copies of files elsewhere on this machine, if it has all of them; else `shards`."""
     copies: list[Shard] = []
+    filesystems: dict[int, str] = {}
     for shard in shards:
-        copy = _local_copy(shard)
+        copy = _local_copy(shard, filesystems)
         if copy is None:
             for each in copies:
                 each.close()
@@ -416,17 +423,17 @@ def _local_copies(shards: list[Shard]) -> list[Shard]:
     return copies
 
 
-def _local_copy(shard: Shard) -> Shard | None:
+def _local_copy(shard: Shard, filesystems: dict[int, str]) -> Shard | None:
     file = shard.remote
     copy = None if file is None else file.local_copy()
     if file is None or copy is None:
         return None
     try:
-        identity = Identity.of(os.fstat(copy.fd))
+        status = os.fstat(copy.fd)
     except OSError:  # nothing that fails in the cache ends a load
         os.close(copy.fd)
         return None
-    made = Shard(copy.fd, identity, path=copy.path, name=shard.name)
+    made = _shard_of(copy.fd, status, copy.path, shard.name, filesystems)
     made.directory, made.origin = shard.directory, (file.key, file.version)
     return made
 
