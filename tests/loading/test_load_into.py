@@ -17,7 +17,15 @@ import torch
 import gdsload
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
 from gated import gated
-from gdsload.errors import CheckpointError, FileChanged, PartialLoad, PlacementError, ReadError
+from gdsload.checkpoint import Checkpoint
+from gdsload.errors import (
+    CheckpointError,
+    FileChanged,
+    PartialLoad,
+    PlacementError,
+    ReadError,
+    StallError,
+)
 from gdsload.loading import batch, destinations, device_batch, into
 from gdsload.loading.batch import Batch
 from gdsload.loading.into import TargetBatch
@@ -402,6 +410,51 @@ def test_file_that_changes_leaves_all_undefined(
     assert len(caught.value.undefined) == 4
 
 
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
+    """Storage does not say whether files changed. Returns the checkpoints that ask."""
+    asked: list[Checkpoint] = []
+
+    def verify_unchanged(self: Checkpoint) -> None:
+        asked.append(self)
+        raise StallError("the storage has not answered")
+
+    monkeypatch.setattr(Checkpoint, "verify_unchanged", verify_unchanged)
+    return asked
+
+
+def test_stalled_read_is_the_error_if_the_storage_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = same_length(4, tmp_path)
+    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    real = WindowWriter.copy_next
+
+    def copy_next(self: WindowWriter, *words: Any) -> None:
+        if self.copied == 1:
+            raise StallError("no byte has come", offset=7)
+        real(self, *words)
+
+    monkeypatch.setattr(WindowWriter, "copy_next", copy_next)
+    asked = unanswered(monkeypatch)
+    with pytest.raises(PartialLoad, match="no byte has come") as caught:
+        gdsload.load_into(targets, file, cache="direct")
+    cause = caught.value.__cause__
+    assert isinstance(cause, StallError) and cause.offset == 7
+    assert caught.value.complete == ()
+    assert caught.value.undefined == ("t0",)
+    assert len(asked) == 1
+
+
+def test_storage_that_answers_nothing_after_the_reads_is_asked_once(
+    path: Path, saved: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = unanswered(monkeypatch)
+    with pytest.raises(PartialLoad, match="not answered") as caught:
+        gdsload.load_into(zeros(saved), path, cache="direct")
+    assert caught.value.complete == ()
+    assert len(asked) == 1
+
+
 # --- devices ------------------------------------------------------------------------------------
 
 
@@ -511,6 +564,24 @@ def test_failed_copy_to_vram_tells_what_is_undefined(
     for name in error.complete:
         require_equal(targets, {name: saved[name]})
     assert copy.copy(error).undefined == error.undefined
+
+
+def test_stalled_read_to_vram_is_the_error_if_the_storage_answers_nothing(
+    device_targets: Callable[..., Tensors],
+    path: Path,
+    saved: Tensors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(*_: object) -> None:
+        raise StallError("no byte has come", offset=7)
+
+    monkeypatch.setattr(TargetBatch, "wait", wait)
+    asked = unanswered(monkeypatch)
+    with pytest.raises(PartialLoad, match="no byte has come") as caught:
+        gdsload.load_into(device_targets(saved), path, cache="direct")
+    assert isinstance(caught.value.__cause__, StallError)
+    assert caught.value.complete == ()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("after", [False, True])

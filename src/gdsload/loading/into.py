@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 from gdsload.backends.base import Memory
-from gdsload.errors import GdsloadError, PartialLoad, shown
+from gdsload.errors import GdsloadError, PartialLoad, StallError, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import Destination
 from gdsload.loading.session import Session
@@ -183,15 +183,16 @@ def _read_in_place(
         batch.wait(advance)
         batch.copy_views()
         _finish_copies(session)
+    except GdsloadError:
+        if _unchanged(session):
+            for each in destinations:
+                if batch is not None and batch.has(each):
+                    progress.set(each, COMPLETE)
+        raise
+    else:
         session.checkpoint.verify_unchanged()
         for each in destinations:
             progress.set(each, COMPLETE)
-    except GdsloadError:
-        session.checkpoint.verify_unchanged()
-        for each in destinations:
-            if batch is not None and batch.has(each):
-                progress.set(each, COMPLETE)
-        raise
     finally:
         if batch is not None:
             batch.views.clear()
@@ -222,12 +223,12 @@ def _write_windows(
         while writer.copied < len(writer.windows):
             writer.copy_next(advance)
         _finish_copies(session)
-        session.checkpoint.verify_unchanged()
-        verified = True
     except GdsloadError:
+        verified = _unchanged(session)
+        raise
+    else:
         session.checkpoint.verify_unchanged()
         verified = True
-        raise
     finally:
         begun = writer.windows[: writer.copied + writer.copying]
         for key in {piece.key for window in begun for piece in window}:
@@ -235,6 +236,16 @@ def _write_windows(
             progress.set(by_key[key], COMPLETE if whole else UNDEFINED)
             _count_version(by_key[key])
         writer.close()
+
+
+def _unchanged(session: Session) -> bool:
+    """Whether the files are unchanged, for a load that has failed; False if their storage does not
+    answer. Raises FileChanged."""
+    try:
+        session.checkpoint.verify_unchanged()
+    except StallError:  # the error of the load says more: the file, the tensor and the offset
+        return False
+    return True
 
 
 def _count_version(destination: Destination) -> None:
