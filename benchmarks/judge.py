@@ -103,8 +103,9 @@ class Judge:
     discarded: list[dict[str, str]] = field(default_factory=list)
     sums: dict[str, tuple[int, str]] = field(default_factory=dict)
     crcs: dict[str, tuple[int, str]] = field(default_factory=dict)
-    # The tensors of the checkpoint, by the first loader of tensors; models may fuse some.
-    names: set[str] = field(default_factory=set)
+    # The names of the first arm that gave tensors, and of the first that gave a model: models tie
+    # and fuse some.
+    names: dict[str, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.disk = machine.diskstats_key(self.conditions.files[0])
@@ -220,12 +221,13 @@ class Judge:
                 raise NotWhatItSays(
                     f"{name}: its {what} is {value:x} by {arm.label} and {truth:x} by {of}"
                 )
-        if KINDS[arm.kind].gives != "tensors":
+        gives = KINDS[arm.kind].gives
+        if gives == "limit":  # it has no tensors
             return
-        self.names.update(() if self.names else found)
-        if missing := sorted(self.names - found.keys()):
+        names = self.names.setdefault(gives, set(found))
+        if missing := sorted(names - found.keys()):
             raise NotWhatItSays(f"{arm.label} did not load {', '.join(missing[:5])}")
-        if more := sorted(found.keys() - self.names):
+        if more := sorted(found.keys() - names):
             raise NotWhatItSays(f"{arm.label} alone loaded {', '.join(more[:5])}")
 
 

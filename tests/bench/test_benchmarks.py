@@ -254,7 +254,18 @@ def test_model_may_have_other_tensors_than_the_files(tmp_path: Path) -> None:
     one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
     one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
     with pytest.raises(judge.NotWhatItSays, match="a: its sum is 9"):
-        one._compare(model, {"a": 9}, one.sums, "sum")
+        one._compare(model, {"a": 9, "fused": 5}, one.sums, "sum")
+
+
+def test_model_without_tensors_of_another_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    one = judge.Judge(judge.Conditions(tmp_path))
+    stock, model = (measuring.program("arms").parse(n) for n in ("transformers", "gdsload-model"))
+    one._compare(stock, {"a": 1, "fused": 5}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="gdsload-model did not load fused"):
+        one._compare(model, {"a": 1}, one.sums, "sum")
+    with pytest.raises(judge.NotWhatItSays, match="gdsload-model alone loaded b"):
+        one._compare(model, {"a": 1, "b": 2, "fused": 5}, one.sums, "sum")
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 6])
