@@ -148,8 +148,10 @@ class Judge:
         own = facts.get("own_read_bytes")
         if read is None:  # as on overlays: the kernel's account of the arm has to add up
             read, counter = own, "the arm"
-        if read is None or self.conditions.storage == "fuse":  # the kernel counts no reads of FUSE
+        if self.conditions.storage == "fuse":  # the kernel counts no reads of it
             return None
+        if read is None:
+            return "neither the disk nor the kernel counted the bytes that were read"
         # A tensor that was cast to a larger type has more bytes than were read.
         touched = facts["touched_bytes"] or facts.get("read_bytes", 0)  # fio touches nothing
         least = min(touched, total) * (1 - SHORT_SHARE)

@@ -232,6 +232,19 @@ def test_judge_inconsistent_run_is_discarded(
     assert len(one.discarded) == 3
 
 
+def test_judge_uncounted_cold_run_is_discarded(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(10 << 20))
+    uncounted = facts(device_read_bytes=None, own_read_bytes=None)
+    why = judge.Judge(judge.Conditions(tmp_path)).objection(uncounted)
+    assert why == "neither the disk nor the kernel counted the bytes that were read"
+    for conditions in (
+        judge.Conditions(tmp_path, storage="fuse"),  # of which the kernel counts no reads
+        judge.Conditions(tmp_path, warm=True),
+    ):
+        known = uncounted | {"resident_before_bytes": conditions.warm * (10 << 20)}
+        assert judge.Judge(conditions).objection(known) is None
+
+
 def test_judge_different_tensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     one = judge.Judge(judge.Conditions(tmp_path))
