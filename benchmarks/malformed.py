@@ -279,8 +279,9 @@ def with_faults(
                 if verdict(before, truth, False) != "exact":
                     raise Refused(f"{loader.label}, before a fault: {before}")
                 if found["struck"]:
-                    ended = [verdict(one, truth, names_errno(one, error)) for one in rest]
-                    yield Struck(call, error, k, *ended, said=words_of(rest))
+                    ended, *after = [verdict(one, truth, names_errno(one, error)) for one in rest]
+                    # After the next load the process may still crash or hang: the last one counts.
+                    yield Struck(call, error, k, ended, *after[-1:], said=words_of(rest))
 
 
 def with_changes(

@@ -60,6 +60,28 @@ def test_error_names_its_errno(ended: Any, error: str, expected: bool) -> None:
     assert malformed.names_errno(ended, error) == expected
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([outcome("SIGBUS")], ("crash", "exact")),
+        ([outcome("loaded", **TRUTH), outcome("loaded", a=[1, "x"])], ("exact", "partial")),
+        ([outcome("loaded", **TRUTH), outcome("loaded", **TRUTH), outcome("hang")],
+         ("exact", "hang")),
+    ],
+)  # fmt: skip
+def test_process_that_hangs_after_its_loads_is_counted(
+    outcomes: list[Any], expected: tuple[str, str]
+) -> None:
+    class Fake:
+        label = "fake"
+
+        def run(self, *_: object, **__: object) -> dict[str, Any]:
+            return {"outcomes": [outcome("loaded", **TRUTH), *outcomes], "struck": 1}
+
+    struck = next(malformed.with_faults(Fake(), Path("model"), TRUTH, {"openat": 1}, 1))
+    assert (struck.ended, struck.after) == expected
+
+
 def test_replaced_shard_has_the_same_size_and_other_tensors(tmp_path: Path) -> None:
     faults.write_checkpoint(tmp_path / "model", faults.SHARDS)
     shard = tmp_path / "model" / malformed.SHARD
