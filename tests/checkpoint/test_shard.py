@@ -154,6 +154,26 @@ def test_file_that_another_one_took_the_place_of_is_not_opened_again(path: Path)
     assert caught.value.path == str(path)
 
 
+def test_quiesced_file_is_opened_again_after_ctrl_c_while_it_was_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = opened(path)
+    seen: list[bool] = []
+
+    def interrupted(fds: list[int], **_: object) -> None:
+        seen.append(shard.closed)
+        for fd in fds:
+            os.close(fd)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupting, pytest.raises(KeyboardInterrupt):
+        interrupting.setattr(shard_module, "close_files", interrupted)
+        shard.quiesce()
+    assert seen == [False]
+    assert shard.read(0, 3) == bytes(3)
+    shard.close()
+
+
 def test_file_is_opened_again_from_another_directory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

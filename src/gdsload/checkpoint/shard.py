@@ -219,9 +219,10 @@ class Shard:
         """Closes the descriptor. May be called again."""
         close_shards([self])
 
-    def _leave_fd(self) -> int:
-        """The descriptor, which the caller closes; -1 if it is closed."""
-        fd, self._fd, self._quiesced = self._fd, -1, False
+    def _leave_fd(self, *, quiesced: bool) -> int:
+        """The descriptor, which the caller closes; -1 if there is none. From now on the shard is
+        quiesced or closed: closing the descriptor may take long, or be interrupted."""
+        fd, self._fd, self._quiesced = self._fd, -1, quiesced
         return fd
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
@@ -240,27 +241,26 @@ class Shard:
 
 def close_shards(shards: Iterable[Shard]) -> None:
     """Closes shards of one checkpoint. May be called again."""
-    fds: dict[bool, list[int]] = {}
-    for shard in shards:
-        if shard.remote is not None:
-            shard.close()
-        elif (fd := shard._leave_fd()) >= 0:
-            fds.setdefault(shard.distant, []).append(fd)
-    for distant, of_these in fds.items():
-        close_files(of_these, distant=distant)
+    _release(shards, quiesced=False)
 
 
 def quiesce_shards(shards: Iterable[Shard]) -> None:
     """Releases the descriptors or connections of shards until they are needed again."""
-    held: list[Shard] = []
+    _release([shard for shard in shards if not shard.closed], quiesced=True)
+
+
+def _release(shards: Iterable[Shard], *, quiesced: bool) -> None:
+    fds: dict[bool, list[int]] = {}
     for shard in shards:
         if shard.remote is not None:
-            shard.quiesce()
-        elif not shard.closed:
-            held.append(shard)
-    close_shards(held)
-    for shard in held:
-        shard._quiesced = True
+            if quiesced:
+                shard.quiesce()
+            else:
+                shard.close()
+        elif (fd := shard._leave_fd(quiesced=quiesced)) >= 0:
+            fds.setdefault(shard.distant, []).append(fd)
+    for distant, of_these in fds.items():
+        close_files(of_these, distant=distant)
 
 
 class RemoteShard(Shard):
