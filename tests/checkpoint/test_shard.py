@@ -88,7 +88,7 @@ def test_load_is_complete_if_closing_its_files_fails(
         close(fd)
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
-    expected = gdsload.load_file(tiny_checkpoint)
+    expected = gdsload.load_file(tiny_checkpoint, cache=cache)  # the engines are probed, once
     with descriptors.none_left():
         monkeypatch.setattr(file_io.os, "close", broken)
         got = gdsload.load_file(tiny_checkpoint, cache=cache)
