@@ -62,6 +62,26 @@ def test_files_whose_storage_does_not_answer_are_closed_later(
     assert closed.wait(PATIENCE_SECONDS)
 
 
+def test_file_on_network_storage_that_nobody_closes_is_not_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, answers, closed = os.close, threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        assert answers.wait(PATIENCE_SECONDS)
+        close(fd)
+        closed.set()
+
+    shard = opened(path)
+    shard.filesystem, fd = "fuse.test", shard.fd
+    monkeypatch.setattr(file_io.os, "close", slow)
+    del shard
+    gc.collect()
+    assert os.fstat(fd)  # still open
+    answers.set()
+    assert closed.wait(PATIENCE_SECONDS)
+
+
 @pytest.mark.parametrize("distant", [True, False])
 def test_error_of_closing_one_file_leaves_none_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, distant: bool

@@ -34,6 +34,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading import io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
@@ -479,3 +480,25 @@ def test_storage_that_hangs_before_or_after_the_reads_is_a_stall(
             gdsload.load_file(tiny_checkpoint, cache="direct", stall_seconds=0.2)
     finally:
         answers.set()
+
+
+def test_direct_descriptor_that_a_backend_refuses_is_closed_like_others_of_its_storage(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusal(GatedBackend):
+        def register(self, what: OpenFile | Memory) -> Registration:
+            raise OSError("refused")
+
+    closed: list[bool] = []
+
+    def close_files(fds: list[int], *, distant: bool, **_: float) -> None:
+        closed.extend(distant for _ in fds)
+        list(map(os.close, fds))
+
+    monkeypatch.setattr(checkpoint_module, "distant_filesystem_of", lambda *_: "fuse.test")
+    monkeypatch.setattr(io_mode, "close_files", close_files)
+    with Checkpoint.open(tiny_checkpoint) as checkpoint:
+        access = io_mode.ShardAccess(checkpoint, LoadReport("t"), "direct")
+        with pytest.raises(OSError, match="refused"):
+            access.register(Refusal(), 0)
+    assert closed == [True]

@@ -225,15 +225,24 @@ class Shard:
         fd, self._fd, self._quiesced = self._fd, -1, quiesced
         return fd
 
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
-        # The default value keeps os.close alive while the interpreter shuts down.
+    def __del__(
+        self,
+        _close: Callable[[int], None] = os.close,
+        _finalizing: Callable[[], bool] = sys.is_finalizing,
+    ) -> None:
+        # Default values keep functions alive while the interpreter shuts down, when the names of
+        # this module may be gone.
         fd = getattr(self, "_fd", -1)
-        if fd >= 0:
-            self._fd = -1
-            try:  # noqa: SIM105 (names of this module may be gone)
-                _close(fd)
-            except OSError:
-                pass
+        if fd < 0:
+            return
+        self._fd = -1
+        if getattr(self, "filesystem", "") and not _finalizing():
+            close_files([fd], distant=True, wait_seconds=0.0)
+            return
+        try:  # noqa: SIM105
+            _close(fd)
+        except OSError:
+            pass
 
     def __reduce__(self) -> str:
         raise TypeError("a Shard owns a file descriptor and cannot be copied or pickled")

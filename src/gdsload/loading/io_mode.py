@@ -263,7 +263,7 @@ class ShardAccess:
         except BaseException:
             if direct_fd >= 0:
                 self._direct_fds.remove(direct_fd)
-                os.close(direct_fd)
+                close_files([direct_fd], distant=opened.distant)
             raise
 
     def _storage_of(self, shard: int) -> Storage:
