@@ -72,6 +72,9 @@ def chosen(
             or hangs(arm, options)
         )
     }
+    if options.arms and several:
+        asked = {arm.label for arm in arms}
+        left_out |= {label: "not asked for" for label in STATE_ARMS if label not in asked}
     try:
         build_bare()
     except ArmFailed as error:

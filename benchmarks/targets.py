@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import arms, first_read, parse, pipeline, pool, start, states, tables
+from .layout import several
 from .places import RESULTS
 
 Result = dict[str, Any]
@@ -60,6 +61,12 @@ def loaders(result: Result) -> list[str]:
     ]
 
 
+def among(result: Result) -> str:
+    """How many libraries `loaders` are of: a table has those that could run, or were asked for."""
+    kinds = {arm["kind"] for arm in result["arms"] if arm["label"] in loaders(result)}
+    return several(len(kinds), "other loader")
+
+
 def beside(result: Result, other: str, most: float) -> Found:
     """At most a multiple of the seconds of another arm."""
     ratio = seconds(result, OURS) / seconds(result, other)
@@ -73,11 +80,12 @@ def bare_rate(result: Result) -> Found:
         raise KeyError("no bare reader")
     ratio = seconds(result, limit) / seconds(result, OURS)
     rounds = 1 / by_rounds(result, OURS, limit)
-    return Found(f"{ratio:.2f} ({rounds:.2f} by rounds)", ratio >= 0.95)
+    return Found(f"{ratio:.2f} of {limit} ({rounds:.2f} by rounds)", ratio >= 0.95)
 
 
 def fastest(result: Result) -> Found:
-    return beside(result, min(loaders(result), key=lambda label: seconds(result, label)), 1.0)
+    found = beside(result, min(loaders(result), key=lambda label: seconds(result, label)), 1.0)
+    return found._replace(measured=f"{found.measured}; {among(result)}")
 
 
 def warm(result: Result) -> Found:
@@ -95,7 +103,7 @@ def least(
         }
         best = min(loaders(result), key=medians.__getitem__)
         return Found(
-            f"{form(medians[OURS])}, {best} {form(medians[best])}",
+            f"{form(medians[OURS])}, {best} {form(medians[best])}; {among(result)}",
             medians[OURS] <= slack * medians[best] + more,
         )
 

@@ -150,6 +150,8 @@ def test_cold_several_states_make_one_table(
     assert answer.exit_code == 0, answer.output
     kept = json.loads(output.read_text())
     assert kept["kind"] == "states"
+    assert kept["left_out"]["fastsafetensors"] == "not asked for"
+    assert "gdsload" not in kept["left_out"]
     assert list(kept["page_costs"]) == ["huge", "idle"]
     assert all(len(found["huge"]) == 2 for found in kept["page_costs"].values())
     for arm in kept["arms"]:
@@ -747,6 +749,22 @@ def test_arms_are_compared_by_round() -> None:
         {"label": "b", "seconds": [2.0, 1.0, 10.0]},
     ]
     assert measuring.program("targets").by_rounds({"arms": arms}, "a", "b") == 2.0
+
+
+def test_targets_name_the_limit_and_the_number_of_loaders() -> None:
+    targets = measuring.program("targets")
+    parse = measuring.program("arms").parse
+    labels = ("gdsload", "bare:pages=huge", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0")
+    arms = [
+        {**parse(label)._asdict(), "seconds": [2.0], "medians": {"cpu_s": 2.0}}
+        for label in (*labels, "transformers")
+    ]
+    result = {"arms": arms, "conditions": {"warm": False}}
+    assert targets.bare_rate(result).measured == "1.00 of bare:pages=huge (1.00 by rounds)"
+    fastest = targets.fastest(result).measured
+    assert fastest == "1.00 of runai's time (1.00 by rounds); 1 other loader"
+    cpu = targets.least("cpu_s", "{:.0f} s".format)(result).measured
+    assert cpu == "2 s, runai 2 s; 1 other loader"
 
 
 def test_few_rounds_meet_no_target(tmp_path: Path) -> None:
