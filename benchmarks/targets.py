@@ -140,17 +140,38 @@ def process_start(result: Result) -> Found:
     return Found(f"{over:+.0%}", over <= start.AIM)
 
 
+def require(result: Result, **stated: Any) -> None:
+    """Raises ValueError if a result is not of what its target states."""
+    for name, value in stated.items():
+        if result[name] != value:
+            raise ValueError(f"the result is a trial: {name} {result[name]:,} instead of {value:,}")
+
+
+def require_rounds(number: int, least: int) -> None:
+    if number < least:
+        raise ValueError(TRIAL)
+
+
+def require_parsed(result: Result) -> None:
+    require(result, tensors=100_000, shards=200)
+    require_rounds(len(result["together"]["seconds"]), LEAST_ROUNDS)
+
+
 def of_tensors(result: Result) -> Found:
+    require_parsed(result)
     each = parse.together(result)
     return Found(f"{each:.2f} us", each < parse.MOST_US)
 
 
 def of_headers(result: Result) -> Found:
+    require_parsed(result)
     took = parse.opening(result)
     return Found(f"{took:.2f} s", took < 1.0)
 
 
 def grown(result: Result) -> Found:
+    require(result, models=20, limit_bytes=4 << 30)
+    require_rounds(result["turns"], 2)
     more = pool.growth(result)
     within = [
         each < (GROWTH_BYTES if name.endswith("_bytes") else 1) for name, each in more.items()
@@ -164,6 +185,8 @@ def grown(result: Result) -> Found:
 
 def flat(result: Result) -> Found:
     entries = result["sections"]["bytes"]
+    require(entries[-1], bytes=40 * entries[1]["bytes"])
+    require_rounds(min(len(entry["seconds"]) for entry in entries), LEAST_ROUNDS)
     few, many = (entry["beside_s"] for entry in (entries[1], entries[-1]))
     return Found(f"{many / few:.2f} times", many / few < 2)
 
@@ -223,7 +246,7 @@ TARGETS = (
     Target("GPU, warm and cold", "no slower than any other",
            (f"warm-{LARGE}-small-cuda", f"cold-{LARGE}-small-cuda"), fastest),
 )  # fmt: skip
-NOT_THERE = "not measured"
+NOT_THERE, TRIAL = "not measured", "the result is a trial of few rounds"
 LEAST_ROUNDS = 3
 
 
@@ -238,22 +261,27 @@ def lines(directory: Path = RESULTS) -> Iterable[list[str]]:
                 continue
             try:
                 result = json.loads(path.read_text())
-                if result.get("conditions", {}).get("repeats", LEAST_ROUNDS) < LEAST_ROUNDS:
-                    raise ValueError("the result is a trial of few rounds")
+                require_rounds(
+                    result.get("conditions", {}).get("repeats", LEAST_ROUNDS), LEAST_ROUNDS
+                )
                 found = target.measure(states.of_state(result, state) if state else result)
             except (KeyError, ValueError) as error:
                 yield [target.what, name, target.wanted, f"{NOT_THERE}: {error}", ""]
                 continue
             said = "met" if found.met else "missed"
             yield [target.what, name, target.wanted, found.measured, said]
-    path = directory / "pipeline.json"
-    if path.exists():
-        for what, *rest in pipeline.aims(json.loads(path.read_text())):
-            yield [f"staging pipeline, {what}", "pipeline", *rest]
-    path = directory / "first-read.json"
-    if path.exists():
-        for line in first_read.aims(json.loads(path.read_text())):
-            yield [line[0], "first-read", *line[1:]]
+    for name, entries, aims, what in (
+        ("pipeline", "pipeline", pipeline.aims, "staging pipeline, "),
+        ("first-read", "loads", first_read.aims, ""),
+    ):
+        path = directory / f"{name}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        trial = min(entry["loads"] for entry in result[entries]) < LEAST_ROUNDS
+        for target, wanted, *found in aims(result):
+            found = [f"{NOT_THERE}: {TRIAL}", ""] if trial else found
+            yield [f"{what}{target}", name, wanted, *found]
 
 
 def table(directory: Path = RESULTS) -> str:

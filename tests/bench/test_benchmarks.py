@@ -782,12 +782,47 @@ def test_few_rounds_meet_no_target(tmp_path: Path) -> None:
     assert said == "not measured: the result is a trial of few rounds"
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "why"),
+    [
+        ("parse", {"tensors": 500}, "tensors 500 instead of 100,000"),
+        ("parse", {"shards": 3}, "shards 3 instead of 200"),
+        ("parse", {"together": {"seconds": [0.1], "cpu_s": 0.1}}, "of few rounds"),
+        ("pool", {"models": 2}, "models 2 instead of 20"),
+        ("pool", {"turns": 1}, "of few rounds"),
+        ("scale", {"repeats": 1}, "of few rounds"),
+        ("pipeline", {"loads": 2}, "of few rounds"),
+        ("first-read", {"loads": 2}, "of few rounds"),
+    ],
+)
+def test_trial_meets_no_target(
+    name: str, changed: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    targets = measuring.program("targets")
+    kept = json.loads((render.RESULTS / f"{name}.json").read_text())
+    if name in ("pipeline", "first-read"):
+        for entry in kept["pipeline" if name == "pipeline" else "loads"]:
+            entry.update(changed)
+    elif name == "scale":
+        for entry in kept["sections"]["bytes"]:
+            del entry["seconds"][changed["repeats"] :]
+    else:
+        kept.update(changed)
+    (tmp_path / f"{name}.json").write_text(json.dumps(kept))
+    found = [line for line in targets.lines(tmp_path) if line[1] == name]
+    assert found
+    for line in found:
+        assert line[3].startswith("not measured: the result is a trial") and line[3].endswith(why)
+        assert line[4] == ""
+
+
 def test_memory_that_shrinks_is_no_growth() -> None:
     targets = measuring.program("targets")
 
     def result(**last: int) -> dict[str, Any]:
         first = dict.fromkeys(pool.GROWN, 5)
-        return {"first": first, "last": first | last}
+        shape = {"models": 20, "limit_bytes": 4 << 30, "turns": 2}
+        return {**shape, "first": first, "last": first | last}
 
     assert targets.grown(result(mappings=4, threads=3)).met
     assert not targets.grown(result(shared_bytes=5 << 20)).met
