@@ -229,7 +229,7 @@ def test_unavailable_backend_is_an_error_only_by_name(
             "safe_open",
             lambda *names, **words: steps.append("open") or opened(*names, **words),
         )
-        monkeypatch.setattr("gdsload.loading.accounting.choose", none)
+        monkeypatch.setattr("gdsload.loading.session.choose", none)
         with gdsload.accelerated(cache="buffered"):
             gdsload.from_pretrained(qwen)
         assert gdsload.last_report().integration == "stock"

@@ -348,7 +348,7 @@ def test_batch_whose_report_cannot_be_written_is_released(
     ):
         plan, views = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("gdsload.loading.batch.describe", broken)
+            patch.setattr("gdsload.loading.batch.record_backend", broken)
             Batch(session, plan, views)
         assert refusing.gate.request().released and refusing.prepared == 0
         assert session.busy() == ""
@@ -377,7 +377,7 @@ def test_queue_whose_next_window_cannot_be_posted_raises_again(
         assert session.busy() == ""
 
 
-def test_session_that_cannot_describe_its_backend_closes_it(
+def test_session_that_cannot_record_its_backend_closes_it(
     path: Path, refusing: type[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
@@ -386,7 +386,7 @@ def test_session_that_cannot_describe_its_backend_closes_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(refusing, "close", lambda _: closed.append(1))
-    monkeypatch.setattr("gdsload.loading.session.describe", broken)
+    monkeypatch.setattr("gdsload.loading.session.record_backend", broken)
     with Checkpoint.open(path) as checkpoint, pytest.raises(KeyboardInterrupt):
         Session(checkpoint, LoadReport("t"), backend="refusing")
     assert len(closed) == 1

@@ -598,7 +598,7 @@ def test_interrupt_while_reads_are_posted_tells_what_is_undefined(
         raise KeyboardInterrupt
 
     if after:  # the report is updated when the reads are posted
-        monkeypatch.setattr(batch, "describe", interrupted)
+        monkeypatch.setattr(batch, "record_backend", interrupted)
     else:
         monkeypatch.setattr(TargetBatch, "_take_memory", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:

@@ -19,8 +19,9 @@ from gdsload.backends import Backend, Memory, Registration
 from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import FileChanged, GdsloadError, ReadError
-from gdsload.loading.accounting import describe, note, read_error, stall_error, tensor_at
+from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING, Claim
+from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
 from gdsload.planning.read_plan import ByteRange, ReadPlan
@@ -152,7 +153,8 @@ class Batch:
             backend.yield_to_loads(request, True)
         self._before_reads()
         backend.post(request)
-        describe(self.session.report, backend)  # the engine may be another one since `prepare`
+        # The engine may be another one since `prepare`.
+        record_backend(self.session.report, backend)
 
     def _before_reads(self) -> None:
         """Called when all is ready, just before the reads are posted."""
@@ -432,8 +434,14 @@ class Batch:
             if request is not None and backend is not None:
                 backend.release(request)
                 session.posted.discard(self)
-                where = session.checkpoint, self.plan, request
-                note(session.report, backend, *where, unread_bytes=self._unread_bytes())
+                record_request(
+                    session.report,
+                    backend,
+                    session.checkpoint,
+                    self.plan,
+                    request,
+                    unread_bytes=self._unread_bytes(),
+                )
             released = True
         finally:
             session.posted.discard(self)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
-from gdsload.backends import Backend, Registration
+from gdsload.backends import Backend, Registration, choose
 from gdsload.checkpoint import Checkpoint
-from gdsload.errors import CheckpointError
-from gdsload.loading.accounting import describe, open_backend
+from gdsload.errors import BackendUnavailable, CheckpointError
+from gdsload.loading.accounting import record_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
 from gdsload.loading.io_mode import (
     CACHES,
@@ -180,13 +180,31 @@ class Session:
         """The backend; the first call opens it. Raises BackendUnavailable."""
         with self._opening:
             if self.backend is None:
-                expected = self._expected_bytes or self.report.wanted_bytes
-                self.backend = open_backend(
-                    *(self.device, self._wanted, self._options, self.report, expected),
-                    remote=self._remote,
-                )
-                describe(self.report, self.backend)
+                self.backend = self._opened_backend()
+                record_backend(self.report, self.backend)
             return self.backend
+
+    def _opened_backend(self) -> Backend:
+        """A new backend. "auto" is, into a CUDA device, the backend that measures and fails over;
+        into DRAM, the first backend that works."""
+        device, wanted, options = self.device, self._wanted, self._options
+        if self._remote:
+            if wanted not in ("auto", self._remote):
+                why = f"these files are not on this machine: backend {self._remote!r} reads them"
+                text = f"backend {wanted!r}: {self.report.source}: {why}"
+                raise BackendUnavailable(text, {wanted: why})
+            return choose(device, self._remote, options).backend(**options)
+        if device.partition(":")[0] == "cuda":
+            from gdsload.backends.auto.backend import AutoBackend  # imports CUDA
+
+            if wanted == "auto" and AutoBackend.probe(device).usable:
+                expected = self._expected_bytes or self.report.wanted_bytes
+                return AutoBackend(device, expected, **options)
+        choice = choose(device, wanted, options)
+        self.report.refusals.update(choice.refusals)
+        if wanted != "auto":
+            self.report.choice = f"{wanted}: asked for by name"
+        return choice.backend(**options)
 
     def arrange(
         self, ranges: Sequence[ByteRange], *, window_bytes: int = 0
