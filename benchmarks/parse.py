@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.memory.host_buffers import HostBuffers, hand_over, map_shard
+from gdsload.memory.host_buffers import HostBuffers, map_shard
+from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Limits, byte_ranges_of, plan_reads
 
 from . import large, records, tables, values
@@ -75,7 +76,7 @@ def once(source: Path) -> dict[str, Cost]:
 
         steps["plan"], planned = timed(plan)
         steps["place"], views = timed(lambda: HostBuffers(planned).views(planned))
-        steps["hand over"], given = timed(lambda: hand_over(infos, views))
+        steps["hand over"], given = timed(lambda: make_tensors(infos, views))
         steps["let go"], _ = timed(given.clear)
         del views
 
@@ -86,7 +87,7 @@ def once(source: Path) -> dict[str, Cost]:
             return {info.name: BufferView(regions[info.shard], info.offset) for info in infos}
 
         _, views = timed(mapped)
-        steps["hand over, mapped"], given = timed(lambda: hand_over(infos, views))
+        steps["hand over, mapped"], given = timed(lambda: make_tensors(infos, views))
     return steps
 
 

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from gdsload import load_file
 from gdsload.backends.posix.engines import ENGINES, try_engine
 from gdsload.checkpoint import Checkpoint
-from gdsload.memory.host_buffers import HostBuffers, hand_over
+from gdsload.memory.host_buffers import HostBuffers
 from gdsload.memory.page_cache import evict
+from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Limits, byte_ranges_of, merged_ranges_of, plan_reads
 
 from .parse import TENSOR_BYTES, write
@@ -66,13 +67,13 @@ def test_scatter(benchmark: Any, checkpoint: Checkpoint) -> None:
     assert len(benchmark(lambda: HostBuffers(planned).views(planned))) == TENSORS
 
 
-def test_hand_over(benchmark: Any, checkpoint: Checkpoint) -> None:
+def test_make_tensors(benchmark: Any, checkpoint: Checkpoint) -> None:
     planned = plan_reads(
         byte_ranges_of(checkpoint), [shard.size for shard in checkpoint.shards], Limits()
     )
     infos = list(checkpoint.tensors.values())
     views = HostBuffers(planned).views(planned)
-    assert len(benchmark(hand_over, infos, views)) == TENSORS
+    assert len(benchmark(make_tensors, infos, views)) == TENSORS
 
 
 @pytest.fixture(scope="module")

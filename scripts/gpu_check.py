@@ -203,7 +203,7 @@ def poison(gpu: Gpu, wanted: dict[str, Any]) -> None:
     import torch
 
     from gdsload._native.cuda import Block
-    from gdsload.memory import host_buffers
+    from gdsload.memory.tensors import tensor_of
     from gdsload.system import gpu as gpus
 
     blocks = [gpu.empty(tensor.nbytes) for tensor in wanted.values() if tensor.nbytes]
@@ -212,9 +212,7 @@ def poison(gpu: Gpu, wanted: dict[str, Any]) -> None:
     driver_block = Block(
         gpus.device(gpus.ordinal_of(gpu.device)), sum(block.nbytes for block in blocks)
     )
-    whole = host_buffers.tensor_of(
-        driver_block.view(0, driver_block.length, (driver_block.length,), 1, 8)
-    )
+    whole = tensor_of(driver_block.view(0, driver_block.length, (driver_block.length,), 1, 8))
     whole.view(torch.uint8).fill_(POISON)
     gpu.synchronize()
 

@@ -21,7 +21,7 @@ import torch.utils.dlpack
 
 from compiled import compiled
 from gdsload.backends.cufile import library as library_module
-from gdsload.memory import host_buffers, late_copies, staging_ring
+from gdsload.memory import late_copies, staging_ring, tensors
 from gdsload.system import gpu, shared_libraries
 
 SOURCES = Path(__file__).parent / "doubles"
@@ -169,7 +169,7 @@ class _DlpackHead(ctypes.Structure):
 
 
 def tensor_of(capsule: object) -> torch.Tensor:
-    """Instead of `host_buffers.tensor_of`, as torch does not know the double: a capsule on a device
+    """Instead of `tensors.tensor_of`, as torch does not know the double: a capsule on a device
     of the double becomes a CPU tensor over the same memory, with the capsule's own deleter."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -204,7 +204,7 @@ def installed(patch: pytest.MonkeyPatch, root: Path, **machine: Any) -> Iterator
     before = doubles.cuda_log
     forget(patch)
     found = {shared_libraries.CUDA: "cuda_double", shared_libraries.CUFILE: "cufile_double"}
-    patch.setattr(host_buffers, "tensor_of", tensor_of)
+    patch.setattr(tensors, "tensor_of", tensor_of)
     patch.setattr(shared_libraries, "candidates", lambda soname: [str(built(found[soname]))])
     for name in ("proc/driver/nvidia-fs/version", "dev/nvidia-fs0", "proc/modules"):
         path = root / name

@@ -38,7 +38,8 @@ from gdsload.loading import io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, hand_over
+from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
 from gdsload.planning.tensor_slices import whole
 from gdsload.readahead import prefetch as prefetch_module
@@ -232,7 +233,7 @@ def test_prefetch_after_a_failed_read_reports_it_lost_to_every_claim(
     assert isinstance(ahead.error, ReadError)
 
 
-def test_hand_over_that_fails_leaves_the_other_bytes_alone() -> None:
+def test_make_tensors_that_fails_leaves_the_other_bytes_alone() -> None:
     """A tensor gives its pages back when it is freed."""
     region = Region.anonymous(4 * PAGE)
     ctypes.memset(region.address, 7, region.length)
@@ -242,7 +243,7 @@ def test_hand_over_that_fails_leaves_the_other_bytes_alone() -> None:
     ]
     views = {"a": BufferView(region, 0), "odd": BufferView(region, 2 * PAGE)}
     with pytest.raises(CheckpointError, match="F4"):
-        hand_over(infos, views)
+        make_tensors(infos, views)
     gc.collect()
     assert region.read(0, 2 * PAGE) == bytes([7]) * (2 * PAGE)
 

@@ -36,7 +36,7 @@ from gdsload.errors import CheckpointError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.loading.whole_tensors import post
-from gdsload.memory.host_buffers import packed_shape, torch_dtype_of
+from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.remote.urls import sources_of
 
 if TYPE_CHECKING:

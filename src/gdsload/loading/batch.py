@@ -23,7 +23,8 @@ from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING, Claim
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool, hand_over
+from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
+from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan
 from gdsload.system.cancellation import check
 from gdsload.system.stall import StallWatch
@@ -400,7 +401,7 @@ class Batch:
         """The tensors by name, after `wait`. Each owns its memory and is handed out once."""
         # The views go first: if this is interrupted, tensors that exist already free their bytes.
         views, self.views = self.views, {}
-        return hand_over(infos, views)
+        return make_tensors(infos, views)
 
     def _error(self, failure: Failure) -> ReadError | FileChanged:
         return read_error(self.session.checkpoint, self.plan, failure)

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from gdsload.errors import CheckpointError, PlacementError, shown
-from gdsload.memory.host_buffers import packed_shape, torch_dtype_of
+from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.planning.tensor_slices import WantedTensor
 
 if TYPE_CHECKING:

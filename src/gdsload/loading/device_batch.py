@@ -29,13 +29,8 @@ from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
 from gdsload.memory import device_buffers, late_copies
-from gdsload.memory.host_buffers import (
-    BufferView,
-    bytes_at,
-    hand_over,
-    packed_shape,
-    torch_dtype_of,
-)
+from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.tensors import bytes_at, make_tensors, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange, ReadPlan, ranges_of
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.system import gpu
@@ -286,7 +281,7 @@ class DeviceTensors:
                 copy_parts(tensor, tensor_slice, views)
                 tensors[tensor_slice.key] = tensor
         infos = [tensor_slice.parts[0] for tensor_slice in staying]
-        tensors |= hand_over(infos, {info.name: views.pop(info.name) for info in infos})
+        tensors |= make_tensors(infos, {info.name: views.pop(info.name) for info in infos})
         for tensor_slice in staying:
             if tensor_slice.shape is not None:
                 tensor = tensors.pop(tensor_slice.parts[0].name)

@@ -24,13 +24,8 @@ from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import (
-    BufferView,
-    HostBuffers,
-    bytes_at,
-    packed_shape,
-    torch_dtype_of,
-)
+from gdsload.memory.host_buffers import BufferView, HostBuffers
+from gdsload.memory.tensors import bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory
 from gdsload.remote.peer import PeerDirectory

@@ -12,7 +12,8 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
-from gdsload.memory.host_buffers import BufferView, hand_over, map_shard, packed_shape
+from gdsload.memory.host_buffers import BufferView, map_shard
+from gdsload.memory.tensors import make_tensors, packed_shape
 from gdsload.planning.tensor_slices import slice_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class MappedSlice(LazySlice):
     def __getitem__(self, index: Any) -> torch.Tensor:
         info, checkpoint = self._info, self._queue.session.checkpoint
         view = BufferView(map_shard(checkpoint, info.shard), info.offset)
-        return hand_over([info], {info.name: view})[info.name][index]
+        return make_tensors([info], {info.name: view})[info.name][index]
 
 
 class ShapeSlice(LazySlice):

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gdsload._native.first_touch import HugePages
 from gdsload._native.memory import Region
 from gdsload.errors import PlacementError
-from gdsload.memory.host_buffers import BufferView, bytes_at
+from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.tensors import bytes_at
 from gdsload.system.available import require_room
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from gdsload.loading.batch import Batch, assembled
 from gdsload.loading.device_batch import DeviceBatch
 from gdsload.loading.session import Session
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.memory.host_buffers import BufferView, hand_over
+from gdsload.memory.host_buffers import BufferView
+from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
 from gdsload.planning.tensor_slices import TensorSlice, runs_of
 from gdsload.system.lifecycle import fork_safe_lock
@@ -151,7 +152,7 @@ class ReadWindow(Batch):
         # Removed first: if this is interrupted, tensors that were made release their bytes.
         views = {info.name: self.views.pop(info.name) for info in infos if info.nbytes}
         try:
-            self._made.update(hand_over(infos, views))
+            self._made.update(make_tensors(infos, views))
         except CheckpointError:  # before any tensor was made
             self.views.update(views)
             raise
