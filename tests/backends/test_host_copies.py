@@ -31,7 +31,7 @@ def test_memory_of_a_hanging_copy_is_kept_until_it_has_ended(
     monkeypatch.setattr(host_copies.threads, "engine", faulty.capsule)
     monkeypatch.setattr(host_copies, "LEAST_BYTES_WITHOUT_RING", 1)
     monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
-    monkeypatch.setattr(host_copies, "_STALL_SECONDS", 0.05)
+    monkeypatch.setattr(host_copies, "STALL_SECONDS", 0.05)
     memory = Region.anonymous(mmap.PAGESIZE)
     target = gpu.device(0).allocate(mmap.PAGESIZE)
     copies = [HostCopy(memory.address, mmap.PAGESIZE, target)]

@@ -10,14 +10,11 @@ import json
 import os
 import pickle
 import resource
-import signal
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +35,7 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
+from gdsload.system import parallel
 from threadends import await_most, await_threads
 
 
@@ -257,7 +255,8 @@ def test_broken_last_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_broken_header_ends_all_threads(tmp_path: Path) -> None:
-    names = [f"{number:04d}.safetensors" for number in range(file_io._AHEAD + 2 * file_io._THREADS)]
+    count = parallel._AHEAD + 2 * parallel._THREADS
+    names = [f"{number:04d}.safetensors" for number in range(count)]
     for name in names:
         write(tmp_path / name, name)
     (tmp_path / names[0]).write_bytes((2).to_bytes(8, "little") + b"{]")
@@ -645,40 +644,6 @@ def test_reopen_direct_without_support_returns_none(
 # --- threads -------------------------------------------------------------------------------------
 
 
-def test_parallel_map_keeps_order_and_raises_the_first_error() -> None:
-    assert list(file_io.parallel_map(lambda n: n * n, range(200), path_of=str)) == [
-        n * n for n in range(200)
-    ]
-    finished: list[int] = []
-
-    def work(number: int) -> int:
-        if number >= 50:
-            raise CheckpointError(f"item {number}")
-        finished.append(number)
-        return number
-
-    taken, discarded = [], []
-    with pytest.raises(CheckpointError, match="item 50"):
-        for result in file_io.parallel_map(work, range(200), path_of=str, discard=discarded.append):
-            taken.append(result)
-    await_threads("gdsload-open")
-    assert taken == list(range(50))
-    assert sorted(taken + discarded) == sorted(finished)
-
-
-def test_parallel_map_closed_early_discards_results() -> None:
-    done: list[int] = []
-    discarded: list[int] = []
-    results = file_io.parallel_map(
-        lambda n: done.append(n) or n, range(100), path_of=str, discard=discarded.append
-    )
-    assert next(results) == 0
-    results.close()
-    await_threads("gdsload-open")
-    assert sorted(discarded) == sorted(done)[1:]
-    assert len(done) < 100
-
-
 @pytest.mark.parametrize("count", [1, 2 * checkpoint_module._FEW_SHARDS])
 def test_shard_that_opens_after_the_load_gave_up_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
@@ -707,91 +672,3 @@ def test_shard_that_opens_after_the_load_gave_up_is_closed(
     assert len(hung) == 1
     assert len(opened) == count
     assert all(shard.closed for shard in opened)
-
-
-def test_parallel_map_leaves_no_cycles_of_errors() -> None:
-    """What the work held, such as connections, goes when its errors have been handled."""
-    release = threading.Event()
-    errors: list[weakref.ref[BaseException]] = []
-
-    def work(number: int) -> int:
-        if number:  # it fails when the caller has gone
-            release.wait()
-        error = CheckpointError(f"item {number}")
-        errors.append(weakref.ref(error))
-        try:
-            raise error
-        finally:
-            del error
-
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(CheckpointError, match="item 0") as caught:
-            list(file_io.parallel_map(work, range(2), path_of=str))
-        del caught
-        release.set()
-        await_threads("gdsload-open")
-        assert [error() for error in errors] == [None, None]
-    finally:
-        gc.enable()
-
-
-def test_parallel_map_with_hung_item_raises_stall_error() -> None:
-    release = threading.Event()
-    discarded: list[str] = []
-
-    def hang(item: str) -> str:
-        release.wait()
-        return item
-
-    with pytest.raises(StallError, match=r"a\.bin: the storage has not answered for 2 s"):
-        list(
-            file_io.parallel_map(
-                hang, ["a.bin"], path_of=str, discard=discarded.append, stall_seconds=2.0
-            )
-        )
-    release.set()
-    await_threads("gdsload-open")
-    assert discarded == ["a.bin"]
-
-
-def test_parallel_map_in_a_stopped_process_does_not_report_a_stall(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The clock jumps, and the item is finished after the caller has looked at it."""
-    release = threading.Event()
-    looks: list[int] = []
-
-    def monotonic() -> float:
-        looks.append(1)
-        if len(looks) == 2:
-            release.set()
-        return 0.0 if len(looks) == 1 else 1e6
-
-    monkeypatch.setattr(file_io, "time", SimpleNamespace(monotonic=monotonic))
-    found = file_io.parallel_map(lambda item: (release.wait(60), item)[1], ["a"], path_of=str)
-    assert list(found) == ["a"]
-
-
-def test_parallel_map_with_hung_item_is_interrupted_by_ctrl_c() -> None:
-    release, hanging = threading.Event(), threading.Event()
-
-    def hang(item: str) -> str:
-        hanging.set()
-        release.wait()
-        return item
-
-    def interrupt() -> None:
-        hanging.wait()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    pressing = threading.Thread(target=interrupt)
-    pressing.start()
-    with pytest.raises(KeyboardInterrupt):
-        list(file_io.parallel_map(hang, ["a.bin"], path_of=str))
-    release.set()
-    pressing.join(60)
-    for thread in threading.enumerate():
-        if thread.name == "gdsload-open":
-            thread.join(60)

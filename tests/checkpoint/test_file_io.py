@@ -20,13 +20,7 @@ import descriptors
 import gdsload
 from forked import fork
 from gdsload.checkpoint import checkpoint, file_io
-from gdsload.checkpoint.file_io import (
-    is_directory,
-    open_error,
-    open_regular,
-    parallel_map,
-    read_exactly,
-)
+from gdsload.checkpoint.file_io import is_directory, open_error, open_regular, read_exactly
 from gdsload.errors import (
     CheckpointAccessError,
     CheckpointError,
@@ -35,7 +29,6 @@ from gdsload.errors import (
     ReadError,
     StallError,
 )
-from gdsload.system.cancellation import CancelToken, LoadCancelled
 
 PATIENCE_SECONDS = 240.0
 SOFT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -272,31 +265,6 @@ def test_file_with_a_lease_is_opened_when_it_is_given_back(tmp_path: Path) -> No
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert status.st_size == 3
-
-
-def test_wait_for_the_storage_ends_with_the_load(tmp_path: Path) -> None:
-    """At its limit, or when it is cancelled."""
-    end, token = threading.Event(), CancelToken()
-
-    def hang(_: str) -> None:
-        end.wait(PATIENCE_SECONDS)
-
-    def mapped(stall_seconds: float) -> list[None]:
-        return list(
-            parallel_map(hang, ["f"], path_of=lambda path: path, stall_seconds=stall_seconds)
-        )
-
-    try:
-        with pytest.raises(StallError, match=r"f: the storage has not answered for 0\.2 s") as e:
-            mapped(0.2)
-        assert e.value.path == "f"
-        timer = threading.Timer(0.2, token.ask)
-        timer.start()
-        with pytest.raises(LoadCancelled):
-            token.run(mapped, PATIENCE_SECONDS)
-        timer.join()
-    finally:
-        end.set()
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,11 @@ def test_load_before_torch_reads_into_blocks(
 def test_single_file_is_opened_by_one_thread(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gdsload.checkpoint import file_io
+    from gdsload.system import parallel
 
     names: list[str] = []
-    start = file_io.start_thread
-    monkeypatch.setattr(file_io, "start_thread", lambda *w: names.append(w[1]) or start(*w))
+    start = parallel.start_thread
+    monkeypatch.setattr(parallel, "start_thread", lambda *w: names.append(w[1]) or start(*w))
     file = min(tiny_checkpoint.glob("*.safetensors"))
     with gdsload.Checkpoint.open(file) as checkpoint:
         assert len(checkpoint.shards) == len(names) == 1

@@ -16,11 +16,11 @@ import torch
 
 import descriptors
 import gdsload
-from gdsload.checkpoint import file_io
 from gdsload.errors import GdsloadError
 from gdsload.peers.service import Service
 from gdsload.peers.tickets import Tickets
 from gdsload.system import threads
+from gdsload.system.parallel import parallel_map
 from gdsload.system.threads import start_thread
 
 REFUSALS = (RuntimeError("can't start new thread"), MemoryError())
@@ -104,9 +104,7 @@ def test_parallel_map_without_threads_works_in_the_caller() -> None:
         callers.append(threading.current_thread())
         return item * 2
 
-    assert list(file_io.parallel_map(work, range(40), path_of=str)) == [
-        item * 2 for item in range(40)
-    ]
+    assert list(parallel_map(work, range(40), path_of=str)) == [item * 2 for item in range(40)]
     assert set(callers) == {threading.current_thread()}
 
 
@@ -140,7 +138,7 @@ def test_parallel_map_thread_out_of_memory_raises() -> None:
                 raise MemoryError("between two items")
             yield self[1]
 
-    results = file_io.parallel_map(lambda item: item, Items([1, 2]), path_of=str, stall_seconds=20)
+    results = parallel_map(lambda item: item, Items([1, 2]), path_of=str, stall_seconds=20)
     with pytest.raises(MemoryError, match="between two items"):
         list(results)
 

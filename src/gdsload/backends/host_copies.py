@@ -21,7 +21,7 @@ from gdsload.errors import BackendUnavailable, PlacementError, ReadError, StallE
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.read_plan import Transfer
 from gdsload.system import gpu
-from gdsload.system.stall import StallWatch
+from gdsload.system.stall import STALL_SECONDS, StallWatch
 
 # Fewer bytes are copied by the driver before threads have been woken up. If there is no ring yet,
 # pinning one takes longer than the driver needs for fewer bytes than the second. Not measured.
@@ -29,7 +29,6 @@ LEAST_BYTES = 4 << 20
 LEAST_BYTES_WITHOUT_RING = 1 << 30
 _KIND = "host memory"  # of parked pipelines
 _POLL_SECONDS = 0.1  # Ctrl-C waits this long at most
-_STALL_SECONDS = 60.0
 
 
 class HostCopy(NamedTuple):
@@ -115,9 +114,9 @@ def _finish(request: StagedRequest, device: str) -> None:
             )
         if progress.finished:
             return
-        if watch.stalled(progress.idle_seconds, _STALL_SECONDS):
+        if watch.stalled(progress.idle_seconds, STALL_SECONDS):
             raise StallError(
-                f"{device}: nothing was copied from host memory for {_STALL_SECONDS:.0f} s",
+                f"{device}: nothing was copied from host memory for {STALL_SECONDS:.0f} s",
                 path="host memory",
             )
         request.wait(_POLL_SECONDS, 0, len(request.transfers) - 1)

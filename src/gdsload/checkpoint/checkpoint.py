@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gdsload._native.ranges import bytes_of
-from gdsload.checkpoint.file_io import STALL_SECONDS, open_regular, parallel_map
+from gdsload.checkpoint.file_io import open_regular
 from gdsload.checkpoint.header import (
     HEADER_LIMIT_BYTES,
     LENGTH_BYTES,
@@ -47,6 +47,8 @@ from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.urls import shown_source
 from gdsload.system import quiesce
 from gdsload.system.gc_control import collector_paused
+from gdsload.system.parallel import parallel_map
+from gdsload.system.stall import STALL_SECONDS
 from gdsload.system.storage import distant_filesystem_of
 
 _FEW_SHARDS = 4  # on a disk, one thread opens them faster than several start

@@ -20,7 +20,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint, Shard, TensorInfo
-from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.manifest import (
     ALGORITHMS,
     BLOCK_BYTES,
@@ -36,6 +35,7 @@ from gdsload.dtypes import torch_dtype
 from gdsload.errors import CheckpointNotFound, IntegrityError, shown
 from gdsload.planning.read_plan import FILE_ORDER, ByteRange
 from gdsload.report import LoadReport
+from gdsload.system.parallel import parallel_map
 
 if TYPE_CHECKING:
     import torch

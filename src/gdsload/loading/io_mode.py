@@ -31,7 +31,7 @@ from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
 from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
-from gdsload.checkpoint.file_io import close_files, parallel_map
+from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
@@ -43,6 +43,7 @@ from gdsload.planning.read_plan import (
 from gdsload.report import LoadReport
 from gdsload.system import load_locks
 from gdsload.system.available import available_bytes
+from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")

@@ -41,6 +41,7 @@ from gdsload.system import quiesce
 from gdsload.system.available import require_room
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
@@ -57,9 +58,6 @@ __all__ = [
     "verifier_of",
 ]
 
-# A read without a single byte for this long has failed. Longer than an NFS server usually needs to
-# restart.
-STALL_SECONDS = 60.0
 # Memory of one read in a plan, and the number of reads that fits everywhere.
 READ_BYTES = 256
 _FEW_READS = 100_000

@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.header import LENGTH_BYTES
 from gdsload.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -32,6 +31,7 @@ from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError, shown
 from gdsload.remote.directory import HEAD_BYTES
 from gdsload.remote.peer import Segment
+from gdsload.system.parallel import parallel_map
 
 SINGLE_FILE = "model.safetensors"
 

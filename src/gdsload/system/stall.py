@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import time
 
+# A read without a single byte for this long has failed. Longer than an NFS server usually needs to
+# restart.
+STALL_SECONDS = 60.0
 # Time that native threads and the kernel get to report bytes after a process continues.
 CONFIRM_SECONDS = 0.05
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdsload.checkpoint import Checkpoint
-from gdsload.checkpoint.file_io import parallel_map
 from gdsload.checkpoint.locate import relative
 from gdsload.errors import CheckpointAccessError, CheckpointError, CheckpointNotFound
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory, open_directory
 from gdsload.remote.urls import joined, without_secrets
+from gdsload.system.parallel import parallel_map
 
 # A tokenizer may have 30 MB. Larger files are not needed to build a model.
 SMALL_BYTES = 64 << 20
