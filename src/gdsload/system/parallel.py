@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 from gdsload.errors import StallError
 from gdsload.system.cancellation import LoadCancelled, check
@@ -21,6 +22,107 @@ Result = TypeVar("Result")
 _THREADS = 16  # requests in flight hide the latency of network storage; more gain nothing
 _AHEAD = 32  # finished results that wait for the consumer: bounds the memory of headers
 _WAKE_SECONDS = 0.1  # a Ctrl-C just before a wait begins is seen only when the wait ends
+
+
+class _Threads(Generic[Item, Result]):
+    """The threads of one `parallel_map`, and the results that they leave for its caller."""
+
+    def __init__(
+        self,
+        work: Callable[[Item], Result],
+        items: Sequence[Item],
+        discard: Callable[[Result], None],
+    ) -> None:
+        self._work = work
+        self._discard = discard
+        self._jobs = iter(enumerate(items))
+        self._changed = threading.Condition()
+        self._outcomes: dict[int, tuple[Result | None, BaseException | None]] = {}
+        self._crashes: list[BaseException] = []  # of threads, outside `work`
+        self._finished = 0
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self.join_seconds = 1.0  # for threads still at work when the caller stops
+
+    def start(self, number: int) -> bool:
+        """Starts up to so many threads. False if the process may start none."""
+        for _ in range(number):
+            thread = start_thread(self._run, "gdsload-open")
+            if thread is None:
+                break
+            self._threads.append(thread)
+        return bool(self._threads)
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                self._finish(job[0], *self._outcome_of(job[1]))
+        except BaseException as crash:  # for example no memory: the caller must not wait
+            self._crashes.append(crash)
+
+    def _next_job(self) -> tuple[int, Item] | None:
+        """The next item and its number, when there is room for its result; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self._outcomes) < _AHEAD)
+            return None if self._stopped else next(self._jobs, None)
+
+    def _outcome_of(self, item: Item) -> tuple[Result | None, BaseException | None]:
+        # An error refers to this frame and to its callers. If one of them went on to refer to it,
+        # what the work held, such as connections, would stay until the garbage is collected.
+        try:
+            return self._work(item), None
+        except BaseException as error:
+            return None, error
+
+    def _finish(self, number: int, result: Result | None, error: BaseException | None) -> None:
+        with self._changed:
+            if not self._stopped:
+                self._outcomes[number] = result, error
+                self._finished += 1
+                self._changed.notify_all()
+                return
+        if error is None:
+            self._discard(result)  # type: ignore[arg-type]
+
+    def result_of(self, number: int, path_of: Callable[[], str], stall_seconds: float) -> Result:
+        """Waits for the result of an item. Errors are as those of `parallel_map`."""
+        with self._changed:
+            before, start, watch = self._finished, time.monotonic(), StallWatch()
+            while number not in self._outcomes:
+                self._changed.wait(min(_WAKE_SECONDS, stall_seconds))
+                if self._crashes:
+                    raise self._crashes[0]
+                check()
+                if self._finished != before:
+                    before, start = self._finished, time.monotonic()
+                if watch.stalled(time.monotonic() - start, stall_seconds):
+                    self.join_seconds = 0.0
+                    path = path_of()
+                    raise StallError(
+                        f"{path}: the storage has not answered for {stall_seconds:g} s", path=path
+                    )
+            result, error = self._outcomes.pop(number)
+            self._changed.notify_all()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # as in `_outcome_of`
+        return result  # type: ignore[return-value]
+
+    def stop(self) -> None:
+        """Lets the threads end, waits for them up to `join_seconds`, and discards the results that
+        were not taken. A thread that is still at work then discards its own."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + self.join_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for result, error in self._outcomes.values():
+            if error is None:
+                self._discard(result)  # type: ignore[arg-type]
+        self._outcomes.clear()
 
 
 def parallel_map(
@@ -49,89 +151,16 @@ def parallel_map(
         LoadCancelled: The load was cancelled. Threads at work are left behind as well.
         BaseException: The first error of `work`, in the order of the items.
     """
-    changed = threading.Condition()
-    jobs = iter(enumerate(items))
-    outcomes: dict[int, tuple[Result | None, BaseException | None]] = {}
-    crashes: list[BaseException] = []  # of threads, outside `work`
-    finished = 0
-    stopped = False
-
-    def run() -> None:
-        nonlocal finished
-        try:
-            while True:
-                # An error refers to this frame. If the frame went on to refer to it, what the work
-                # held, such as connections, would stay until the garbage is collected.
-                result: Result | None = None
-                error: BaseException | None = None
-                with changed:
-                    changed.wait_for(lambda: stopped or len(outcomes) < _AHEAD)
-                    job = None if stopped else next(jobs, None)
-                if job is None:
-                    return
-                try:
-                    result = work(job[1])
-                except BaseException as caught:
-                    error = caught
-                with changed:
-                    if not stopped:
-                        outcomes[job[0]] = result, error
-                        finished += 1
-                        changed.notify_all()
-                        continue
-                if error is None:
-                    discard(result)  # type: ignore[arg-type]
-        except BaseException as crash:  # for example no memory: the caller must not wait
-            crashes.append(crash)
-
-    threads: list[threading.Thread] = []
-    join_seconds = 1.0  # for threads still at work when the caller stops
+    threads = _Threads(work, items, discard)
     try:
-        for _ in range(min(_THREADS, len(items))):
-            thread = start_thread(run, "gdsload-open")
-            if thread is None:  # the process may start no more threads
-                break
-            threads.append(thread)
-        if not threads:
+        if threads.start(min(_THREADS, len(items))):
+            for number, item in enumerate(items):
+                yield threads.result_of(number, partial(path_of, item), stall_seconds)
+        else:
             for item in items:
                 yield work(item)
-            return
-        for number, item in enumerate(items):
-            with changed:
-                before, start, watch = finished, time.monotonic(), StallWatch()
-                while number not in outcomes:
-                    changed.wait(min(_WAKE_SECONDS, stall_seconds))
-                    if crashes:
-                        raise crashes[0]
-                    check()
-                    if finished != before:
-                        before, start = finished, time.monotonic()
-                    if watch.stalled(time.monotonic() - start, stall_seconds):
-                        join_seconds = 0.0
-                        path = path_of(item)
-                        raise StallError(
-                            f"{path}: the storage has not answered for {stall_seconds:g} s",
-                            path=path,
-                        )
-                result, error = outcomes.pop(number)
-                changed.notify_all()
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    del error  # as in `run`
-            yield result  # type: ignore[misc]
     except (KeyboardInterrupt, LoadCancelled):
-        join_seconds = 0.2  # somebody waits for the end
+        threads.join_seconds = 0.2  # somebody waits for the end
         raise
     finally:
-        with changed:
-            stopped = True
-            changed.notify_all()
-        deadline = time.monotonic() + join_seconds
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        for result, error in outcomes.values():
-            if error is None:
-                discard(result)  # type: ignore[arg-type]
-        outcomes.clear()
+        threads.stop()
