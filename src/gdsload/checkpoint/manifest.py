@@ -161,6 +161,17 @@ def _invalid(path: str, fault: str) -> CheckpointError:
     return CheckpointError(f"{path}: this is not a valid manifest: {fault}", path=path)
 
 
+def manifest_json(algorithm: str, files: Mapping[str, FileChecksums]) -> bytes:
+    """The text of a manifest, of blocks of `BLOCK_BYTES`."""
+    top = {
+        "format": FORMAT,
+        "algorithm": algorithm,
+        "block_bytes": BLOCK_BYTES,
+        "files": {name: entry._asdict() for name, entry in files.items()},
+    }
+    return json.dumps(top, indent=0).encode()
+
+
 def write_manifest(path: str, algorithm: str, files: Mapping[str, FileChecksums]) -> None:
     """Writes a manifest: the whole file appears at once, or nothing does.
 
@@ -171,17 +182,12 @@ def write_manifest(path: str, algorithm: str, files: Mapping[str, FileChecksums]
         before = read_manifest(path)
         if (before.algorithm, before.block_bytes) == (algorithm, BLOCK_BYTES):
             kept = before.files
-    top = {
-        "format": FORMAT,
-        "algorithm": algorithm,
-        "block_bytes": BLOCK_BYTES,
-        "files": {name: entry._asdict() for name, entry in {**kept, **files}.items()},
-    }
+    text = manifest_json(algorithm, {**kept, **files})
     directory = os.path.dirname(path) or "."
     fd, scratch = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=directory)
     try:
-        with open(fd, "w", encoding="utf-8") as out:
-            json.dump(top, out, indent=0)
+        with open(fd, "wb") as out:
+            out.write(text)
             out.flush()
             os.fchmod(out.fileno(), 0o644)
             os.fsync(out.fileno())

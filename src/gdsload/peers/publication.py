@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from gdsload.checkpoint.header import LENGTH_BYTES
 from gdsload.checkpoint.manifest import (
     BLOCK_BYTES,
-    FORMAT,
     MANIFEST_NAME,
     XXH3,
     FileChecksums,
     hash_function,
+    manifest_json,
 )
 from gdsload.dtypes import DTYPES
 from gdsload.errors import GdsloadError, shown
@@ -150,13 +150,7 @@ def manifest_of(files: Mapping[str, PublishedFile]) -> bytes:
         for (tensor, _), checksum in zip(blocks, found, strict=True):
             checksums[tensor] += checksum
         entries[name] = FileChecksums(file.size, digest(file.header), checksums)
-    manifest = {
-        "format": FORMAT,
-        "algorithm": XXH3,
-        "block_bytes": BLOCK_BYTES,
-        "files": {name: entry._asdict() for name, entry in entries.items()},
-    }
-    return json.dumps(manifest, indent=0).encode()
+    return manifest_json(XXH3, entries)
 
 
 def published(
