@@ -1,4 +1,4 @@
-"""Parses and validates the header of a safetensors file, and the index of a checkpoint.
+"""Parses and validates headers of safetensors files and indexes of checkpoints, and makes headers.
 
     | N: u64, little endian | N bytes of JSON | tensor data, tiled without gap or overlap |
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -221,6 +221,22 @@ def parse_header(raw: bytes, size: int, *, path: str, shard: int = 0) -> Header:
             f"{path}: {fault}: its header promises {end} bytes, it has {size}", path=path
         )
     return Header(tensors, metadata)
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The beginning of a safetensors file: the length, and the JSON as safetensors writes it.
+
+    Args:
+        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
+    """
+    top: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        begin, end = end, end + nbytes
+        top[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(top, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)  # the data is aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _require_possible(shape: list[int]) -> None:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gdsload.checkpoint.header import LENGTH_BYTES
+from gdsload.checkpoint.header import header_bytes
 from gdsload.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST_NAME,
@@ -116,17 +116,15 @@ def file_of(tensors: Sequence[PublishedTensor]) -> PublishedFile:
     Those of larger elements come first, so that all are aligned; otherwise their order stays.
     """
     ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].align)
-    top: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape, _, location in ordered:
-        if name in top:
-            raise GdsloadError(f"cannot serve a tensor of the name {shown(name)}")
-        offsets = [end, end + location.nbytes]
-        top[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        end = offsets[1]
-    text = json.dumps(top, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    return PublishedFile(len(text).to_bytes(LENGTH_BYTES, "little") + text, ordered)
+    taken = {"__metadata__"}
+    for tensor in ordered:
+        if tensor.name in taken:
+            raise GdsloadError(f"cannot serve a tensor of the name {shown(tensor.name)}")
+        taken.add(tensor.name)
+    header = header_bytes(
+        (tensor.name, tensor.dtype, tensor.shape, tensor.location.nbytes) for tensor in ordered
+    )
+    return PublishedFile(header, ordered)
 
 
 def manifest_of(files: Mapping[str, PublishedFile]) -> bytes:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gdsload.checkpoint.header import header_bytes
 from gdsload.errors import CheckpointError
 from gdsload.synthetic.model_shapes import MODELS, Tensor, configured, shapes, shards, total_bytes
 
@@ -115,16 +116,7 @@ def _label(model: str, layers: int | None, seed: int) -> dict[str, object]:
 
 
 def _header(tensors: list[Tensor]) -> bytes:
-    """The header of a safetensors file with its length, padded to a multiple of eight bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.nbytes
-        facts = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
-        header[tensor.name] = facts
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return header_bytes((each.name, each.dtype, each.shape, each.nbytes) for each in tensors)
 
 
 def _write_files(
