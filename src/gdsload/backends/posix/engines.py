@@ -18,6 +18,7 @@ from gdsload._native.memory import Region
 from gdsload._native.pump import Pump
 from gdsload._native.request import Request
 from gdsload.backends.base import Support
+from gdsload.backends.pump_request import DRAIN_SECONDS
 from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 
 # The order in which `auto` tries them (benchmarks/engines.py). Into host memory: threads touch the
@@ -25,7 +26,6 @@ from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES
 # least CPU time. linuxaio copies from the page cache one read after the other.
 ENGINES = ("threads", "uring", "linuxaio")
 DEVICE_ENGINES = ("uring", "threads", "linuxaio")
-_DRAIN_SECONDS = 0.15
 
 
 def engine_module(engine: str) -> Any:
@@ -129,7 +129,7 @@ def _read_one_byte(engine: str, module: Any, fd: int) -> tuple[Support, int]:
             return Support(False, (f"{engine} opens, but cannot read: {os.strerror(code)}",)), code
         return Support(True), 0
     finally:
-        pump.close(_DRAIN_SECONDS)
+        pump.close(DRAIN_SECONDS)
 
 
 def unopened(engine: str, error: OSError) -> Support:
