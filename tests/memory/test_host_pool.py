@@ -536,11 +536,24 @@ def test_memory_files_do_not_count_as_cache_that_a_cgroup_can_drop(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("most", "high", "expected"), [("max", "1000", [900]), ("5000", "1000", [4900, 900])]
+    ("most", "high", "expected"),
+    [
+        ("max", "1000", [(900, "memory.high")]),
+        ("5000", "1000", [(4900, "memory.max"), (900, "memory.high")]),
+    ],
 )
 def test_memory_that_a_cgroup_throttles_is_not_available(
-    tmp_path: Path, most: str, high: str, expected: list[int]
+    tmp_path: Path, most: str, high: str, expected: list[tuple[int, str]]
 ) -> None:
     for name, text in (("max", most), ("high", high), ("current", "100"), ("stat", "file 0")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert list(available._cgroup_bytes("", str(tmp_path), *available._V2[1:])) == expected
+    found = list(available._cgroup_bytes("", str(tmp_path), *available._V2[1:]))
+    assert found == [(nbytes, str(tmp_path / name)) for nbytes, name in expected]
+
+
+def test_load_above_the_limit_of_a_cgroup_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [(9 << 30, ""), (2 << 30, "/cgroup/memory.max"), (1 << 30, "/cgroup/memory.high")]
+    monkeypatch.setattr(available, "_limits", lambda: iter(left))
+    assert available.available_bytes() == 1 << 30
+    with pytest.raises(PlacementError, match=r"available \(by the limit /cgroup/memory\.high\): "):
+        available.require_room(1 << 30)

@@ -8,7 +8,7 @@ responsible for the memory of GPUs (`gdsload.system.gpu`), nor for giving any ba
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from gdsload.errors import PlacementError
@@ -32,39 +32,45 @@ def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") 
     """Checks that `nbytes` of host memory are available; `what` is their purpose, for the message.
 
     Raises:
-        PlacementError: too little memory; with the number of missing bytes.
+        PlacementError: too little memory; with the number of missing bytes, and the limit.
     """
-    _require(nbytes, what, available_bytes())
+    _require(nbytes, what, available_bytes(), lambda: min(_limits(), default=(0, ""))[1])
 
 
 def require_machine_room(nbytes: int, what: str) -> None:
     """Like `require_room`, for what several processes take: without limits of cgroups, which each
     of them may have for itself."""
-    _require(nbytes, what, machine_bytes())
+    _require(nbytes, what, machine_bytes(), lambda: "")
 
 
-def _require(nbytes: int, what: str, available: int | None) -> None:
+def _require(nbytes: int, what: str, available: int | None, limit: Callable[[], str]) -> None:
     if available is not None and nbytes + SPARE_BYTES > available:
         missing = nbytes + SPARE_BYTES - available
+        path = limit()
+        by = f" (by the limit {path})" if path else ""
         raise PlacementError(
             f"{nbytes:,} {what} and {SPARE_BYTES:,} are kept in reserve, but only {available:,} are"
-            f" available: {missing:,} bytes are missing",
+            f" available{by}: {missing:,} bytes are missing",
             missing_bytes=missing,
         )
 
 
 def available_bytes() -> int | None:
     """Bytes of host memory that a load may take. None if the system does not report them."""
-    machine = machine_bytes()
-    limits = [] if machine is None else [machine]
+    return min(_limits(), default=(None, ""))[0]
+
+
+def _limits() -> Iterator[tuple[int, str]]:
+    """Bytes left of the machine, with "", and of each cgroup, with the file of its limit."""
+    if (machine := machine_bytes()) is not None:
+        yield machine, ""
     with suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if not controllers:
-                limits += _cgroup_bytes(path, *_V2)
+                yield from _cgroup_bytes(path, *_V2)
             elif "memory" in controllers.split(","):
-                limits += _cgroup_bytes(path, *_V1)
-    return min(limits, default=None)
+                yield from _cgroup_bytes(path, *_V1)
 
 
 def machine_bytes() -> int | None:
@@ -77,14 +83,16 @@ def machine_bytes() -> int | None:
     return None
 
 
-def _cgroup_bytes(path: str, root: str, limit_names: Sequence[str], *names: str) -> Iterator[int]:
-    """Bytes left in a cgroup and in each cgroup above it."""
+def _cgroup_bytes(
+    path: str, root: str, limit_names: Sequence[str], *names: str
+) -> Iterator[tuple[int, str]]:
+    """Bytes left in a cgroup and in each cgroup above it, with the file of the limit."""
     # Inside a container the host's path does not exist. The root is then the container's cgroup.
     group = os.path.normpath(root + path)
     while group.startswith(root):
         for limit_name in limit_names:
             with suppress(OSError, ValueError):  # no such file, or the limit "max"
-                yield _group_bytes(group, limit_name, *names)
+                yield _group_bytes(group, limit_name, *names), os.path.join(group, limit_name)
         group = os.path.dirname(group)
 
 
