@@ -617,6 +617,20 @@ def test_page_matches_results() -> None:
     assert "CPU s/GB" in page
 
 
+def test_shown_loads_have_the_names_that_bench_cold_gives() -> None:
+    """Otherwise a new run would be stored beside the one that the page shows."""
+    cold, shown = measuring.program("cold"), 0
+    for block in render.BLOCK.finditer(render.PAGE.read_text()):
+        stem, path = Path(block["file"]).stem, render.RESULTS / block["file"]
+        if stem.startswith(("cold-", "warm-")) and path.exists():
+            kept = json.loads(path.read_text())
+            kept["conditions"].setdefault("storage", "")  # older results have none
+            expected = f"{stem[:5]}{cold.name_of(kept)}"
+            assert stem in (expected, f"{expected}-intel")  # of another processor
+            shown += 1
+    assert shown > 3
+
+
 def test_results_and_pictures_are_small() -> None:
     kept = [*render.RESULTS.iterdir(), *render.PICTURES.iterdir()]
     assert sum(path.stat().st_size for path in kept) < 200_000
