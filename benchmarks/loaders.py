@@ -217,6 +217,10 @@ def open_gdsload_model(wanted: Wanted) -> Opened:
 
 
 def _model_load(from_pretrained: Callable[..., Any], wanted: Wanted) -> Opened:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    # Imports the module of the model, which the rehearsal does not: its model is another one.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.from_pretrained(str(wanted.source))), None)
     settings = {"dtype": "auto", **wanted.settings}
     if wanted.device != CPU:
         settings["device_map"] = {"": wanted.device}

@@ -6,6 +6,8 @@ import argparse
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -302,6 +304,19 @@ def test_arm_unreachable_device_has_reason() -> None:
         assert why_not(KINDS[maps], "cpu", 15 * 10**9, 22 * 10**9, warm=True) == ""
     cached = why_not(KINDS["bare"], "cpu", 15 * 10**9, 22 * 10**9, warm=True)
     assert cached == "it holds 2 copies, the page cache's among them, 30.0 GB, and there are 22.0"
+
+
+def test_module_of_a_model_is_imported_before_the_clock(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    program = (
+        "import sys; from pathlib import Path; from benchmarks import loaded, loaders\n"
+        "loaders.open_transformers(loaded.Wanted(Path(sys.argv[1]), {}))\n"
+        "print('transformers.models.qwen3_moe.modeling_qwen3_moe' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = measuring.program("places").ROOT
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert ran.stdout == "True\n", ran.stderr
 
 
 def test_device_sums_equal_cpu_sums() -> None:
