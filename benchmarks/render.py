@@ -100,7 +100,12 @@ def words_of(path: Path) -> Words:
             raise Refused(
                 f"{path}: kept in format {known}, and this gdsload reads {records.FORMAT}"
             )
-        shown = KINDS[result["kind"]]
+        shown = KINDS.get(kind := result["kind"])
+        if shown is None:
+            raise Refused(
+                f"{path}: results of the kind {kind!r} are not shown here; those of"
+                f" {', '.join(sorted(KINDS))} are"
+            )
         return Words(result, shown.title(result), shown.table(result), shown.notes(result))
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from error

@@ -161,6 +161,7 @@ def kept() -> dict[str, Any]:
         (json.dumps({"kind": "loads"}), "no result that can be shown here"),
         (json.dumps({**kept(), "kind": "start"}), "no result that can be shown here"),
         (json.dumps({**kept(), "arms": [{"label": "nobody"}]}), "no result that can be shown here"),
+        (json.dumps({**kept(), "kind": "soak"}), "of the kind 'soak' are not shown here; those of"),
         (json.dumps({**kept(), "format": 1}), "kept in format 1, and this gdsload reads 2"),
     ],
 )
