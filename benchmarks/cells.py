@@ -146,7 +146,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def places(cell: Cell, first: int, share: int) -> Iterator[int]:
-    """Where each request begins, for ever: one after the other, or anywhere, always on a block."""
+    """Where each request begins, without end: one after the other, or anywhere, on a block."""
     last = (share - cell.request_bytes) // cell.block
     draw = random.Random(first)
     step = 0

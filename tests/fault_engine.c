@@ -1,7 +1,7 @@
 /* An engine that keeps the contract of engine.pxd over pread, and breaks it as a script says.
  *
  * It lets the tests see how the pump handles results that a healthy machine never gives: short
- * reads of any length, errnos once or for ever, reads that never complete, submissions that are
+ * reads of any length, errnos once or always, reads that never complete, submissions that are
  * taken in part or not at all. One script and one log serve all engines of the process.
  */
 #define _GNU_SOURCE
@@ -20,14 +20,14 @@ enum { SHORT = 1, ERRNO, ZERO, HANG };
 enum { ANY = 0, DIRECT, BUFFERED };
 
 struct rule {
-    int64_t kind, io_mode, value, times; /* times: how often it strikes; -1 for ever */
+    int64_t kind, io_mode, value, times; /* times: how often it strikes; -1: always */
     int64_t first, last;              /* bytes of the file; a read that touches them is struck */
     int64_t skip;                     /* reads that it would strike, and lets pass first */
 };
 struct script {
     int64_t open_errno;
     int64_t accept;                      /* reads taken by one submission at most; 0: all */
-    int64_t refuse_errno, refuse_times;  /* submissions refused; -1 times: for ever */
+    int64_t refuse_errno, refuse_times;  /* submissions refused; -1 times: always */
     int64_t reap_errno, reap_after;      /* reap fails for good after so many completions */
     int64_t reversed;                    /* the last submitted completes first */
     int64_t one_by_one;                  /* one completion from each reap */

@@ -169,8 +169,8 @@ class Publisher:
         self._call(LoadStarted(time.time(), report.source, report.device, kind))
 
     def publish(self) -> None:
-        """Calls the observers with what is new. If another thread does so now, its next call, or
-        `end`, has it."""
+        """Calls the observers with the new events. If another thread is doing so, returns: the next
+        call, or `end`, publishes them."""
         if self._lock.acquire(blocking=False):
             try:
                 for event in self._news():

@@ -245,7 +245,7 @@ def test_worker_abandoned_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_worker_ends_with_its_judge() -> None:
-    """The judge is killed while its worker, which has asked for it, waits for ever."""
+    """The judge is killed while its worker, which has asked for it, still waits."""
     judge_of_it = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}

@@ -1,4 +1,4 @@
-/* Gives libcufile a /proc/modules on a machine without one: it would look for the file for ever. */
+/* Gives libcufile a /proc/modules on a machine without one: it would never stop looking for it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -110,7 +110,7 @@ def source() -> Iterator[Source]:
 
 
 def test_leaf_reads_from_the_middle_before_the_middle_has_all(source: Source) -> None:
-    # It starts first: the middle does not wait for ever.
+    # It starts first: the middle does not wait without a limit.
     leaf = subprocess.Popen(
         [sys.executable, "-c", LEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

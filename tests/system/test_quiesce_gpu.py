@@ -99,7 +99,7 @@ def test_quiesce_with_hanging_driver_close_raises(
 
 
 def test_release_rings_keeps_ring_of_open_backend(doubles: Doubles) -> None:
-    """Also while none of its slots is lent: its reader would wait for slots for ever."""
+    """Also while none of its slots is lent: its reader would never get a slot."""
     with PosixBackend(ring_bytes=1 << 20, request_bytes=64 << 10) as first:
         first.prepare([], [], [Registration(Memory(VRAM, 0, 0, device="cuda:0"), -1)])
         (only,) = staging_ring.rings()

@@ -17,7 +17,7 @@ cdef struct CLease:
 # Regions that are cached between models: backed, touched, and free to be taken again.
 cdef struct CPool:
     pthread_mutex_t lock
-    int pid              # of its process: a thread may hold the lock in a forked child for ever
+    int pid              # of its process: in a forked child, the lock may never be unlocked
     int64_t references   # the Python object and each region
     uint64_t limit       # bytes it may hold, in use and idle together; 0: it is closed
     uint64_t held

@@ -217,8 +217,8 @@ cdef void describe(Op *op, Read *read) noexcept nogil:
 # --- the pump's thread -------------------------------------------------------------------------
 
 cdef void stage(CPump *self) noexcept nogil:
-    """Fills the next submission, and drops from it reads of cancelled requests: an engine that takes
-    nothing any more would keep such a request alive for ever."""
+    """Fills the next submission, and drops from it reads of cancelled requests: with an engine that
+    takes nothing any more, such a request would never end."""
     cdef int64_t now = monotonic_ns()
     cdef int i, count = 0
     cdef Op *op
@@ -326,7 +326,7 @@ cdef int64_t poll_timeout(CPump *self, int *wanted, int *cancelled) noexcept nog
         request = request.next_posted
     wanted[0] = 1
     if not awaited and self.staged_count == 0:
-        return IDLE_WAIT_NS  # a cancelled read may hang for ever
+        return IDLE_WAIT_NS  # a cancelled read may never end
     if under_way < self.depth and (unsubmitted or left == 0 or cancelled[0]):
         return BUSY_WAIT_NS
     if cancelled[0]:

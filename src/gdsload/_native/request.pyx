@@ -198,7 +198,7 @@ cdef class Request:
         return value
 
     cdef require_own_process(self):
-        # After a fork, a thread that stayed in the parent may hold the lock for ever.
+        # After a fork, the lock may never be unlocked: its thread stayed in the parent.
         if self.pid != getpid():
             raise OSError(EBADF, "the pump stayed in the process that forked this one")
 

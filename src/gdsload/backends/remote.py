@@ -48,7 +48,7 @@ MOST_DEPTH = 1024  # each is a thread
 # A slow source shows progress by reads that end after this time, and are continued: long before any
 # sensible `stall_seconds`, and longer than a request takes to start.
 REPORT_SECONDS = 2.0
-# To the pump these errors mean "try again, for ever".
+# The pump repeats reads that fail with these errors, without a limit.
 _TEMPORARY = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ECANCELED})
 
 

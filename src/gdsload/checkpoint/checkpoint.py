@@ -86,7 +86,7 @@ class Checkpoint:
         quiesce.register(self)
 
     def header_metadata(self) -> dict[str, str] | None:
-        """A copy of `metadata`; None if no header has any, as safetensors tells it."""
+        """A copy of `metadata`; None if no header has metadata, as in safetensors."""
         has_none = all(shard.metadata is None for shard in self.shards)
         return None if has_none else dict(self.metadata)
 

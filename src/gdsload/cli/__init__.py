@@ -121,7 +121,7 @@ def run(ctx: click.Context, arguments: tuple[str, ...]) -> None:
         run_script(arguments)
     except SystemExit:
         raise
-    except BaseException as error:  # shown here: click has other ideas of some of them
+    except BaseException as error:  # click would handle some of them itself
         sys.excepthook(*sys.exc_info())
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
 

@@ -60,8 +60,8 @@ def serve(source: str, no_checksums: bool, as_json: bool, **options: Any) -> Non
     """Loads SOURCE into memory, and serves it by NIXL until SIGINT or SIGTERM.
 
     SOURCE is a path or a URL. If it has a manifest, as peers have one, it is served while it is
-    still loaded. Others load it as nixl://HOST:PORT/NAME. Whoever reaches the port can read the
-    weights: listen in trusted networks only.
+    still loaded. Others load it as nixl://HOST:PORT/NAME. Every client that reaches the port can
+    read the weights: listen in trusted networks only.
     """
     from gdsload.peers.server import serve as serve_weights
 

@@ -41,8 +41,8 @@ def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
 
 
 def require_room(ordinal: int, nbytes: int, reusable_bytes: int = 0) -> int:
-    """Like `gpu.require_room`, but if memory is needed, idle staging rings are freed, and what an
-    interrupted load had to leave to its last copies."""
+    """Like `gpu.require_room`. If memory is missing, frees idle staging rings, and the memory of
+    interrupted loads whose last copies have ended, and checks again."""
     with suppress(PlacementError):
         return gpu.require_room(ordinal, nbytes, reusable_bytes)
     late_copies.forget_ended()

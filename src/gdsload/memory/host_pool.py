@@ -246,7 +246,7 @@ class HostPool(quiesce.Holder):
                     except OSError:  # no room to map it: the load reads the files
                         continue
                     mappings[segment] = lent
-                # Pinned memory is no lease of its own: the mapping keeps the segment meanwhile.
+                # The lease does not count pinned memory: the mapping keeps the segment alive.
                 region = (segment.pinned if pinned else None) or mappings[segment]
                 views[wanted.name] = BufferView(region, row.offset + skipped)
                 self._use(segment)

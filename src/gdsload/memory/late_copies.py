@@ -1,7 +1,7 @@
 """Memory that copies still use after their load has ended: the device is busy, or a read hangs.
 
-It is kept until these copies have ended, so that nobody else gets it before. Not responsible for
-the copies (`backends.staging`, `backends.host_copies`).
+It is kept until these copies have ended, so that it is not reused before. Not responsible for the
+copies (`backends.staging`, `backends.host_copies`).
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def _sample_offsets(offset: int, length: int) -> list[int]:
 def _readable_at_once(fd: int, view: int) -> bool:
     """Whether a byte of a file can be read without waiting; False if the kernel cannot say.
 
-    The kernel begins to read a cold page, and finds it there where the disk answers before the
-    kernel looks again. What this thread had read from the disk tells that page from a warm one.
+    The call starts to read a cold page. If the page arrives while the call runs, it looks warm. The
+    count of blocks that this thread has read shows that it came from the disk.
     """
     before = _blocks_read()
     try:

@@ -29,8 +29,10 @@ MAX_RUNS = 8192
 
 
 class PartName(str):
-    """The name of a part of a tensor. It reads as `w[0:2]`, and is equal to no name of a tensor, as
-    a checkpoint may have one with that very name; it is equal to names that are made of the same.
+    """The name of a part of a tensor, such as `w[0:2]`.
+
+    Never equal to a `str`: a checkpoint may have a tensor named `w[0:2]`. Equal to a PartName of
+    the same tensor and part.
     """
 
     __slots__ = ("_made_of",)

@@ -36,7 +36,7 @@ class DeviceInit:
             gpu.device(gpu.ordinal_of(self._device))
             if self._ring:
                 self._open_pipeline()
-        except Exception as error:  # the load meets it again, whatever it is
+        except Exception as error:  # the load raises the same error
             self.refusal = str(error)
 
     def _open_pipeline(self) -> None:

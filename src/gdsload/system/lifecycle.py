@@ -1,7 +1,7 @@
 """The process-wide state of gdsload when the process forks, and when it ends.
 
-A child of fork() has one thread. A lock that another thread of the parent held would stay locked in
-the child for ever. So locks that outlive a function are created here, and a child gets new ones.
+A child of fork() has one thread. A lock that another thread of the parent held would never be
+unlocked in the child. So locks that outlive a function are created here, and a child gets new ones.
 When the process ends, resources are closed in one order, each after its users:
 
     prefetches ─► staging rings ─► cuFile ─► CUDA ─► the process itself, if a command asks for it

@@ -1,9 +1,9 @@
 """Tells loads of one file, in all processes of this machine, of one another.
 
-Each load holds a shared lock on a byte far behind the end of the file. Whoever could not lock that
-byte exclusively is not alone. Nothing is written. The kernel releases the lock when the file is
-closed and no tensor is mapped from it any more, or the process dies. Not responsible for what loads
-do together (`gdsload.loading.io_mode`).
+Each load holds a shared lock on a byte far behind the end of the file. If the kernel would refuse
+an exclusive lock on that byte, another load of the file runs, or has left mappings. Nothing is
+written. The kernel releases the lock when the file is closed and no tensor is mapped from it any
+more, or the process dies. Not responsible for what loads do together (`gdsload.loading.io_mode`).
 """
 
 from __future__ import annotations

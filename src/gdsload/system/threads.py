@@ -1,7 +1,7 @@
 """Python threads whose start cannot hang.
 
 `threading.Thread.start` waits for an event that the new thread sets. If there is no memory for its
-first frame, the thread dies before that, and `start` would wait for ever.
+first frame, the thread dies before that, and `start` would hang.
 """
 
 from __future__ import annotations

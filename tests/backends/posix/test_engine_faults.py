@@ -1,6 +1,6 @@
 """What a load makes of storage that misbehaves: right bytes, or one error that says where and why.
 
-Each fault is injected by a scripted engine, once and for ever, so that the same things happen on
+Each fault is injected by a scripted engine, once and without end, so that the same things happen on
 every machine. Whatever was struck must show, as a retry in the report or as an error.
 """
 

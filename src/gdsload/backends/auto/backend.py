@@ -299,7 +299,7 @@ class Candidate:
 
     def _open(self, device: str) -> None:
         started = time.monotonic()
-        with suppress(Exception):  # `post` meets it again, whatever it is
+        with suppress(Exception):  # `post` raises the same error
             nothing = Registration(Memory(VRAM, 0, 0, device=device), -1)
             self.backend.release(self.backend.prepare([], [], [nothing]))
             self.fixed_seconds = time.monotonic() - started

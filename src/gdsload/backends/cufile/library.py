@@ -32,7 +32,7 @@ OPEN_SECONDS = 30.0
 # meet libcufile's own exit handlers.
 CLOSE_SECONDS = 10.0
 # Registering a file or a ring takes 1 ms to 0.3 s. With nvidia-fs built for another driver, or with
-# storage that does not answer, it hangs for ever.
+# storage that does not answer, it hangs.
 REGISTER_SECONDS = 10.0
 
 # The largest part of one read, as in NVIDIA's file. cuFile before 1.20 splits a read into parts of
@@ -304,7 +304,7 @@ def obstacle(root: str = "") -> str:
         with open(os.path.join(root or ROOT, "proc/modules")):
             pass
     except OSError as error:
-        # cuFileDriverOpen would look for it for ever, at full processor load.
+        # cuFileDriverOpen would never stop looking for it, at full processor load.
         return (
             f"/proc/modules cannot be read ({error.strerror}), and cuFile does not open without it"
         )

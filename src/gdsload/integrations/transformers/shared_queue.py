@@ -2,8 +2,8 @@
 
 A thread reads and exchanges window after window, because all ranks have to take part at the same
 time, whenever each of them needs its tensors. It pauses while many tensors wait to be taken, except
-when one is requested that has not arrived: so ranks that request in different orders do not wait
-for each other for ever. Slices that were not predicted are read by this rank alone.
+when one is requested that has not arrived: so ranks that request in different orders do not block
+each other. Slices that were not predicted are read by this rank alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SharedQueue(ReadaheadQueue):
         self._arrived: dict[str, torch.Tensor] = {}
         self._held_bytes = 0  # arrived and not kept
         self._waiting = 0  # threads
-        self._ending = ""  # "": reading; else how the thread shall end
+        self._ending = ""  # "": reading; else "ended" or the reason to end
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -72,7 +72,7 @@ class SharedQueue(ReadaheadQueue):
             self._exchange = Exchange(readers, session, *plan)
 
     def start(self) -> None:
-        """Starts the thread that reads. Raises GdsloadError if there is none to be had."""
+        """Starts the thread that reads. Raises GdsloadError if no thread can be started."""
         if self._thread is not None:
             return
         self._thread = start_thread(self._read, "gdsload-exchange")

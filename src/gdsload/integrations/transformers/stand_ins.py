@@ -5,7 +5,7 @@
                                                    are links to the local cache
 
 transformers finds classes and files in the directory. The hooks know which file elsewhere a
-stand-in means (`original`), and read that. Whoever reads a stand-in by itself gets an error about a
+stand-in means (`original`), and read that. Code that opens a stand-in itself gets an error about a
 truncated file. Not responsible for reading tensors.
 """
 
