@@ -23,11 +23,11 @@ from gdsload.memory import page_cache
 
 from . import cache, fio, machine, places
 from .arms import KINDS, Arm, versions
+from .children import PATIENCE_SECONDS
 from .loaded import CPU, OURS, PREFETCH, ArmFailed, files_of
 from .pages import Memory
 from .records import Refused
 
-PATIENCE_SECONDS = 900.0
 # What the disk may have read beyond the files: code that was paged in, metadata, neighbours.
 SLACK_BYTES = 48 << 20
 SLACK_SHARE = 0.03

@@ -19,7 +19,7 @@ from typing import Any
 
 from gdsload.memory import page_cache
 
-from . import machine, places, records, tables
+from . import children, machine, places, records, tables
 from .layout import several, size
 from .records import Refused
 
@@ -76,13 +76,16 @@ def anonymous_bytes(pid: int) -> int:
 
 def child(arm: str, file: Path, state: str) -> dict[str, Any]:
     """One fresh process. Raises Refused if it fails, or if a tensor is not that of the file."""
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD.replace("CALL", ARMS[arm]), arm, str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=places.own_environment(),
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD.replace("CALL", ARMS[arm]), arm, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=places.own_environment(),
+        ) as process,
+        children.limited(process, arm),
+    ):
         assert process.stdin is not None and process.stdout is not None
         if process.stdout.readline().strip() != "ready":
             raise Refused(f"{arm}: it ended before its load")

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import object_stores, places, records, rounds, tables, values
+from . import children, object_stores, places, records, rounds, tables, values
 from .layout import several, size
 from .loaded import OURS, PEERS
 from .object_stores import ObjectStore
@@ -51,19 +51,17 @@ def loaded(arm: str, store: ObjectStore, shards: Sequence[str]) -> dict[str, Any
     told = {**store.environment, **({} if ours else runai)}
     environment = places.own_environment(**told) if ours else places.environment(**told)
     urls = [store.url()] if kind in DIRECTORY_URL else [store.url(shard) for shard in shards]
-    with subprocess.Popen(
-        [*places.command(python, "remote_worker"), arm, *urls],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = [*places.command(python, "remote_worker"), arm, *urls]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with (
+        subprocess.Popen(command, env=environment, text=True, **pipes) as process,
+        children.limited(process, arm),
+    ):
         out, errors = process.communicate("\n")
-    lines = out.splitlines()
-    if process.returncode or not lines:
-        raise Refused(f"{arm}: {errors.strip()[-300:]}")
-    return dict(json.loads(lines[-1]))
+        lines = out.splitlines()
+        if process.returncode or not lines:
+            raise Refused(f"{arm}: {errors.strip()[-300:]}")
+        return dict(json.loads(lines[-1]))
 
 
 def measured(

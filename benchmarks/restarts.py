@@ -14,16 +14,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gdsload.system.available import available_bytes
 
-from . import cache, places, records, rounds, tables
+from . import cache, children, places, records, rounds, tables
 from .layout import several, size
 from .loaded import OURS, PEERS, files_of
 from .records import Refused
@@ -41,20 +42,31 @@ def started(arm: str, source: Path, count: int) -> list[dict[str, Any]]:
     python = sys.executable if ours else places.python_of(ARMS[arm])
     environment = places.own_environment() if ours else places.environment()
     command = [*places.command(python, "restart_worker"), arm, str(source)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with ExitStack() as stack:
-        running = [
-            stack.enter_context(subprocess.Popen(command, env=environment, text=True, **pipes))
-            for _ in range(count)
-        ]
+        # Nobody reads what they say while they load: a pipe could fill up.
+        words = stack.enter_context(tempfile.TemporaryFile("w+"))
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
+        running = []
+        for _ in range(count):
+            process = subprocess.Popen(command, env=environment, text=True, **pipes)
+            running.append(stack.enter_context(process))
+            stack.enter_context(children.limited(process, arm))
         for process in running:
             if process.stdout is None or process.stdout.readline() != "ready\n":
-                raise Refused(f"{arm}: {process.communicate()[1].strip()[-200:]}")
+                raise Refused(f"{arm}: {last_words(words)}")
         for process in running:
             if process.stdin is not None:
                 process.stdin.write("\n")
                 process.stdin.flush()
-        return [json.loads(process.communicate()[0]) for process in running]
+        lines = [process.communicate()[0] for process in running]
+        if not all(lines):
+            raise Refused(f"{arm}: {last_words(words)}")
+        return [json.loads(line) for line in lines]
+
+
+def last_words(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip()[-200:]
 
 
 def make_cold(source: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .children import limited
 from .records import Refused
 
 
@@ -24,7 +25,7 @@ def serving(
         stderr: As for `subprocess.Popen`.
 
     Raises:
-        Refused: It ended before it served.
+        Refused: It ended before it served, or takes too long.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "gdsload", "serve", str(source), "--json", "--port", "0"],
@@ -36,11 +37,13 @@ def serving(
     try:
         assert process.stdout is not None
         lines: list[str] = []
-        while lines[-1:] != ["}\n"]:
-            line = process.stdout.readline()
-            if not line:
-                raise Refused("the server ended")
-            lines = [line] if line == "{\n" else [*lines, line]  # libraries may print lines before
+        with limited(process, "the server"):
+            while lines[-1:] != ["}\n"]:
+                line = process.stdout.readline()
+                if not line:
+                    raise Refused("the server ended")
+                # Libraries may print lines before.
+                lines = [line] if line == "{\n" else [*lines, line]
         yield process, json.loads("".join(lines))["url"]
     finally:
         process.kill()

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import large, places, records, tables, values
+from . import children, large, places, records, tables, values
 from .layout import several, size
 from .records import Refused
 
@@ -137,6 +137,7 @@ class Replica:
             )
         )
         stack.callback(self._process.kill)
+        stack.enter_context(children.limited(self._process, "a replica"))
 
     def tell(self, *words: Any) -> None:
         """Sends a line."""
