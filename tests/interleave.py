@@ -43,7 +43,7 @@ if __name__ == "__main__":
 from gdsload._native import pump as pump_module, request as request_module, stage as stage_module
 from gdsload._native.cuda import Block, Cuda, Device
 from gdsload._native.memory import Region
-from gdsload._native.pump import Pump, limit_traffic, traffic
+from gdsload._native.pump import Pump, loads_under_way, set_throttle
 from gdsload._native.request import Request
 from gdsload._native.stage import AddressMap, Ring, Stage
 
@@ -263,7 +263,7 @@ class Run:
         self.closes = chosen.random() < 0.3
         self.plain.il_script(script)
         self.plain.il_begin(self.seed, len(programs))
-        limit_traffic(*limits)
+        set_throttle(*limits)
         self.pumps = self.open_pumps()
         self.closed: set[int] = set()
         self.jobs: list[Job] = []
@@ -287,9 +287,9 @@ class Run:
                 pump.close(LONG_SECONDS)
             self.switching.il_gather(1)
             self.pumps.clear()
-            loads, log = traffic()[2], self.log
+            loads, log = loads_under_way(), self.log
             self.close()
-            limit_traffic(0, 0)
+            set_throttle(0, 0)
             outcome = Outcome()
             said = self.plain.il_end(outcome).decode()
         require(not said, said)

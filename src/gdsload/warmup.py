@@ -118,15 +118,15 @@ def limit_bandwidth(bytes_per_second: int | None, *, of: str = "ahead") -> None:
     Example:
         >>> gdsload.warmup.limit_bandwidth(500_000_000)
     """
-    from gdsload._native.pump import limit_traffic, traffic
+    from gdsload._native.pump import set_throttle, throttle
 
     if bytes_per_second is not None and bytes_per_second < 1:
         raise ValueError(f"{bytes_per_second} bytes per second is no rate; None removes the limit")
-    rates = dict(zip(("all", "ahead"), traffic()[:2], strict=True))
+    rates = dict(zip(("all", "ahead"), throttle(), strict=True))
     if of not in rates:
         raise ValueError(f"of={of!r} must be one of {', '.join(rates)}")
     rates[of] = bytes_per_second or 0
-    limit_traffic(rates["all"], rates["ahead"])
+    set_throttle(rates["all"], rates["ahead"])
 
 
 class Hook:

@@ -17,7 +17,7 @@ from gated import Gate, gated
 from gdsload import warmup
 from gdsload._native import threads
 from gdsload._native.memory import Region
-from gdsload._native.pump import Pump, limit_traffic, traffic
+from gdsload._native.pump import Pump, loads_under_way, set_throttle, throttle
 from gdsload._native.request import Request
 from gdsload.readahead.prefetch import prefetches
 
@@ -42,10 +42,11 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
-    assert traffic() == (0, 0, 0)
+    assert throttle() == (0, 0) and loads_under_way() == 0
     yield
-    limit_traffic(0, 0)
-    assert traffic() == (0, 0, 0), "a load is still counted"
+    set_throttle(0, 0)
+    assert throttle() == (0, 0)
+    assert loads_under_way() == 0, "a load is still counted"
 
 
 def reads(pump: Pump, fd: int, *, ahead: bool, first: int = 0, count: int = COUNT) -> Request:
@@ -72,7 +73,7 @@ def test_prefetch_during_a_load_has_one_read_in_flight(fd: int, faults: Faults) 
     load = reads(load_pump, fd, ahead=False, count=1)
     load.post()
     faults.wait_hung()
-    assert traffic()[2] == 1
+    assert loads_under_way() == 1
     ahead = reads(ahead_pump, fd, ahead=True)
     ahead.post()
     assert ahead.wait(PATIENCE_SECONDS), "a prefetch must still end"
@@ -94,7 +95,7 @@ def test_cancelled_load_in_the_kernel_does_not_count(fd: int, faults: Faults, en
     request = reads(pump, fd, ahead=False, count=1)
     request.post()
     faults.wait_hung()
-    assert traffic()[2] == 1
+    assert loads_under_way() == 1
     if end == "cancel":
         request.cancel()
         assert not request.quiet(0.0)
@@ -102,7 +103,7 @@ def test_cancelled_load_in_the_kernel_does_not_count(fd: int, faults: Faults, en
         assert not pump.close(0.0)
     else:
         del request
-    assert traffic()[2] == 0
+    assert loads_under_way() == 0
     faults.let_go()
     pump.close(PATIENCE_SECONDS)
     faults.wait_closed()
@@ -114,11 +115,11 @@ def test_prefetch_with_a_waiter_counts_as_a_load(fd: int, faults: Faults) -> Non
     request = reads(pump, fd, ahead=True)
     request.post()
     faults.wait_hung()
-    assert traffic()[2] == 0
+    assert loads_under_way() == 0
     request.ahead = False
-    assert (request.ahead, traffic()[2]) == (False, 1)
+    assert (request.ahead, loads_under_way()) == (False, 1)
     request.ahead = True
-    assert (request.ahead, traffic()[2]) == (True, 0)
+    assert (request.ahead, loads_under_way()) == (True, 0)
     request.ahead = False
     faults.let_go()
     assert request.wait(PATIENCE_SECONDS) and request.quiet(PATIENCE_SECONDS)
@@ -148,9 +149,9 @@ def test_limits_of_all_reads_and_of_prefetches_are_separate(
 ) -> None:
     warmup.limit_bandwidth(1 << 30)
     warmup.limit_bandwidth(2 << 30, of="all")
-    assert traffic()[:2] == (2 << 30, 1 << 30)
+    assert throttle() == (2 << 30, 1 << 30)
     warmup.limit_bandwidth(None)
-    assert traffic()[:2] == (2 << 30, 0)
+    assert throttle() == (2 << 30, 0)
     for arguments in ({"bytes_per_second": 0}, {"bytes_per_second": 1, "of": "me"}):
         with pytest.raises(ValueError):
             warmup.limit_bandwidth(**arguments)  # type: ignore[arg-type]
@@ -164,8 +165,8 @@ def test_forked_child_has_no_loads_under_way(fd: int, faults: Faults) -> None:
     faults.wait_hung()
     child = os.fork()
     if child == 0:
-        os._exit(traffic()[2])
-    assert os.waitpid(child, 0)[1] == 0 and traffic()[2] == 1
+        os._exit(loads_under_way())
+    assert os.waitpid(child, 0)[1] == 0 and loads_under_way() == 1
     request.cancel()
     faults.let_go()
     assert request.quiet(PATIENCE_SECONDS)
@@ -174,7 +175,7 @@ def test_forked_child_has_no_loads_under_way(fd: int, faults: Faults) -> None:
 
 def test_prefetch_yields_until_a_load_claims_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    limit_traffic(0, 1)
+    set_throttle(0, 1)
     with gdsload.prefetch(checkpoint, cache="buffered", options={"engine": "threads"}) as ahead:
         got = gdsload.load_file(checkpoint)  # as a load it is out of that lane: or it would hang
         assert set(gdsload.last_report().paths) == {"prefetched"}

@@ -285,7 +285,7 @@ def test_bytes_in_host_memory_that_a_ring_does_not_suit_are_copied_by_torch(
     if why == "few bytes":
         monkeypatch.setattr(host_copies, "LEAST_BYTES_WITHOUT_RING", 1 << 20)
     elif why == "limited rate":
-        monkeypatch.setattr(host_copies, "traffic", lambda: (1, 0, 0))
+        monkeypatch.setattr(host_copies, "throttle", lambda: (1, 0))
     else:
         doubles.fault("cuMemHostRegister_v2", CODE, 801, times=-1)
         doubles.fault("cuMemHostAlloc", CODE, 2, times=-1)

@@ -177,8 +177,8 @@ def test_child_forked_while_ring_is_pinned_exits(tmp_path: Path) -> None:
 
 
 PREFETCH_STILL_READS = """
-from gdsload._native.pump import limit_traffic
-limit_traffic(1024, 0)  # the second read waits for a quarter of a minute
+from gdsload._native.pump import set_throttle
+set_throttle(1024, 0)  # the second read waits for a quarter of a minute
 ahead = gdsload.prefetch(sys.argv[4], "cuda:0", backend=sys.argv[5], options=options)
 until(lambda: ahead.progress().state == "reading" and ahead.progress().landed_bytes)
 """

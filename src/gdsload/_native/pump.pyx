@@ -554,21 +554,26 @@ cdef class Pump:
         release_pump(self.pump)
 
 
-def limit_traffic(int64_t all, int64_t ahead):
-    """Limits all reads of the process, and those of prefetches (``ahead``), to bytes per second; 0: no
-    limit. A read is never split for it: the next one waits."""
+def set_throttle(int64_t all_rate, int64_t prefetch_rate):
+    """Limits all reads of the process, and those of prefetches, to bytes per second; 0: no limit. A
+    read is never split for it: the next one waits."""
     with nogil:
         pthread_mutex_lock(&THROTTLE.lock)
-        THROTTLE.all.rate = all
+        THROTTLE.all.rate = all_rate
         THROTTLE.all.free_ns = 0
-        THROTTLE.ahead.rate = ahead
+        THROTTLE.ahead.rate = prefetch_rate
         THROTTLE.ahead.free_ns = 0
         pthread_mutex_unlock(&THROTTLE.lock)
 
 
-def traffic():
-    """(limit of all reads, limit of prefetches, loads under way)."""
-    return THROTTLE.all.rate, THROTTLE.ahead.rate, THROTTLE.loads
+def throttle():
+    """The limits of all reads and of those of prefetches, in bytes per second; 0: no limit."""
+    return THROTTLE.all.rate, THROTTLE.ahead.rate
+
+
+def loads_under_way():
+    """The number of requests in flight that prefetches yield to."""
+    return THROTTLE.loads
 
 
 def _after_fork():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gdsload._native import threads
-from gdsload._native.pump import traffic
+from gdsload._native.pump import throttle
 from gdsload.backends.base import VRAM, Memory, OpenFile, Registration
 from gdsload.backends.posix.backend import DEPTH, REQUEST_BYTES, RING_BYTES
 from gdsload.backends.staging import StagedRequest, StagingPipeline
@@ -66,7 +66,7 @@ def copy_to_device(
     for ring in staging_ring.rings():
         if (ring.kind, ring.ordinal) == (staging_ring.DRAM, ordinal):
             slot_bytes, ring_bytes, least = ring.native.slot_bytes, ring.nbytes, LEAST_BYTES
-    if nbytes < least or any(traffic()[:2]):
+    if nbytes < least or any(throttle()):
         return False
     try:
         with staging_ring.ring_for(staging_ring.DRAM, ordinal, slot_bytes, ring_bytes) as ring:

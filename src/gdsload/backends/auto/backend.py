@@ -27,7 +27,7 @@ from itertools import accumulate, count
 from typing import Any, ClassVar
 
 from gdsload._native.cuda import CudaFailure
-from gdsload._native.pump import traffic
+from gdsload._native.pump import throttle
 from gdsload.backends import registry
 from gdsload.backends.auto.benchmark import LAST, Benchmark
 from gdsload.backends.base import (
@@ -508,7 +508,8 @@ class AutoBackend(Backend):
 
     def _distorted(self, sample: Part) -> str:
         """Why the rate of a sample is not that of its storage, or ""."""
-        if traffic()[0]:
+        all_rate, _ = throttle()
+        if all_rate:
             return "a bandwidth limit was set"
         ahead = any(each.ahead for each in self._requests if sample in each.parts)
         return "a prefetch gives way to loads" if ahead else ""
