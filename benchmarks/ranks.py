@@ -3,23 +3,20 @@
     python -m benchmarks.ranks DIRECTORY [--ranks 1 2 4] [--repeats 3] [--output RESULT.json]
 
 gdsload shares the reads over gloo, as fastsafetensors and the streamer of Run:ai do; in the arms
-"...-each" every rank reads all. The files are evicted before each load. A load ends when each rank
-has all tensors and has read a byte of each of their pages. The loaders take turns; the sums of all
-ranks must be equal.
+"...-each" every rank reads all. The files are evicted when all ranks are ready. A load ends when
+each rank has all tensors and has read a byte of each of their pages. The loaders take turns; the
+sums of all bytes must be equal in all ranks.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import cache, places, records, rounds, tables
+from . import cache, children, places, records, rounds, tables
 from .layout import several, size
 from .loaded import OURS, PEERS, files_of
 from .records import Refused
@@ -32,21 +29,23 @@ ARMS = {
     "safetensors-each": OURS,
 }
 RANKS = (1, 2, 4)
-PATIENCE_SECONDS = 300
 
 
 def loaded(arm: str, source: Path, count: int) -> dict[str, Any]:
     """One cold load by `count` ranks. Raises Refused if one fails."""
-    files = [str(file) for file in files_of(source)]
-    if left := cache.evict(map(Path, files)):
-        raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
+    files = files_of(source)
     ours = ARMS[arm] == OURS
-    command = places.command(sys.executable if ours else places.python_of(PEERS), "rank_worker")
+    python = sys.executable if ours else places.python_of(PEERS)
+    command = [*places.command(python, "rank_worker"), arm, *map(str, files)]
     environment = places.own_environment if ours else places.environment
-    with tempfile.TemporaryDirectory() as meeting, ExitStack() as stack:
-        running = []
-        for number in range(count):
-            variables = environment(
+
+    def evict() -> None:
+        if left := cache.evict(files):
+            raise Refused(f"{source}: {left:,} bytes stay in the page cache: no cold figure here")
+
+    with tempfile.TemporaryDirectory() as meeting:
+        environments = [
+            environment(
                 RANK=str(number),
                 LOCAL_RANK=str(number),
                 WORLD_SIZE=str(count),
@@ -54,25 +53,10 @@ def loaded(arm: str, source: Path, count: int) -> dict[str, Any]:
                 GROUP=f"{meeting}/group",
                 OMP_NUM_THREADS="1",
             )
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [*command, arm, *files],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=variables,
-                )
-            )
-            stack.callback(process.kill)
-            running.append(process)
-        try:
-            said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
-        except subprocess.TimeoutExpired as error:
-            raise Refused(f"{arm}: no end after {PATIENCE_SECONDS} s") from error
-    for process, (_, errors) in zip(running, said, strict=True):
-        if process.returncode:
-            raise Refused(f"{arm} with {several(count, 'rank')}: {errors.strip()[-200:]}")
-    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
+            for number in range(count)
+        ]
+        label = f"{arm} with {several(count, 'rank')}"
+        found = children.at_once(label, command, environments, evict)
     if len({(one["sum"], one["bytes"]) for one in found}) != 1:
         raise Refused(f"{arm}: its ranks do not agree on the weights")
     return {

@@ -5,22 +5,19 @@
     cold, then restarts   one process after the other; the page cache is empty before the first
     N at once, cold       N processes that begin at the same moment; the last one counts
 
-Each process is fresh, its imports are not counted, and every page is touched. The loaders take
-turns; the sums of all processes must be equal.
+Each process is fresh, its imports are not counted, and every page is touched. The files are evicted
+when all processes are ready. The loaders take turns; the sums of all bytes must be equal in all
+processes.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from gdsload.system.available import available_bytes
 
@@ -36,37 +33,18 @@ RESTARTS = 2
 SETTLE_SECONDS = 3.0
 
 
-def started(arm: str, source: Path, count: int) -> list[dict[str, Any]]:
-    """Results of `count` processes that load at the same time. Raises Refused if one fails."""
+def started(
+    arm: str, source: Path, count: int, prepare: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Results of `count` processes that load at the same time, after `prepare` was called.
+
+    Raises Refused if one fails.
+    """
     ours = ARMS[arm] == OURS
     python = sys.executable if ours else places.python_of(ARMS[arm])
     environment = places.own_environment() if ours else places.environment()
     command = [*places.command(python, "restart_worker"), arm, str(source)]
-    with ExitStack() as stack:
-        # Nobody reads what they say while they load: a pipe could fill up.
-        words = stack.enter_context(tempfile.TemporaryFile("w+"))
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": words}
-        running = []
-        for _ in range(count):
-            process = subprocess.Popen(command, env=environment, text=True, **pipes)
-            running.append(stack.enter_context(process))
-            stack.enter_context(children.limited(process, arm))
-        for process in running:
-            if process.stdout is None or process.stdout.readline() != "ready\n":
-                raise Refused(f"{arm}: {last_words(words)}")
-        for process in running:
-            if process.stdin is not None:
-                process.stdin.write("\n")
-                process.stdin.flush()
-        lines = [process.communicate()[0] for process in running]
-        if not all(lines):
-            raise Refused(f"{arm}: {last_words(words)}")
-        return [json.loads(line) for line in lines]
-
-
-def last_words(file: TextIO) -> str:
-    file.seek(0)
-    return file.read().strip()[-200:]
+    return children.at_once(arm, command, [environment] * count, prepare)
 
 
 def make_cold(source: Path) -> None:
@@ -89,13 +67,12 @@ def measured(
 ) -> None:
     """Adds one round of one loader: seconds by situation. Adds the sums of the weights."""
     require_room(source, max(at_once))
-    make_cold(source)
-    runs = {"cold": started(arm, source, 1)}
+    cold = partial(make_cold, source)
+    runs = {"cold": started(arm, source, 1, cold)}
     for number in range(1, RESTARTS + 1):
         runs[f"restart {number}"] = started(arm, source, 1)
     for count in at_once:
-        make_cold(source)
-        runs[f"{count} at once"] = started(arm, source, count)
+        runs[f"{count} at once"] = started(arm, source, count, cold)
     sums.update(run["sum"] for found in runs.values() for run in found)
     if len(sums) != 1:
         raise Refused(f"{arm}: the processes do not agree on the weights: {sums}")

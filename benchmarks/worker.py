@@ -34,6 +34,7 @@ from .loaded import CPU, Loaded, Wanted
 from .pages import Memory
 
 PR_SET_PDEATHSIG = 1
+PAGE_BYTES = 4096
 STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
 
 
@@ -74,6 +75,18 @@ def touch(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
             total += int.from_bytes(ctypes.string_at(address + 8 * words, tail), "little")
         sums[name] = total & 0xFFFFFFFFFFFFFFFF
     return sums
+
+
+def total(places: Mapping[str, tuple[int, int]]) -> int:
+    """The sum of all of them, of every byte."""
+    return sum(touch(places).values()) & 0xFFFFFFFFFFFFFFFF
+
+
+def touch_pages(places: Mapping[str, tuple[int, int]]) -> None:
+    """Reads a byte of each page."""
+    for address, nbytes in places.values():
+        if nbytes:
+            view(address, nbytes, numpy.uint8)[::PAGE_BYTES].sum()
 
 
 def checksums(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -332,6 +333,16 @@ def test_device_sums_equal_cpu_sums() -> None:
     where = {name: (one.data_ptr(), one.nbytes) for name, one in made.items()}
     assert device.touch(made) == worker.touch(where)
     assert device.checksums(made) == worker.checksums(where)
+
+
+def test_total_of_a_load_has_all_bytes() -> None:
+    """The first byte of each page of float32 ones is zero."""
+    import torch
+
+    worker = measuring.program("worker")
+    ones, zeros = torch.ones(5000), torch.zeros(5000)
+    totals = [worker.total({"w": (each.data_ptr(), each.nbytes)}) for each in (ones, zeros)]
+    assert totals == [sum(ones.view(torch.int64).tolist()) % (1 << 64), 0]
 
 
 def test_gpu_clock_stops_before_sums(tmp_path: Path) -> None:
@@ -875,7 +886,10 @@ def test_restarts_of_one_file_are_cold(
     restarts = measuring.program("restarts")
     resident = []
 
-    def started(arm: str, source: Path, count: int) -> list[dict[str, Any]]:
+    def started(
+        arm: str, source: Path, count: int, prepare: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Any]]:
+        prepare()
         resident.append(page_cache.resident_bytes(file))
         source.read_bytes()
         return [{"seconds": 1.0, "sum": 1}] * count

@@ -59,6 +59,16 @@ def test_process_that_hangs_is_killed_and_refused(
         wait(tmp_path / "model.safetensors")
 
 
+def test_processes_at_once_begin_after_the_preparation(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; print('said by a library'); print('ready', flush=True)\n"
+        "sys.stdin.readline(); print(os.listdir(sys.argv[1]) != [] and 1 or 0)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    found = children.at_once("it", command, [{}, {}], (tmp_path / "made").touch)
+    assert found == [1, 1]
+
+
 def test_process_of_a_block_that_fails_is_killed() -> None:
     refused = pytest.raises(ValueError, match="mine")
     with subprocess.Popen(["sleep", "3600"]) as process, refused, children.limited(process, "it"):
