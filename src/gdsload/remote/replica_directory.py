@@ -3,7 +3,7 @@
     replicas("nixl://host/model", "s3://bucket/model", "/models/model")
       ─► "replicas://nixl://host/model|s3://bucket/model|/models/model" ─► ReplicaDirectory
 
-All sources are asked at once. Those that do not answer soon after the first one are left. Not
+All sources are asked at once. Those that do not answer soon after the first one are abandoned. Not
 responsible for reading (`remote.replicas`).
 """
 
@@ -58,7 +58,7 @@ class ReplicaDirectory(RemoteDirectory):
                     open_directory(each) if is_url(each) else LocalDirectory(each)
                 )
             except GdsloadError as error:  # its client is not installed
-                source.left = str(error)
+                source.abandoned = str(error)
         self._sources = Sources(sources)
         self._names: Collection[str] | None = None
 
@@ -80,7 +80,7 @@ class ReplicaDirectory(RemoteDirectory):
     def open(self, name: str) -> RemoteFile:
         """Opens a shard at all sources. Other files may differ: the first source counts."""
         shard = _is_shard(name)
-        files = self._answers(lambda directory: Opened.of(directory.open(name)), leave=shard)
+        files = self._answers(lambda directory: Opened.of(directory.open(name)), abandon=shard)
         if shard:
             return ReplicaFile(self.path_of(name), self._sources, files)
         (first, _), *others = files.values()
@@ -93,19 +93,19 @@ class ReplicaDirectory(RemoteDirectory):
         return next(iter(self._answers(lambda directory: directory.read(name, limit)).values()))
 
     def _answers(
-        self, ask: Callable[[RemoteDirectory], Answer], *, leave: bool = False
+        self, ask: Callable[[RemoteDirectory], Answer], *, abandon: bool = False
     ) -> dict[Source, Answer]:
         """The answers of the sources that are in use, in the user's order.
 
         Args:
             ask: Asks one of them.
-            leave: Whether a source that does not have the file is left. One that is down always is:
-                each further question would take seconds.
+            abandon: Whether a source that does not have the file is abandoned. One that is down
+                always is: each further question would take seconds.
 
         Raises:
             CheckpointError: No source has an answer.
         """
-        asked = {s: each for s, each in self._directories.items() if not s.left}
+        asked = {s: each for s, each in self._directories.items() if not s.abandoned}
         answers: dict[Source, Answer] = {}
         errors: dict[Source, Exception] = {}
         changed = threading.Condition()
@@ -133,15 +133,15 @@ class ReplicaDirectory(RemoteDirectory):
         for source in asked:
             if source not in found and source not in failed:
                 why = f"it had not answered {PATIENCE_SECONDS:g} s after another source"
-                self._sources.leave(source, why)
-            elif source in failed and (leave or (found and _is_down(failed[source]))):
-                self._sources.leave(source, str(failed[source]))
+                self._sources.abandon(source, why)
+            elif source in failed and (abandon or (found and _is_down(failed[source]))):
+                self._sources.abandon(source, str(failed[source]))
         if not found:
             raise self._no_answer(list(failed.values()))
         return found
 
     def _no_answer(self, errors: Sequence[Exception]) -> CheckpointError:
-        reasons = [source.left for source in self._sources.all if source.left]
+        reasons = [source.abandoned for source in self._sources.all if source.abandoned]
         texts = dict.fromkeys([*reasons, *map(str, errors)])
         missing = errors and all(isinstance(error, CheckpointNotFound) for error in errors)
         kind = CheckpointNotFound if missing and not reasons else CheckpointUnreadable

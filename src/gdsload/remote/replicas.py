@@ -5,8 +5,8 @@
                           └── another one, if it fails or stalls ◄┘
 
 Several sources work at the same time, and each byte is asked of one. A source that fails, stalls or
-has another version is left for good, and the reason is in the report. Not responsible for finding
-the files of a checkpoint.
+has another version is abandoned, and the reason is in the report. Not responsible for finding the
+files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gdsload.errors import GdsloadError, ReadError, RemoteError
 from gdsload.remote.file import RemoteFile, SourceFacts
 from gdsload.system.threads import start_thread
 
-# A source that has sent nothing for so long is left. A request of an object store that is repeated
-# after a time limit of the client may take longer: then another source is faster in any case.
+# A source that has sent nothing for so long is abandoned. A request of an object store that is
+# repeated after a time limit of the client may take longer: then another source is faster anyway.
 SILENT_SECONDS = 10.0
 # Ranges that a source has at the same time until its rate is known.
 _TRIALS = 2
@@ -44,12 +44,12 @@ class Source:
         places: Requests at the same time, at most.
         used: Requests under way.
         rate: Bytes per second of one request; 0.0 if unknown.
-        left: Why it is not used any more, or "".
+        abandoned: Why it is not used any more, or "".
     """
 
     def __init__(self, name: str, places: int = 16) -> None:
         self.name, self.places = name, places
-        self.used, self.rate, self.left = 0, 0.0, ""
+        self.used, self.rate, self.abandoned = 0, 0.0, ""
         self.heard = time.monotonic()  # when the last bytes came
         self.started = 0.0  # when the first bytes came; 0.0: never
 
@@ -61,7 +61,7 @@ class Source:
 
 
 class Sources:
-    """The sources of one checkpoint: the rate and the requests of each, and who was left and why.
+    """The sources of one checkpoint: the rate and the requests of each, and why some are abandoned.
 
     The files of a checkpoint share them.
     """
@@ -71,16 +71,16 @@ class Sources:
         self.silent_seconds = silent_seconds
         self._changed = threading.Condition()
 
-    def leave(self, source: Source, why: str) -> None:
+    def abandon(self, source: Source, why: str) -> None:
         """Uses it no more. The first reason counts."""
         with self._changed:
-            source.left = source.left or why
+            source.abandoned = source.abandoned or why
             self._changed.notify_all()
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Why sources were left, by name."""
-        return {source.name: source.left for source in self.all if source.left}
+        """Why sources were abandoned, by name."""
+        return {source.name: source.abandoned for source in self.all if source.abandoned}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -89,10 +89,10 @@ class Sources:
 
     def take(self, candidates: Sequence[Source], nbytes: int) -> Source | None:
         """Takes a place of the best of these sources, and waits for one if it must. None if all of
-        them were left."""
+        them were abandoned."""
         with self._changed:
             while True:
-                usable = [source for source in candidates if not source.left]
+                usable = [source for source in candidates if not source.abandoned]
                 if not usable:
                     return None
                 seconds = {source: source.seconds_for(nbytes) for source in usable}
@@ -151,7 +151,7 @@ class ReplicaFile(RemoteFile):
     scheme = "replicas"
 
     def __init__(self, url: str, sources: Sources, files: Mapping[Source, Opened]) -> None:
-        """Compares the files with the first of them, and leaves sources that differ.
+        """Compares the files with the first of them, and abandons sources that differ.
 
         Args:
             url: For messages.
@@ -170,7 +170,7 @@ class ReplicaFile(RemoteFile):
         for source, (file, header) in files.items():
             if why := self._difference(file, header):
                 del self._files[source]
-                sources.leave(source, f"{file.url}: it differs from {first.url}: {why}")
+                sources.abandon(source, f"{file.url}: it differs from {first.url}: {why}")
 
     def _difference(self, file: RemoteFile, header: bytes) -> str:
         if file.size != self.size:
@@ -214,7 +214,7 @@ class ReplicaFile(RemoteFile):
                     raise file.error("it sent nothing")
             except Exception as error:
                 before = source.name
-                self._sources.leave(source, _text_of(error))
+                self._sources.abandon(source, _text_of(error))
             finally:
                 stream.close()
                 self._sources.give_back(source, got, asked)
@@ -228,7 +228,7 @@ class ReplicaFile(RemoteFile):
 
     def verify_unchanged(self) -> None:
         for source, file in self._files.items():
-            if not (source.left and file.pinned):
+            if not (source.abandoned and file.pinned):
                 file.verify_unchanged()
 
     def quiesce(self) -> None:
@@ -246,7 +246,7 @@ def _text_of(error: Exception) -> str:
 
 
 class Stream:
-    """The chunks of a range, read in a thread, so that a source that stalls can be left."""
+    """The chunks of a range, read in a thread, so that a source that stalls can be abandoned."""
 
     def __init__(self, file: RemoteFile, offset: int, length: int) -> None:
         self._file, self._range = file, (offset, length)

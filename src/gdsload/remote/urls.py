@@ -120,8 +120,8 @@ def replicas(*sources: str | os.PathLike[str]) -> str:
     """Names several sources of one checkpoint: peers, object stores, directories of this machine.
 
     A load reads from all of them at the same time, from each as much as it can send, and each byte
-    once. A source that fails, stalls or has other files is left, and another one takes over. The
-    report has the bytes of each, and the reasons.
+    once. A source that fails, stalls or has other files is abandoned, and another one takes over.
+    The report has the bytes of each, and the reasons.
 
     Args:
         *sources: URLs and paths, each of a directory or each of a file; the preferred one first.

@@ -6,9 +6,9 @@
 Cold transfers are read by the candidate that is the fastest from their storage: measured on the
 first of them (`benchmark`), or by an earlier load (tuning cache).
 
-Failover: the next candidate reads what failed on one. A candidate is left if it fails too often,
-reads nothing for too long, or turns out to use cuFile's compatibility mode; then the next one also
-reads what it had in flight.
+Failover: the next candidate reads what failed on one. A candidate is abandoned if it fails too
+often, reads nothing for too long, or turns out to use cuFile's compatibility mode; then the next
+one also reads what it had in flight.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from gdsload.system.threads import start_thread
 FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
 WORTH_CUFILE_BYTES = 1 << 30
-# A candidate is left after this many failed transfers.
+# A candidate is abandoned after this many failed transfers.
 MOST_FAILURES = 3
-# It is also left if it reads nothing for this long: before the load fails (60 s), and after
+# It is also abandoned if it reads nothing for this long: before the load fails (60 s), and after
 # cuFile's events have timed out.
 SILENT_SECONDS = 35.0
 # In native mode too, cuFile reads by POSIX what is not aligned, such as the end of a file. More
@@ -199,7 +199,7 @@ class Candidate:
 
     Attributes:
         files: The files that are registered with it, by their numbers.
-        left: Why it is no longer used, or "".
+        abandoned: Why it is no longer used, or "".
         failures: The transfers that failed, in words.
         read_bytes: All bytes that it has read, in parts that have ended.
         compat_bytes: Those that cuFile read in compatibility mode.
@@ -211,7 +211,7 @@ class Candidate:
     def __init__(self, backend: Backend) -> None:
         self.backend, self.name = backend, backend.name
         self.files: dict[int, Registration] = {}
-        self.left, self.failures = "", list[str]()
+        self.abandoned, self.failures = "", list[str]()
         self.read_bytes = self.compat_bytes = 0
         self.fixed_seconds = -1.0
         self.watch = StallWatch()
@@ -382,8 +382,8 @@ class AutoBackend(Backend):
             name, why, rates = benchmark.best, benchmark.why, benchmark.rates
         refusals = self._refusals.copy()
         for each in self._candidates.values():
-            if each.left:
-                refusals[each.name] = each.left
+            if each.abandoned:
+                refusals[each.name] = each.abandoned
             elif each.failures:
                 refusals[f"{each.name}/ranges"] = each.failed
             refusals.update(each.backend.status().refusals)
@@ -402,7 +402,7 @@ class AutoBackend(Backend):
             if self._is_worth_cufile:
                 self._probe_others()
             candidates = self._candidates.values()
-            found = [each.backend.limits(device) for each in candidates if not each.left]
+            found = [each.backend.limits(device) for each in candidates if not each.abandoned]
             return max(found, key=lambda each: each.max_request)
 
     def register(self, what: OpenFile | Memory) -> Registration:
@@ -490,7 +490,7 @@ class AutoBackend(Backend):
         benchmark = self._benchmark
         while benchmark is not None and (self._sample is None or self._sample.ended):
             sample, self._sample = self._sample, None
-            sound = sample is not None and not sample.failures and not sample.candidate.left
+            sound = sample is not None and not sample.failures and not sample.candidate.abandoned
             if sample is not None and sound and sample.is_direct:
                 benchmark.not_cached = benchmark.not_cached or self._distorted(sample)
                 name, fixed_seconds = sample.candidate.name, sample.candidate.fixed_seconds
@@ -542,7 +542,7 @@ class AutoBackend(Backend):
                 if candidate.name == LAST:
                     request.error = error
                 else:
-                    self._leave(candidate, str(error), is_temporary(error))
+                    self._abandon(candidate, str(error), is_temporary(error))
                     candidate = self._after(candidate)
         return None
 
@@ -563,8 +563,8 @@ class AutoBackend(Backend):
                 if not part.ended:  # a failure of another part may have ended it
                     self._collect(each, part)
             for candidate in self._candidates.values():
-                if why := self._reason_to_leave(candidate):
-                    self._leave(candidate, why)
+                if why := self._reason_to_abandon(candidate):
+                    self._abandon(candidate, why)
             self._advance()
             settled, failures = request.news()
             idle = min((part.idle_seconds for _, part in self._active()), default=0.0)
@@ -573,7 +573,7 @@ class AutoBackend(Backend):
 
     def _collect(self, request: AutoRequest, part: Part) -> None:
         """Notes what a part has read, and ends it if all of it has settled or its candidate was
-        left. The next candidate reads what failed."""
+        abandoned. The next candidate reads what failed."""
         candidate, again = part.candidate, list[Transfer]()
         progress = part.check()
         failures = {failure.transfer: failure for failure in progress.failures}
@@ -585,7 +585,7 @@ class AutoBackend(Backend):
             again.append(transfer)
             why = f"{path_of(request, transfer)} at {transfer.offset}:"
             candidate.failures.append(f"{why} {failure.text or os.strerror(failure.errno)}")
-        if progress.finished or candidate.left:
+        if progress.finished or candidate.abandoned:
             part.end()
             again += part.unsettled()
             for path, nbytes in part.paths.items():
@@ -601,11 +601,11 @@ class AutoBackend(Backend):
         """The candidate that reads what failed on this one."""
         names = FAILOVER[FAILOVER.index(candidate.name) + 1 :]
         found = (self._candidates[name] for name in names if name in self._candidates)
-        return next(each for each in found if not each.left)
+        return next(each for each in found if not each.abandoned)
 
-    def _reason_to_leave(self, candidate: Candidate) -> str:
-        """Why a candidate must be left, or ""."""
-        if candidate.name == LAST or candidate.left:
+    def _reason_to_abandon(self, candidate: Candidate) -> str:
+        """Why a candidate must be abandoned, or ""."""
+        if candidate.name == LAST or candidate.abandoned:
             return ""
         compat, total = candidate.compat_bytes, candidate.read_bytes
         if compat > MOST_COMPAT_BYTES and compat > MOST_COMPAT_SHARE * total:
@@ -618,10 +618,10 @@ class AutoBackend(Backend):
         stalled = candidate.watch.stalled(idle, SILENT_SECONDS)
         return f"no byte has arrived for {idle:.0f} s" if stalled else ""
 
-    def _leave(self, candidate: Candidate, why: str, temporary: bool = False) -> None:
-        """Leaves a candidate: the next one reads what it has in flight. `temporary`: it may work in
-        a later load."""
-        candidate.left = why
+    def _abandon(self, candidate: Candidate, why: str, temporary: bool = False) -> None:
+        """Abandons a candidate: the next one reads what it has in flight. `temporary`: it may work
+        in a later load."""
+        candidate.abandoned = why
         if self._benchmark is not None:
             self._benchmark.drop(candidate.name, temporary)
         for request, part in self._active():
