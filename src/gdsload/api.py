@@ -372,7 +372,7 @@ def load_into(
         report.tensors = len(found.destinations)
         report.wanted_bytes = sum(each.wanted.nbytes for each in found.destinations)
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
-        state = into.Progress(found.destinations)
+        state = into.WriteProgress(found.destinations)
         try:
             for where, group in by_device.items():
                 settings = ReadSettings(where, *how)

@@ -26,21 +26,21 @@ def ranges_of_sizes(*sizes: int) -> list[ByteRange]:
 def test_a_block_for_what_fits() -> None:
     """In file order, each on a border, what is empty left out."""
     wanted = ranges_of_sizes(256, 10, 0, 300, 512)
-    assert device_buffers.grouped(wanted[::-1]) == [
+    assert device_buffers.block_layout(wanted[::-1]) == [
         (256 + 256 + 512 + 512, {"t0": 0, "t1": 256, "t3": 512, "t4": 1024})
     ]
-    assert device_buffers.grouped([]) == device_buffers.grouped(ranges_of_sizes(0)) == []
+    assert device_buffers.block_layout([]) == device_buffers.block_layout(ranges_of_sizes(0)) == []
 
 
 def test_a_few_blocks_for_what_is_large() -> None:
     many = ranges_of_sizes(*[1 << 20] * 20_000)
-    groups = device_buffers.grouped(many)
+    groups = device_buffers.block_layout(many)
     assert device_buffers.MOST_BLOCKS <= len(groups) <= device_buffers.MOST_BLOCKS + 1
     assert [name for _, members in groups for name in members] == [p.name for p in many]
     assert sum(length for length, _ in groups) == sum(each.nbytes for each in many)
-    small = device_buffers.grouped(ranges_of_sizes(*[1 << 20] * 600))
+    small = device_buffers.block_layout(ranges_of_sizes(*[1 << 20] * 600))
     assert len(small) == 3 and max(length for length, _ in small) <= device_buffers.LEAST_BYTES
-    large = device_buffers.grouped(ranges_of_sizes(1 << 20, 1 << 30, 1 << 20, 1 << 20))
+    large = device_buffers.block_layout(ranges_of_sizes(1 << 20, 1 << 30, 1 << 20, 1 << 20))
     assert [length for length, _ in large] == [1 << 20, 1 << 30, 2 << 20], "no tensor is parted"
 
 

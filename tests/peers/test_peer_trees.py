@@ -26,7 +26,7 @@ from gdsload.peers.publication import (
     SINGLE_FILE,
     PublishedTensor,
     file_of,
-    manifest_of,
+    manifest_bytes,
     published,
 )
 from gdsload.peers.service import Served, Service
@@ -74,7 +74,7 @@ class Source:
         # Readers of the middle get this much of it: its last read goes beyond the half.
         self.early = len(file.header) + BLOCK
         small = {"config.json": b"{}", "notes": b"of a peer, all small files are served"}
-        publication = published({SINGLE_FILE: file}, small, manifest_of({SINGLE_FILE: file}))
+        publication = published({SINGLE_FILE: file}, small, manifest_bytes({SINGLE_FILE: file}))
         self.version = publication.version
         self.arrivals = Arrivals()
         service = Service("m", "127.0.0.1", 0, Tickets(32, 8, 30.0))

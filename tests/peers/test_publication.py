@@ -17,7 +17,7 @@ from gdsload.peers.publication import (
     PublishedFile,
     PublishedTensor,
     file_of,
-    manifest_of,
+    manifest_bytes,
     published,
 )
 from gdsload.peers.server import _collected, _tensor
@@ -69,7 +69,7 @@ def test_same_tensors_have_the_same_version() -> None:
 
     def version(tensors: dict[str, torch.Tensor], small: dict[str, bytes]) -> str:
         files = {"m": file_with(tensors)}
-        return published(files, small, manifest_of(files)).version
+        return published(files, small, manifest_bytes(files)).version
 
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     assert version(tensors, small) == version(copies, small)
@@ -80,7 +80,7 @@ def test_same_tensors_have_the_same_version() -> None:
 
 def test_manifest_has_a_checksum_of_each_block() -> None:
     tensor = torch.zeros((8 << 20) + 1, dtype=torch.uint8)
-    manifest = json.loads(manifest_of({"m": file_with({"big": tensor})}))
+    manifest = json.loads(manifest_bytes({"m": file_with({"big": tensor})}))
     assert len(manifest["files"]["m"]["tensors"]["big"]) == 2 * 32
 
 
@@ -90,9 +90,9 @@ def test_manifest_without_threads_equals_that_with_threads(monkeypatch: pytest.M
 
     tensors = {"a": torch.arange(3 << 20), "none": torch.zeros(0), "b": torch.ones(3)}
     files = {"m": file_with(tensors), "n": file_with({"a": torch.zeros(9 << 20)})}
-    expected = manifest_of(files)
+    expected = manifest_bytes(files)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert manifest_of(files) == expected
+    assert manifest_bytes(files) == expected
 
 
 @pytest.mark.parametrize("tensor", [

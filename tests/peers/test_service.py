@@ -24,7 +24,7 @@ import gdsload
 from forked import end_with, fork
 from gdsload.errors import CheckpointUnreadable, GdsloadError
 from gdsload.peers import service as service_module
-from gdsload.peers.publication import Location, Publication, PublishedTensor, file_of
+from gdsload.peers.publication import MemoryLocation, Publication, PublishedTensor, file_of
 from gdsload.peers.service import Served, Service
 from gdsload.peers.tickets import Tickets
 from gdsload.remote import peer
@@ -126,7 +126,7 @@ def test_ticket_is_given_back_when_the_process_with_nixl_cannot_start(
         raise KeyboardInterrupt
 
     flat = torch.zeros(1 << 20, dtype=torch.uint8)
-    location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+    location = MemoryLocation("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
     served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
     publication = Publication("v", {"m.safetensors": served}, {})
     service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 600.0))
@@ -160,7 +160,7 @@ def test_segments_of_a_peer_are_read_by_its_agent_alone(monkeypatch: pytest.Monk
         for name, flat in flats.items():
             service = Service("m", "127.0.0.1", 0, Tickets(1, 1, 600.0))
             stack.callback(service.close)
-            location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+            location = MemoryLocation("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
             served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
             publication = Publication("v", {"m.safetensors": served}, {})
             service.publish(Served(publication, name, b"", "UCX", None))
@@ -199,7 +199,7 @@ def test_source_that_tells_no_agent_with_a_file_is_read(
 
 def test_contents_of_a_source_that_has_started_again_are_dropped(service: Service) -> None:
     flat = torch.zeros(100, dtype=torch.uint8)
-    location = Location("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
+    location = MemoryLocation("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
     served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
     publication = Publication("v", {"m.safetensors": served}, {})
     service.publish(Served(publication, "before", b"", "UCX", None))

@@ -15,11 +15,11 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.errors import CheckpointError
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange
 from gdsload.planning.tensor_slices import (
-    MAX_RUNS,
+    MAX_RANGES,
     PartName,
     TensorSlice,
+    part_ranges,
     rows_of,
-    runs_of,
     slice_of,
     wanted_tensors,
     whole,
@@ -97,7 +97,7 @@ def test_column_slice_skips_only_large_gaps() -> None:
     assert len(half.parts) == 8
     inner = info_of(torch.empty(3, 4, GAP_BYTES, dtype=torch.uint8))
     assert slice_of(inner, (slice(None), slice(0, 2))).nbytes == inner.nbytes // 2
-    rows = MAX_RUNS + 1
+    rows = MAX_RANGES + 1
     many = TensorInfo("w", "U8", (rows, 2 * GAP_BYTES), 0, 0, rows * 2 * GAP_BYTES)
     assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == 1
 
@@ -251,10 +251,10 @@ def test_rows_of_a_tensor_are_a_tensor() -> None:
 
 
 def test_runs_have_the_places_and_names_of_their_parts() -> None:
-    assert runs_of([whole(CUBE)]) == [ByteRange("w", 3, 128, 240)]
+    assert part_ranges([whole(CUBE)]) == [ByteRange("w", 3, 128, 240)]
     wide = TensorInfo("w", "U8", (2, 4 * GAP_BYTES), 0, 8, 8 * GAP_BYTES)
     half = slice_of(wide, (slice(None), slice(1, 2 * GAP_BYTES)))
-    first, second = runs_of([half])
+    first, second = part_ranges([half])
     assert (first.offset, first.nbytes) == (9, 2 * GAP_BYTES - 1)
     assert (second.offset, second.nbytes) == (9 + 4 * GAP_BYTES, 2 * GAP_BYTES - 1)
     assert len({half.key, first.name, second.name}) == 3
@@ -267,8 +267,8 @@ def test_gap_of_the_limit_is_read_and_a_larger_one_skipped(more: int, parts: int
 
 
 def test_as_many_ranges_as_the_limit_are_read_one_by_one() -> None:
-    many = TensorInfo("w", "U8", (MAX_RUNS, 2 * GAP_BYTES), 0, 0, MAX_RUNS * 2 * GAP_BYTES)
-    assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == MAX_RUNS
+    many = TensorInfo("w", "U8", (MAX_RANGES, 2 * GAP_BYTES), 0, 0, MAX_RANGES * 2 * GAP_BYTES)
+    assert len(slice_of(many, (slice(None), slice(0, 8))).parts) == MAX_RANGES
 
 
 def test_rows_with_an_inner_index_read_only_the_rows() -> None:

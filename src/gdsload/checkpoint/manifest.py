@@ -88,7 +88,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
         raw = first.directory.read(MANIFEST_NAME, LIMIT_BYTES)
     except CheckpointNotFound as error:
         raise _absent(path, f"{checkpoint.source} --output FILE", error) from None
-    return parsed(raw, path)
+    return parse_manifest(raw, path)
 
 
 def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
@@ -108,7 +108,7 @@ def read_manifest(path: str, source: str = "SOURCE") -> Manifest:
         raw = read_exactly(fd, 0, status.st_size, path)
     finally:
         close_files([fd])
-    return parsed(raw, path)
+    return parse_manifest(raw, path)
 
 
 def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotFound:
@@ -119,7 +119,7 @@ def _absent(path: str, source: str, error: CheckpointNotFound) -> CheckpointNotF
     )
 
 
-def parsed(raw: bytes, path: str) -> Manifest:
+def parse_manifest(raw: bytes, path: str) -> Manifest:
     """The manifest with these bytes. Raises CheckpointError if they are invalid."""
     try:
         top = json.loads(raw)

@@ -347,12 +347,12 @@ def copy_from_host(device: str, found: Sequence[HostBytes]) -> None:
         if copy_to_device(device, copies, owners, lambda follow: after_torch(device, follow)):
             return
     for source, each in zip(sources, found, strict=True):
-        bytes_of(each.tensor, each.offset, each.nbytes).copy_(source, non_blocking=pinned)
+        byte_view(each.tensor, each.offset, each.nbytes).copy_(source, non_blocking=pinned)
     if pinned:
         _torch_cuda().current_stream(device).synchronize()
 
 
-def bytes_of(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+def byte_view(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """Bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch_dtype("U8"))[offset : offset + nbytes]
 
@@ -366,7 +366,7 @@ def copy_parts(
         view = views.pop(part.name, None)
         if view is not None and part.nbytes:
             with gpu.capture_relaxed(str(tensor.device)):
-                bytes_of(tensor, offset, part.nbytes).copy_(bytes_at(view, part.nbytes))
+                byte_view(tensor, offset, part.nbytes).copy_(bytes_at(view, part.nbytes))
         offset += part.nbytes
 
 

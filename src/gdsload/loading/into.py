@@ -76,7 +76,7 @@ class TargetBatch(Batch):
 
 
 def partial_load(
-    source: str, error: BaseException, progress: Progress, aliases: Mapping[str, str]
+    source: str, error: BaseException, progress: WriteProgress, aliases: Mapping[str, str]
 ) -> PartialLoad | None:
     """The error for a load that failed in the middle; None if nothing was written before."""
     states = progress.by_target(aliases)
@@ -97,7 +97,7 @@ def partial_load(
     )
 
 
-class Progress:
+class WriteProgress:
     """Which destinations of a load are complete, undefined or unchanged."""
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
@@ -124,7 +124,7 @@ class Progress:
 def write_all(
     session: Session,
     destinations: Sequence[Destination],
-    progress: Progress,
+    progress: WriteProgress,
     advance: Callable[[int], None],
 ) -> None:
     """Reads all destinations of one device.
@@ -164,7 +164,7 @@ def write_all(
 def _read_in_place(
     session: Session,
     destinations: Sequence[Destination],
-    progress: Progress,
+    progress: WriteProgress,
     advance: Callable[[int], None],
 ) -> None:
     if not destinations:
@@ -204,7 +204,7 @@ def _read_in_place(
 def _write_windows(
     session: Session,
     destinations: Sequence[Destination],
-    progress: Progress,
+    progress: WriteProgress,
     advance: Callable[[int], None],
 ) -> None:
     if not destinations:

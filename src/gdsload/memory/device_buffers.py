@@ -30,7 +30,7 @@ LEAST_BYTES = 256 << 20
 MOST_BLOCKS = 16
 
 
-def grouped(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
+def block_layout(ranges: Sequence[ByteRange]) -> list[tuple[int, dict[str, int]]]:
     """For each block its bytes, and the offsets of its ranges in it by name.
 
     In file order, so that ranges of one request are neighbours. No range is split.
@@ -66,7 +66,7 @@ def take(ordinal: int, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
             missing bytes.
         BackendUnavailable: The device cannot be used.
     """
-    groups = grouped(ranges)
+    groups = block_layout(ranges)
     total = sum(length for length, _ in groups)
     require_room(ordinal, total)
     device = gpu.device(ordinal)

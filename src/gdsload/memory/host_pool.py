@@ -1,6 +1,6 @@
 """Host pool: host memory that keeps loaded bytes for the next load of the same files.
 
-    load ── reads into ──► Segment (a memory file) ── mapped privately ──► tensors
+    load ── reads into ──► PoolSegment (a memory file) ── mapped privately ──► tensors
                               └── the next load of the same version ──────► tensors of its own
 
 While a pool is open, loads of this process read into its segments. Tensors are private mappings: a
@@ -49,7 +49,7 @@ class Held(NamedTuple):
     idle_seconds: float
 
 
-class Segment:
+class PoolSegment:
     """A memory file that holds the bytes of one batch of reads."""
 
     def __init__(self, length: int) -> None:
@@ -79,7 +79,7 @@ class _StoredRange(NamedTuple):
 
     start: int
     nbytes: int
-    segment: Segment
+    segment: PoolSegment
     offset: int
 
 
@@ -90,7 +90,7 @@ class PoolBuffers:
     tensor changes the bytes for the next load.
     """
 
-    def __init__(self, pool: HostPool, segment: Segment, plan: ReadPlan) -> None:
+    def __init__(self, pool: HostPool, segment: PoolSegment, plan: ReadPlan) -> None:
         """Raises OSError if the segment cannot be mapped."""
         self._pool, self._segment, self._plan = pool, segment, plan
         self._offsets = _offsets(plan)
@@ -167,7 +167,7 @@ class HostPool(quiesce.Holder):
         self._pinned = pinned
         self._device: Device | None = gpu.device(0) if pinned else None
         self._lock = fork_safe_lock(self)
-        self._segments: list[Segment] = []  # the least recently used first
+        self._segments: list[PoolSegment] = []  # the least recently used first
         self._stored: dict[Identity, list[_StoredRange]] = {}
         pools.append(self)
         quiesce.register(self)
@@ -193,7 +193,7 @@ class HostPool(quiesce.Holder):
     def held(self) -> list[Held]:
         """The memory that it holds, by checkpoint, the least recently used first."""
         with self._lock:
-            groups: dict[str, list[Segment]] = {}
+            groups: dict[str, list[PoolSegment]] = {}
             for segment in self._segments:
                 groups.setdefault(segment.source, []).append(segment)
             now = time.monotonic()
@@ -213,7 +213,7 @@ class HostPool(quiesce.Holder):
         self,
         checkpoint: Checkpoint,
         ranges: Iterable[ByteRange],
-        mappings: dict[Segment, Region],
+        mappings: dict[PoolSegment, Region],
         *,
         pinned: bool = False,
     ) -> dict[str, BufferView]:
@@ -252,7 +252,7 @@ class HostPool(quiesce.Holder):
                 self._use(segment)
         return views
 
-    def _use(self, segment: Segment) -> None:
+    def _use(self, segment: PoolSegment) -> None:
         segment.used = time.monotonic()
         if self._segments[-1] is not segment:
             self._segments.remove(segment)
@@ -295,7 +295,7 @@ class HostPool(quiesce.Holder):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return most != resource.RLIM_INFINITY and len(self._segments) >= most // _DESCRIPTOR_SHARE
 
-    def _take(self, length: int, wanted_bytes: int) -> Segment | None:
+    def _take(self, length: int, wanted_bytes: int) -> PoolSegment | None:
         if length > self.limit_bytes:
             return None
         while self.held_bytes + length > self.limit_bytes or self._too_many():
@@ -309,11 +309,14 @@ class HostPool(quiesce.Holder):
                 return idle
             self._drop(idle)
         available.require_room(wanted_bytes)
-        self._segments.append(Segment(length))
+        self._segments.append(PoolSegment(length))
         return self._segments[-1]
 
     def _fill(
-        self, segment: Segment, checkpoint: Checkpoint | None, rows: list[tuple[int, _StoredRange]]
+        self,
+        segment: PoolSegment,
+        checkpoint: Checkpoint | None,
+        rows: list[tuple[int, _StoredRange]],
     ) -> None:
         with self._lock:
             if checkpoint is None or segment not in self._segments:
@@ -338,7 +341,7 @@ class HostPool(quiesce.Holder):
         # Pinning takes 0.1 s for each GiB, so it is done without the lock.
         self._pin(segment, region, self._device)
 
-    def _pin(self, segment: Segment, region: Region, device: Device) -> None:
+    def _pin(self, segment: PoolSegment, region: Region, device: Device) -> None:
         try:
             device.pin(region.address, region.length)
         except CudaFailure as error:
@@ -351,7 +354,7 @@ class HostPool(quiesce.Holder):
                 return
         device.unpin(region.address)  # the segment was dropped meanwhile
 
-    def _forget(self, segment: Segment) -> None:
+    def _forget(self, segment: PoolSegment) -> None:
         """Drops the bytes of a segment, not its memory."""
         for file in segment.stored:
             rows = [row for row in self._stored.pop(file) if row.segment is not segment]
@@ -359,7 +362,7 @@ class HostPool(quiesce.Holder):
                 self._stored[file] = rows
         segment.stored.clear()
 
-    def _drop(self, segment: Segment) -> None:
+    def _drop(self, segment: PoolSegment) -> None:
         """Frees a segment. The pages of living tensors stay."""
         self._forget(segment)
         if segment in self._segments:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from gdsload.errors import BackendUnavailable
-from gdsload.peers.publication import Location
+from gdsload.peers.publication import MemoryLocation
 from gdsload.remote.nixl_library import new_agent
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def regions_of(flats: Mapping[str, torch.Tensor]) -> list[Region]:
     return sorted(found.values())
 
 
-def locations_of(flats: Mapping[str, torch.Tensor]) -> dict[str, Location]:
+def locations_of(flats: Mapping[str, torch.Tensor]) -> dict[str, MemoryLocation]:
     """Where tensors are, with the numbers of their regions."""
     numbers: dict[tuple[str, int], int] = {}
     found = {}
@@ -145,7 +145,7 @@ def locations_of(flats: Mapping[str, torch.Tensor]) -> dict[str, Location]:
         kind, device = _memory_of(flat)
         key = f"{kind}{device}", flat.untyped_storage().data_ptr()
         region = numbers.setdefault(key, len(numbers))
-        found[name] = Location(kind, device, flat.data_ptr(), flat.numel(), region)
+        found[name] = MemoryLocation(kind, device, flat.data_ptr(), flat.numel(), region)
     return found
 
 

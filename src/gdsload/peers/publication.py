@@ -36,7 +36,7 @@ from gdsload.system.parallel import parallel_map
 SINGLE_FILE = "model.safetensors"
 
 
-class Location(NamedTuple):
+class MemoryLocation(NamedTuple):
     """Memory: `nbytes` at `address`.
 
     `kind` is "DRAM" or "VRAM", `device` the number of the GPU, 0 for DRAM, and `region` the number
@@ -57,7 +57,7 @@ class PublishedTensor(NamedTuple):
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
     flat: Any  # its bytes, for checksums: a torch tensor of uint8 with one dimension
-    location: Location
+    location: MemoryLocation
 
 
 class PublishedFile(NamedTuple):
@@ -127,7 +127,7 @@ def file_of(tensors: Sequence[PublishedTensor]) -> PublishedFile:
     return PublishedFile(header, ordered)
 
 
-def manifest_of(files: Mapping[str, PublishedFile]) -> bytes:
+def manifest_bytes(files: Mapping[str, PublishedFile]) -> bytes:
     """The manifest of files, with checksums that are computed in threads.
 
     Raises GdsloadError if the library for checksums is not installed.

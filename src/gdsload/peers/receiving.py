@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.checkpoint.manifest import LIMIT_BYTES, MANIFEST_NAME, Manifest, parsed
+from gdsload.checkpoint.manifest import LIMIT_BYTES, MANIFEST_NAME, Manifest, parse_manifest
 from gdsload.dtypes import DTYPES
 from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
@@ -29,7 +29,7 @@ from gdsload.memory.tensors import bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory
 from gdsload.remote.peer import PeerDirectory
-from gdsload.remote.replica_directory import LocalDirectory
+from gdsload.remote.replica_directory import LocalReplicaDirectory
 from gdsload.remote.urls import is_url, shown_source, split_file, without_secrets
 from gdsload.report import LoadReport
 from gdsload.system.threads import start_thread
@@ -139,7 +139,7 @@ class Receiving:
         except CheckpointNotFound:
             return
         path = directory.path_of(MANIFEST_NAME)
-        self._verifier = _Watched(checkpoint, parsed(self.manifest, path))
+        self._verifier = _Watched(checkpoint, parse_manifest(self.manifest, path))
 
     def finish(self) -> None:
         """Waits for all bytes in this thread. Raises as `wait`."""
@@ -217,7 +217,7 @@ def _is_file(source: str) -> bool:
 
 def _directory_of(checkpoint: Checkpoint) -> RemoteDirectory:
     first = checkpoint.shards[0]
-    return first.directory or LocalDirectory(str(Path(first.path).parent))
+    return first.directory or LocalReplicaDirectory(str(Path(first.path).parent))
 
 
 def _names_of(directory: RemoteDirectory) -> set[str]:
@@ -235,7 +235,7 @@ def _small_files(
 ) -> dict[str, bytes]:
     """The other files of a model: those of a peer all, else those with the usual endings."""
     names = _names_of(directory) - {MANIFEST_NAME, *(shard.name for shard in checkpoint.shards)}
-    if isinstance(directory, LocalDirectory):
+    if isinstance(directory, LocalReplicaDirectory):
         names = {name for name in names if os.path.isfile(directory.path_of(name))}
     if not isinstance(directory, PeerDirectory):
         names = {name for name in names if name.endswith(_SMALL_SUFFIXES)}

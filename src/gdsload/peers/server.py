@@ -27,7 +27,7 @@ from gdsload.peers.publication import (
     PublishedFile,
     PublishedTensor,
     file_of,
-    manifest_of,
+    manifest_bytes,
     published,
 )
 from gdsload.peers.receiving import Receiving
@@ -182,7 +182,7 @@ class WeightServer:
         else:
             if receiving is not None:
                 receiving.finish()
-            manifest = manifest_of(files) if self._checksums else b""
+            manifest = manifest_bytes(files) if self._checksums else b""
         self._publication = published(files, weights.small_files | self._files, manifest)
         facts = memory.agent_name, memory.metadata(), self._plugin
         service.publish(Served(self._publication, *facts, self._arrivals))

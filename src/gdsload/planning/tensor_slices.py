@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdsload.checkpoint import TensorInfo
 
 # A slice of more ranges is read by whole rows: more requests would cost more than the gaps.
-MAX_RUNS = 8192
+MAX_RANGES = 8192
 
 
 class PartName(str):
@@ -77,7 +77,7 @@ class TensorSlice(NamedTuple):
         return sum([part.nbytes for part in self.parts])
 
 
-def runs_of(slices: Iterable[TensorSlice]) -> list[ByteRange]:
+def part_ranges(slices: Iterable[TensorSlice]) -> list[ByteRange]:
     """The byte ranges of these slices, with the names of their parts."""
     return ranges_of(part for each in slices for part in each.parts)
 
@@ -139,7 +139,7 @@ def _ranged(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorSlice:
         (
             d
             for d in reversed(partial)
-            if (shape[d] - lengths[d]) * strides[d] > GAP_BYTES and prod(lengths[:d]) <= MAX_RUNS
+            if (shape[d] - lengths[d]) * strides[d] > GAP_BYTES and prod(lengths[:d]) <= MAX_RANGES
         ),
         0,
     )

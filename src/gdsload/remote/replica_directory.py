@@ -55,7 +55,7 @@ class ReplicaDirectory(RemoteDirectory):
             sources.append(source)
             try:
                 self._directories[source] = (
-                    open_directory(each) if is_url(each) else LocalDirectory(each)
+                    open_directory(each) if is_url(each) else LocalReplicaDirectory(each)
                 )
             except GdsloadError as error:  # its client is not installed
                 source.abandoned = str(error)
@@ -159,7 +159,7 @@ def _is_shard(name: str) -> bool:
     return name.endswith(_SUFFIX)
 
 
-class LocalDirectory(RemoteDirectory):
+class LocalReplicaDirectory(RemoteDirectory):
     """A directory of this machine, as one of several sources."""
 
     def __init__(self, path: str) -> None:

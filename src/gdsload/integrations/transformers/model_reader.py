@@ -45,7 +45,7 @@ from gdsload.loading.session import (
     verifier_of,
 )
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
-from gdsload.planning.tensor_slices import TensorSlice, runs_of, whole
+from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
 from gdsload.system import cancellation
 from gdsload.system.gc_control import collector_paused
@@ -296,7 +296,7 @@ class ModelReader:
         plan, seconds = self.plan, self.options.stall_seconds
         for device in self._device_queues:
             keys = [key for key in plan.parameters if plan.devices.get(key) == device]
-            ranges = runs_of(whole(self.checkpoint.tensors[key]) for key in keys)
+            ranges = part_ranges(whole(self.checkpoint.tensors[key]) for key in keys)
             names = waiting_on(device, self.checkpoint, ranges, seconds, self.report)
             found.update(plan.parameters[name] for name in names)
         return found

@@ -29,7 +29,7 @@ from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ReadPlan
-from gdsload.planning.tensor_slices import TensorSlice, runs_of
+from gdsload.planning.tensor_slices import TensorSlice, part_ranges
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class ReadaheadQueue:
 
     def _post(self, window: _Window) -> ReadWindow:
         kind = ReadWindow if self.session.device == "cpu" else DeviceReadWindow
-        found = self.session.arrange(runs_of(window.slices), window_bytes=WINDOW_BYTES)
+        found = self.session.arrange(part_ranges(window.slices), window_bytes=WINDOW_BYTES)
         window.reads = kind(self.session, *found, window.slices)
         if window in self._planned:
             self._planned.remove(window)
