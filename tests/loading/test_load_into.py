@@ -363,7 +363,7 @@ def test_failed_copy_leaves_its_window_undefined(
 
     def write(self: WindowWriter, window: Any, batch: Batch) -> None:
         real(self, window, batch)
-        if any(piece.key == "large" for piece in window):
+        if any(part.key == "large" for part in window):
             raise RuntimeError("the copy broke")
 
     monkeypatch.setattr(WindowWriter, "_write", write)

@@ -20,7 +20,7 @@ from gdsload.errors import GdsloadError, PartialLoad, StallError, shown
 from gdsload.loading.batch import Batch
 from gdsload.loading.destinations import Destination
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Piece, WindowWriter
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, CopyPart, WindowWriter
 from gdsload.memory.host_buffers import BufferView
 from gdsload.planning.read_plan import ByteRange, ReadPlan, ranges_of
 
@@ -210,10 +210,10 @@ def _write_windows(
     if not destinations:
         return
     by_key = {each.wanted.info.name: each for each in destinations}
-    pieces = [piece for each in destinations for piece in _pieces_of(each)]
+    parts = [part for each in destinations for part in _parts_of(each)]
     writer = WindowWriter(
         session,
-        pieces,
+        parts,
         lambda key: by_key[key].tensor,
         window_bytes=WINDOW_BYTES,
         ahead_bytes=AHEAD_BYTES,
@@ -231,7 +231,7 @@ def _write_windows(
         verified = True
     finally:
         begun = writer.windows[: writer.copied + writer.copying]
-        for key in {piece.key for window in begun for piece in window}:
+        for key in {part.key for window in begun for part in window}:
             whole = verified and writer.window_of[key] < writer.copied
             progress.set(by_key[key], COMPLETE if whole else UNDEFINED)
             _count_version(by_key[key])
@@ -264,16 +264,16 @@ def _finish_copies(session: Session) -> None:
         synchronize(session.device)
 
 
-def _pieces_of(destination: Destination) -> Iterator[Piece]:
-    """The pieces that a destination is copied from."""
+def _parts_of(destination: Destination) -> Iterator[CopyPart]:
+    """The parts that a destination is copied from."""
     found = destination.wanted.slice
     key = destination.wanted.info.name
     if found.shape is None:
-        yield Piece(found.parts[0], key, index=found.index)
+        yield CopyPart(found.parts[0], key, index=found.index)
         return
     # Parts are stacked along the outer dimensions; the index begins with all of these.
     depth = len(found.shape) - len(found.parts[0].shape)
     index = None if found.index is None else found.index[depth:]
     outer = product(*(range(count) for count in found.shape[:depth]))
-    for part, at in zip(found.parts, outer, strict=True):
-        yield Piece(part, key, at, index)
+    for info, at in zip(found.parts, outer, strict=True):
+        yield CopyPart(info, key, at, index)

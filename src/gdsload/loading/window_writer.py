@@ -40,11 +40,11 @@ AHEAD_BYTES = 128 << 20
 _MOVED_BYTES = 64 << 10
 
 
-class Piece(NamedTuple):
+class CopyPart(NamedTuple):
     """Bytes of a file, described as a tensor, and where they are copied to.
 
     Attributes:
-        info: The tensor that is read; its name differs from those of other pieces.
+        info: The tensor that is read; its name differs from those of other parts.
         key: The tensor that is written to.
         at: The index of the part of that tensor.
         index: If not None: the index of the part of the read tensor that is copied.
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
     @property
     def splits(self) -> bool:
-        """Whether rows of it are pieces, too."""
+        """Whether rows of it are parts, too."""
         index = self.index
         return index is None or (isinstance(index, tuple) and index[:1] == (slice(None),))
 
@@ -81,7 +81,7 @@ class WindowWriter:
     """Writes tensors window by window. Must be closed. One thread at a time may use it.
 
     Attributes:
-        window_of: The number of the window with the last piece of each key.
+        window_of: The number of the window with the last part of each key.
         copied: The number of windows that were copied completely.
         copying: Whether a copy is under way, or was interrupted by an error.
     """
@@ -89,7 +89,7 @@ class WindowWriter:
     def __init__(
         self,
         session: Session,
-        pieces: Sequence[Piece],
+        parts: Sequence[CopyPart],
         part_of: Callable[[str], torch.Tensor],
         *,
         window_bytes: int = WINDOW_BYTES,
@@ -99,7 +99,7 @@ class WindowWriter:
 
         Args:
             session: Reads to its device, from where the tensors are copied.
-            pieces: What to read and where to copy it.
+            parts: What to read and where to copy it.
             part_of: Returns the tensor of a key.
             window_bytes: Size of a window in bytes.
             ahead_bytes: Limit in bytes for the windows in flight. At least one is.
@@ -109,16 +109,16 @@ class WindowWriter:
         self.taken_bytes = 0
         # A tensor that is split is not compared at the edges of its parts.
         split_bytes = window_bytes if session.verifier is None else sys.maxsize
-        self.windows = _windows_of(pieces, window_bytes, split_bytes)
+        self.windows = _windows_of(parts, window_bytes, split_bytes)
         self.window_of = {
-            piece.key: number for number, window in enumerate(self.windows) for piece in window
+            part.key: number for number, window in enumerate(self.windows) for part in window
         }
         self.copied = 0
         self.copying = False
         self._part_of = part_of
         self._window_bytes, self._ahead_bytes = window_bytes, ahead_bytes
         self._pool = Pool(ahead_bytes + 2 * window_bytes)
-        self._in_flight: deque[tuple[Batch, list[Piece]]] = deque()
+        self._in_flight: deque[tuple[Batch, list[CopyPart]]] = deque()
 
     def _advance(self) -> None:
         """Posts windows up to the limit."""
@@ -126,13 +126,13 @@ class WindowWriter:
             window = self.windows[number]
             # Without prefetched and mapped bytes.
             held_bytes = sum(batch.plan.read_bytes for batch, _ in self._in_flight)
-            held_bytes += sum(piece.info.nbytes for piece in window)
+            held_bytes += sum(part.info.nbytes for part in window)
             if self._in_flight and held_bytes > self._ahead_bytes:
                 return
             self._in_flight.append((self._post(window), window))
 
-    def _post(self, window: list[Piece]) -> Batch:
-        infos = [piece.info for piece in window]
+    def _post(self, window: list[CopyPart]) -> Batch:
+        infos = [part.info for part in window]
         if self.session.device != "cpu":
             return post(self.session, infos)
         found = self.session.arrange(ranges_of(infos), window_bytes=self._window_bytes)
@@ -160,42 +160,42 @@ class WindowWriter:
             self._advance()
         batch, window = self._in_flight[0]
         start = time.monotonic()
-        batch.wait(moved, watch, [piece.info for piece in window])
+        batch.wait(moved, watch, [part.info for part in window])
         self.waited_seconds += time.monotonic() - start
         self.copying = True
         self._write(window, batch)
         self._release_first()
-        self.taken_bytes += sum(piece.info.nbytes for piece in window)
+        self.taken_bytes += sum(part.info.nbytes for part in window)
         self.copied += 1
         self.copying = False
         self._advance()
 
-    def _write(self, window: Sequence[Piece], batch: Batch) -> None:
+    def _write(self, window: Sequence[CopyPart], batch: Batch) -> None:
         on_host = self.session.device == "cpu"
         copies = []
-        for piece in window:
-            info, part = piece.info, self._part_of(piece.key)
-            if piece.at:
-                part = part[piece.at]
-            self._prepare(part)
+        for part in window:
+            info, target = part.info, self._part_of(part.key)
+            if part.at:
+                target = target[part.at]
+            self._prepare(target)
             view = batch.views.get(info.name)
             if (
                 on_host
                 and view is not None
-                and piece.index is None
+                and part.index is None
                 and info.nbytes <= _MOVED_BYTES
-                and part.dtype == known_dtype(info.dtype)
-                and part.is_cpu
-                and part.is_contiguous()
-                and not (part.is_conj() or part.is_neg())
+                and target.dtype == known_dtype(info.dtype)
+                and target.is_cpu
+                and target.is_contiguous()
+                and not (target.is_conj() or target.is_neg())
             ):
-                ctypes.memmove(part.data_ptr(), view.region.address + view.offset, info.nbytes)
+                ctypes.memmove(target.data_ptr(), view.region.address + view.offset, info.nbytes)
             else:
-                copies.append((piece, part))
-        tensors = batch.tensors_of([piece.info for piece, _ in copies])
-        for piece, part in copies:
-            tensor = tensors.pop(piece.info.name)
-            part.copy_(tensor if piece.index is None else tensor[piece.index])
+                copies.append((part, target))
+        tensors = batch.tensors_of([part.info for part, _ in copies])
+        for part, target in copies:
+            tensor = tensors.pop(part.info.name)
+            target.copy_(tensor if part.index is None else tensor[part.index])
 
     def _prepare(self, part: torch.Tensor) -> None:
         """Called before a part is written to."""
@@ -212,22 +212,24 @@ class WindowWriter:
         self._pool.close()
 
 
-def _windows_of(pieces: Sequence[Piece], window_bytes: int, split_bytes: int) -> list[list[Piece]]:
-    ordered = sorted(pieces, key=lambda piece: FILE_ORDER(piece.info))
-    rows = (row for piece in ordered for row in _split(piece, split_bytes))
-    return list(grouped(rows, window_bytes, size=lambda piece: piece.info.nbytes))
+def _windows_of(
+    parts: Sequence[CopyPart], window_bytes: int, split_bytes: int
+) -> list[list[CopyPart]]:
+    ordered = sorted(parts, key=lambda part: FILE_ORDER(part.info))
+    rows = (row for part in ordered for row in _split(part, split_bytes))
+    return list(grouped(rows, window_bytes, size=lambda part: part.info.nbytes))
 
 
-def _split(piece: Piece, limit_bytes: int) -> Iterator[Piece]:
-    """A piece; by rows if it is larger than a window."""
-    info = piece.info
+def _split(part: CopyPart, limit_bytes: int) -> Iterator[CopyPart]:
+    """A part; by rows if it is larger than a window."""
+    info = part.info
     count = info.shape[0] if info.shape else 1
-    if info.nbytes <= limit_bytes or count == 1 or not piece.splits:
-        yield piece
+    if info.nbytes <= limit_bytes or count == 1 or not part.splits:
+        yield part
         return
     step = max(limit_bytes // (info.nbytes // count), 1)
     for first in range(0, count, step):
         end = min(first + step, count)
         name = PartName(info.name, f"[{first}:{end}]")
         rows = rows_of(info, first, end)._replace(name=name)
-        yield piece._replace(info=rows, at=(*piece.at, slice(first, end)))
+        yield part._replace(info=rows, at=(*part.at, slice(first, end)))

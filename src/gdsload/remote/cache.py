@@ -1,6 +1,6 @@
 """The local cache of files from elsewhere: what a load fetches is kept for the next load.
 
-    chunks(offset, length) ──► pieces that are there: read, compared with their checksum
+    chunks(offset, length) ──► ranges that are there: read, compared with their checksum
                           └──► gaps: fetched, and written to the cache on their way
 
 A file that is there as a whole is loaded as a local file (`CachedFile.local_copy`). Nothing that
@@ -105,12 +105,12 @@ class CachedFile(RemoteFile):
     def _through(self, entry: Entry, offset: int, end: int) -> Iterator[Buffer]:
         patience = time.monotonic() + CLAIM_SECONDS
         while offset < end:
-            piece = entry.piece_at(offset)
-            if piece is not None:
-                data = entry.read(piece)
+            cached = entry.range_at(offset)
+            if cached is not None:
+                data = entry.read(cached)
                 if data is None:
                     continue  # it counts as not there now
-                found = memoryview(data)[offset - piece.start : end - piece.start]
+                found = memoryview(data)[offset - cached.start : end - cached.start]
                 self._count(0, len(found))
                 yield found
                 offset += len(found)
@@ -122,7 +122,7 @@ class CachedFile(RemoteFile):
                 if self._writes and not claimed and time.monotonic() < patience:
                     time.sleep(_POLL_SECONDS)
                     continue
-                if claimed and entry.piece_at(offset) is not None:
+                if claimed and entry.range_at(offset) is not None:
                     continue  # another process fetched it just before
                 fetched = 0
                 for chunk in self._fetch(entry, offset, stop):

@@ -1,4 +1,4 @@
-"""One file of the local cache: its bytes, and a list of the pieces that are there.
+"""One file of the local cache: its bytes, and a list of the ranges that are there.
 
     <name>    the bytes at their offsets; sparse until all are there
     pieces    JSON of the version, then a line for each event, only ever appended to:
@@ -40,7 +40,7 @@ _DROPPED = "-"
 _THREADS = 8  # compare a whole file
 
 
-class Piece(NamedTuple):
+class CachedRange(NamedTuple):
     """Bytes `start` to `end` of the file, within one block, and their checksum."""
 
     start: int
@@ -64,8 +64,8 @@ class Entry:
         self.path, self.size, self.hasher = path, size, hasher
         self._lock = fork_safe_lock(self)
         self._parsed_bytes = 0
-        self._pieces: dict[int, list[Piece]] = {}  # by block
-        self._compared: set[Piece] = set()
+        self._ranges: dict[int, list[CachedRange]] = {}  # by block
+        self._compared: set[CachedRange] = set()
         self._seal: tuple[int, ...] = ()
         mode = fcntl.fcntl(pieces_fd, fcntl.F_GETFL) & os.O_ACCMODE
         self.writable = mode != os.O_RDONLY and self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
@@ -86,40 +86,40 @@ class Entry:
             self._parsed_bytes += len(raw)
             for start, end, checksum, *seal in _EVENT.findall(raw):
                 if checksum:
-                    self._note(Piece(int(start), int(end), checksum.decode()))
+                    self._note(CachedRange(int(start), int(end), checksum.decode()))
                 else:
                     self._seal = tuple(map(int, seal))
 
-    def _note(self, piece: Piece) -> None:
-        block, in_block = divmod(piece.start, BLOCK_BYTES)
-        length = piece.end - piece.start
-        if piece.end > self.size or not 0 < length <= BLOCK_BYTES - in_block:
+    def _note(self, cached: CachedRange) -> None:
+        block, in_block = divmod(cached.start, BLOCK_BYTES)
+        length = cached.end - cached.start
+        if cached.end > self.size or not 0 < length <= BLOCK_BYTES - in_block:
             return  # a damaged line
-        known = self._pieces.setdefault(block, [])
-        known[:] = [each for each in known if each[:2] != piece[:2]]
-        if piece.checksum != _DROPPED:
-            known.append(piece)
+        known = self._ranges.setdefault(block, [])
+        known[:] = [each for each in known if each[:2] != cached[:2]]
+        if cached.checksum != _DROPPED:
+            known.append(cached)
 
-    def piece_at(self, offset: int) -> Piece | None:
-        """The piece with this byte that reaches furthest, None if the byte is not there."""
+    def range_at(self, offset: int) -> CachedRange | None:
+        """The range with this byte that reaches furthest, None if the byte is not there."""
         for refreshed in (False, True):
             if refreshed:
                 self._refresh()
             with self._lock:
                 found = [
-                    piece
-                    for piece in self._pieces.get(offset // BLOCK_BYTES, ())
-                    if piece.start <= offset < piece.end
+                    cached
+                    for cached in self._ranges.get(offset // BLOCK_BYTES, ())
+                    if cached.start <= offset < cached.end
                 ]
             if found:
-                return max(found, key=lambda piece: piece.end)
+                return max(found, key=lambda cached: cached.end)
         return None
 
     def gap_end(self, offset: int, end: int) -> int:
         """Where the bytes end that are not there, from `offset`, which is not there, to `end`."""
         with self._lock:
             for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-                starts = [piece.start for piece in self._pieces.get(block, ())]
+                starts = [cached.start for cached in self._ranges.get(block, ())]
                 if starts := [start for start in starts if offset < start < end]:
                     return min(starts)
         return end
@@ -128,37 +128,37 @@ class Entry:
         """Whether all bytes are there."""
         self._refresh()
         end = 0
-        for piece in self._all_pieces():
-            if piece.start > end:
+        for cached in self._all_ranges():
+            if cached.start > end:
                 break
-            end = max(end, piece.end)
+            end = max(end, cached.end)
         return end == self.size
 
-    def uncompared(self) -> list[Piece]:
-        """The pieces that this object has neither written nor compared with their checksums."""
+    def uncompared(self) -> list[CachedRange]:
+        """The ranges that this object has neither written nor compared with their checksums."""
         with self._lock:
-            return [piece for piece in self._all_pieces() if piece not in self._compared]
+            return [cached for cached in self._all_ranges() if cached not in self._compared]
 
-    def _all_pieces(self) -> list[Piece]:
-        """All pieces in the order of their bytes."""
+    def _all_ranges(self) -> list[CachedRange]:
+        """All ranges in the order of their bytes."""
         with self._lock:
-            return sorted(piece for each in self._pieces.values() for piece in each)
+            return sorted(cached for each in self._ranges.values() for cached in each)
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def read(self, piece: Piece) -> bytes | None:
-        """The bytes of a piece; None if they differ from their checksum, or cannot be read. Then
+    def read(self, cached: CachedRange) -> bytes | None:
+        """The bytes of a range; None if they differ from their checksum, or cannot be read. Then
         they count as not there."""
         try:
-            data = os.pread(self._data_fd, piece.end - piece.start, piece.start)
+            data = os.pread(self._data_fd, cached.end - cached.start, cached.start)
         except OSError:
             data = b""
         digest = self.hasher()
         digest.update(data)
-        if len(data) == piece.end - piece.start and digest.hexdigest() == piece.checksum:
-            self._compared.add(piece)
+        if len(data) == cached.end - cached.start and digest.hexdigest() == cached.checksum:
+            self._compared.add(cached)
             return data
-        dropped = piece._replace(checksum=_DROPPED)
+        dropped = cached._replace(checksum=_DROPPED)
         with self._lock:
             self._note(dropped)
         if self.writable:
@@ -177,8 +177,8 @@ class Entry:
         """Says that these bytes, of one block, were written. Raises OSError."""
         self._append("{} {} {}", start, end, checksum)
         with self._lock:
-            self._note(piece := Piece(start, end, checksum))
-            self._compared.add(piece)
+            self._note(cached := CachedRange(start, end, checksum))
+            self._compared.add(cached)
 
     def _append(self, form: str, *values: object) -> None:
         # The first line break ends a line that a full disk cut off.
@@ -211,12 +211,12 @@ class Entry:
                 self._range_lock(fcntl.F_RDLCK, _WRITERS, 1)
         return True
 
-    def _compare(self, pieces: list[Piece]) -> bool:
+    def _compare(self, ranges: list[CachedRange]) -> bool:
         """Whether all are as their checksums say. Those that differ count as not there."""
-        if not pieces:
+        if not ranges:
             return True
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            found = pool.map(lambda piece: self.read(piece) is not None, pieces)
+            found = pool.map(lambda cached: self.read(cached) is not None, ranges)
             return all(list(found))  # each of them, so that all that differ are dropped
 
     def reader(self) -> int:

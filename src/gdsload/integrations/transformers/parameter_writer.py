@@ -14,7 +14,7 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.integrations.transformers.parameter_buffers import ParameterBuffers
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading.session import Session
-from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, Piece, WindowWriter
+from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES, CopyPart, WindowWriter
 from gdsload.system.lifecycle import fork_safe_lock
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class ParameterWriter(WindowWriter):
             window_bytes: Size of a window in bytes.
             ahead_bytes: Limit in bytes for the windows in flight. At least one is.
         """
-        pieces = [Piece(info, info.name) for info in infos]
+        parts = [CopyPart(info, info.name) for info in infos]
         super().__init__(
-            session, pieces, buffers.part_of, window_bytes=window_bytes, ahead_bytes=ahead_bytes
+            session, parts, buffers.part_of, window_bytes=window_bytes, ahead_bytes=ahead_bytes
         )
         self.buffers = buffers
         self.taken_tensors = 0
