@@ -146,7 +146,7 @@ bench: bench-deps  ## docs/benchmarks.md, without object stores and trees; hours
 	$(PY) -m benchmarks.pool .cache/bench/pool --replace
 	$(PY) -m gdsload bench report
 
-bench-micro: setup  ## seconds of each small step, by pytest-benchmark
+bench-micro: setup  ## seconds of small cold files, by pytest-benchmark
 	$(PY) -m pytest benchmarks --benchmark-only
 
 bench-compare: setup  ## fails if a step takes more instructions than the baseline (valgrind)

@@ -3,8 +3,8 @@
     python -m benchmarks.first_call DIRECTORY [--repeats 7] [--output RESULT.json]
 
 The file is in the page cache, so that a load is little more than imports and mappings. Every repeat
-of an arm is a fresh process; the arms take turns. Bytecode is compiled by one extra process of each
-arm, in a directory of its own.
+of an arm is a fresh process; the arms take turns. One extra process of each arm runs before them:
+what it imports is compiled to bytecode then, if it was not.
 """
 
 from __future__ import annotations
