@@ -63,7 +63,7 @@ def reads(pump: Pump, fd: int, *, ahead: bool, first: int = 0, count: int = COUN
 
 def overlaps(request: Request) -> int:
     """Number of reads submitted before the previous one completed."""
-    spans = sorted((posted, done) for posted, done, _ in request.trace())
+    spans = sorted(request.trace())
     return sum(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 

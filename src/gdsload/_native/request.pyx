@@ -404,12 +404,9 @@ cdef class Request:
         ]
 
     def trace(self):
-        """(posted, done, direct) of each op: monotonic ns, 0 if it did not get there."""
+        """(posted, done) of each op: monotonic ns, 0 if it did not get there."""
         cdef CRequest *request = self.request
-        return [
-            (request.ops[i].posted_ns, request.ops[i].done_ns, bool(request.ops[i].direct))
-            for i in range(request.count)
-        ]
+        return [(request.ops[i].posted_ns, request.ops[i].done_ns) for i in range(request.count)]
 
     def __dealloc__(self):
         cdef CPump *pump

@@ -118,7 +118,7 @@ class PumpedRequest:
             f" {'the rest' if whole else 'these bytes'} came through the page cache"
             for number, code, whole in self.native.refused_direct()
         }
-        times = [(posted, done) for posted, done, _ in self.native.trace()]
+        times = native.trace()
         return RequestFacts(
             self.transfers, direct, short_reads, retries, refusals, times, huge, small
         )
