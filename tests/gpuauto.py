@@ -12,8 +12,8 @@ import torch
 import gdsload
 from devicetensors import raw
 from gdsload.backends import tuning_cache
-from gdsload.backends.auto.backend import Part
 from gdsload.backends.auto.benchmark import cheapest
+from gdsload.backends.auto.request import Part
 from gdsload.report import LoadReport
 from gdsload.system.mountinfo import mount_of
 

@@ -18,7 +18,9 @@ import gdsload
 from contract import BLOCK, BackendContract
 from gdsload.backends import VRAM, Memory, OpenFile, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module, benchmark
-from gdsload.backends.auto.backend import AutoBackend, Part, ragged_ends_apart
+from gdsload.backends.auto.backend import AutoBackend
+from gdsload.backends.auto.request import Part
+from gdsload.backends.auto.transfers import ragged_ends_apart
 from gdsload.backends.cufile.gds import GdsBackend
 from gdsload.backends.staging import StagingPipeline
 from gdsload.errors import BackendUnavailable, PlacementError, ReadError

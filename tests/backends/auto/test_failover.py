@@ -14,7 +14,9 @@ import gdsload
 from contract import BLOCK, SIZE, bytes_of
 from gdsload.backends import VRAM, Memory, OpenFile, Progress, Registration, tuning_cache
 from gdsload.backends.auto import backend as backend_module
-from gdsload.backends.auto.backend import AutoBackend, AutoRequest, Candidate, Part
+from gdsload.backends.auto.backend import AutoBackend
+from gdsload.backends.auto.candidate import Candidate
+from gdsload.backends.auto.request import AutoRequest, Part
 from gdsload.backends.base import Failure
 from gdsload.backends.posix import PosixBackend
 from gdsload.backends.staging import StagingPipeline

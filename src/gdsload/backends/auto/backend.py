@@ -16,27 +16,23 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, count
 from typing import Any, ClassVar
 
-from gdsload._native.cuda import CudaFailure
 from gdsload._native.pump import throttle
 from gdsload.backends import registry
 from gdsload.backends.auto.benchmark import LAST, Benchmark
+from gdsload.backends.auto.candidate import Candidate
+from gdsload.backends.auto.request import AutoRequest, Part, path_of
+from gdsload.backends.auto.transfers import ragged_ends_apart, wanted_bytes_of
 from gdsload.backends.base import (
     DRAM,
-    NO_FILE,
     VRAM,
     Backend,
     BackendStatus,
-    Failure,
     Memory,
     OpenFile,
     Progress,
@@ -49,11 +45,9 @@ from gdsload.backends.base import (
 from gdsload.backends.cufile import library
 from gdsload.errors import BackendUnavailable, PlacementError
 from gdsload.memory import staging_ring
-from gdsload.planning.read_plan import DEFAULT_BLOCK_BYTES, Limits, Transfer
+from gdsload.planning.read_plan import Limits, Transfer
 from gdsload.system import gpu
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.stall import StallWatch
-from gdsload.system.threads import start_thread
 
 FAILOVER = ("gds", "gds_mt", LAST)  # the order in which candidates read failed transfers again
 # Opening cuFile takes 50 to 180 ms; a smaller load has been read by then.
@@ -67,247 +61,12 @@ SILENT_SECONDS = 35.0
 # than both of these limits in a load is compatibility mode.
 MOST_COMPAT_BYTES = 64 << 20
 MOST_COMPAT_SHARE = 0.05
-_POLL_SECONDS = 0.1  # a forked child waits this long for a thread that it does not have
 _SHORTAGES = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _COMPAT = ("posix", library.COMPAT)  # cuFile's names for paths that are not native
 
 
 class _Followed(threading.local):
     stream: int | None = None  # that this thread's requests come after
-
-
-@dataclass(eq=False)
-class AutoRequest:
-    """Transfers that one or more candidates read.
-
-    Attributes:
-        transfers: The transfers. Their `tag` is their position.
-        stream: A CUstream: copies of all parts come after the work on it. None if there is none.
-        ahead: Whether it gives way to loads.
-        undone: The number of transfers that have not settled.
-        error: Why no candidate could be opened; final.
-        parts: The parts that were posted.
-    """
-
-    transfers: list[Transfer]
-    files: Registrations
-    memory: Registrations
-    stream: int | None = None
-    ahead: bool = False
-    undone: int = 0
-    error: Exception | None = None
-    parts: list[Part] = field(default_factory=list)
-
-    def reset(self) -> None:
-        """Back to the state before it was posted."""
-        self.undone, self.error = len(self.transfers), None
-        self._left_bytes = [transfer.wanted for transfer in self.transfers]
-        self._settled: list[int] = []  # not reported yet
-        self._failed: dict[int, Failure] = {}
-        self.parts.clear()
-
-    @property
-    def active(self) -> list[Part]:
-        return [part for part in self.parts if not part.ended]
-
-    def settle(self, transfer: Transfer, failure: Failure | None) -> None:
-        """Notes that a transfer, or a part of one, was read or has finally failed."""
-        tag = transfer.tag
-        if failure is not None:
-            before = transfer.offset - self.transfers[tag].offset
-            failure = failure._replace(transfer=tag, got=before + failure.got)
-            self._failed.setdefault(tag, failure)
-        self._left_bytes[tag] -= transfer.wanted
-        if self._left_bytes[tag] == 0:
-            self.undone -= 1
-            self._settled.append(tag)
-
-    def news(self) -> tuple[list[int], list[Failure]]:
-        """The transfers that settled since the last call, and the failures among them."""
-        if self.error is not None:
-            raise self.error
-        settled, self._settled = self._settled, []
-        return settled, [self._failed[tag] for tag in settled if tag in self._failed]
-
-
-class Part:
-    """Transfers of a request that a candidate has in flight.
-
-    Attributes:
-        request: The request to the backend of the candidate.
-        ended: Whether it has been ended.
-        failures: The number of transfers that failed.
-        idle_seconds: Time since the last byte was read.
-        paths: Bytes by I/O path, once it has ended.
-    """
-
-    def __init__(
-        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any, taken: ExitStack
-    ) -> None:
-        """`taken` releases the request and its registrations."""
-        self.candidate, self.request = candidate, request
-        self.transfers, self._tags = transfers, [transfer.tag for transfer in transfers]
-        self.ended, self.failures, self.idle_seconds = False, 0, 0.0
-        self.paths: dict[str, int] = {}
-        self._taken, self._settled = taken, bytearray(len(transfers))
-        self._posted_at = self._ended_at = time.monotonic()
-
-    def check(self) -> Progress:
-        progress = self.candidate.backend.check(self.request)
-        for number in progress.settled:
-            self._settled[number] = 1
-        self.failures += len(progress.failures)
-        self.idle_seconds = progress.idle_seconds
-        return progress
-
-    def unsettled(self) -> list[Transfer]:
-        return [t for t, done in zip(self.transfers, self._settled, strict=True) if not done]
-
-    def unsettled_range(self, first: int, last: int) -> tuple[int, int] | None:
-        """The positions of its transfers that belong to a range of the whole request; None if all
-        of them have settled."""
-        low, high = bisect_left(self._tags, first), bisect_right(self._tags, last)
-        return (low, high - 1) if 0 in self._settled[low:high] else None
-
-    @property
-    def facts(self) -> Sequence[RequestFacts]:
-        """Counts and times, once it has ended."""
-        return self.candidate.backend.facts(self.request) or [RequestFacts(self.transfers)]
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether nearly all bytes were read directly, so that its rate is that of the storage."""
-        wanted = bytes_of(self.transfers)
-        return all(not 0 <= 10 * each.direct_bytes < 9 * wanted for each in self.facts)
-
-    def seconds(self) -> float:
-        """From its first read to its last copied byte."""
-        times = [times for each in self.facts for times in each.times if times[1]]
-        if not times:
-            return self._ended_at - self._posted_at
-        return (max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
-
-    def end(self) -> None:
-        """Ends it, settled or not: nothing is written to its memory afterwards."""
-        self.ended, self._ended_at = True, time.monotonic()
-        self._taken.close()
-        self.paths = self.candidate.backend.paths(self.request)
-
-
-class Candidate:
-    """A backend that a load may use.
-
-    Attributes:
-        files: The files that are registered with it, by their numbers.
-        abandoned: Why it is no longer used, or "".
-        failures: The transfers that failed, in words.
-        read_bytes: All bytes that it has read, in parts that have ended.
-        compat_bytes: Those that cuFile read in compatibility mode.
-        fixed_seconds: The time to open it; -1 if it was never opened.
-        watch: Notices that its reads have stalled.
-        working: A thread that opens or closes the backend, or None.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.name = backend, backend.name
-        self.files: dict[int, Registration] = {}
-        self.abandoned, self.failures = "", list[str]()
-        self.read_bytes = self.compat_bytes = 0
-        self.fixed_seconds = -1.0
-        self.watch = StallWatch()
-        self.working: threading.Thread | None = None
-        self._idle = threading.Event()  # `working` has ended
-
-    def post(self, whole: AutoRequest, transfers: Sequence[Transfer], device: str) -> Part:
-        """Posts transfers of a request, split to the largest read of the backend.
-
-        Raises:
-            BackendUnavailable: The backend does not open.
-            CuFileError: The backend refuses a file.
-            PlacementError: There is no room for its ring.
-        """
-        self.await_thread()
-        started, backend = time.monotonic(), self.backend
-        files = [NO_FILE] * len(whole.files)
-        for shard in {transfer.shard for transfer in transfers}:
-            number = whole.files[shard].handle
-            if number not in self.files:
-                self.files[number] = backend.register(whole.files[shard].what)
-            files[shard] = self.files[number]
-        limit = backend.limits(device).max_request
-        reads = [read for transfer in transfers for read in split(transfer, limit)]
-        if whole.stream is not None and not backend.follow(device, whole.stream):
-            why = f"{device} cannot order its streams"
-            if self.name != LAST:
-                raise BackendUnavailable(f"backend {self.name!r}: {why}", {self.name: why})
-            try:
-                gpu.device(gpu.ordinal_of(device)).synchronize(whole.stream)
-            except CudaFailure as error:
-                raise BackendUnavailable(f"{why}: {error}", {self.name: str(error)}) from error
-        memory: list[Registration] = []
-        with ExitStack() as taken:  # released in reverse order; here only if something fails
-            for entry in whole.memory:
-                memory.append(backend.register(entry.what))
-                taken.callback(backend.deregister, memory[-1])
-            request = backend.prepare(reads, files, memory)
-            taken.callback(backend.release, request)
-            if self.fixed_seconds < 0:
-                self.fixed_seconds = time.monotonic() - started
-            if whole.ahead:
-                backend.yield_to_loads(request, True)
-            backend.post(request)
-            whole.parts.append(Part(self, reads, request, taken.pop_all()))
-        return whole.parts[-1]
-
-    @property
-    def failed(self) -> str:
-        """The failures in words."""
-        return f"{len(self.failures)} ranges failed, first {self.failures[0]}"
-
-    def start_opening(self, device: str) -> None:
-        """Opens the backend in a thread, which the first `post` waits for."""
-        self._start(partial(self._open, device), "gdsload-open")
-
-    def start_closing(self) -> None:
-        """Closes the backend in a thread: freeing its ring may take longer than a read."""
-        self._start(self._close, "gdsload-close")
-        if self.working is None:
-            self._close()
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._idle.set()
-
-        self._idle.clear()
-        self.working = start_thread(run, name)
-
-    def await_thread(self) -> None:
-        """Waits for the thread that opens or closes the backend."""
-        # Not `join`: after one that Ctrl-C has interrupted, the thread counts as ended.
-        while self.working is not None and not self._idle.wait(_POLL_SECONDS):
-            if not self.working.is_alive():  # in a forked child
-                break
-        self.working = None
-
-    def close(self) -> None:
-        """Closes the backend; the next use opens it again."""
-        self.await_thread()
-        self._close()
-
-    def _open(self, device: str) -> None:
-        started = time.monotonic()
-        with suppress(Exception):  # `post` raises the same error
-            nothing = Registration(Memory(VRAM, 0, 0, device=device), -1)
-            self.backend.release(self.backend.prepare([], [], [nothing]))
-            self.fixed_seconds = time.monotonic() - started
-
-    def _close(self) -> None:
-        while self.files:
-            self.backend.deregister(self.files.popitem()[1])
-        self.backend.close()
 
 
 class AutoBackend(Backend):
@@ -444,7 +203,7 @@ class AutoBackend(Backend):
             self._requests.append(request)
             cold = [each for each in request.transfers if each.io_mode == "direct"]
             warm = [each for each in request.transfers if each.io_mode != "direct"]
-            self._asked += bytes_of(cold)
+            self._asked += wanted_bytes_of(cold)
             if not cold:
                 self._why = self._why or "all bytes come through the page cache"
             elif not self._is_worth_cufile:
@@ -494,7 +253,9 @@ class AutoBackend(Backend):
             if sample is not None and sound and sample.is_direct:
                 benchmark.not_cached = benchmark.not_cached or self._distorted(sample)
                 name, fixed_seconds = sample.candidate.name, sample.candidate.fixed_seconds
-                benchmark.add(name, bytes_of(sample.transfers), sample.seconds(), fixed_seconds)
+                benchmark.add(
+                    name, wanted_bytes_of(sample.transfers), sample.seconds(), fixed_seconds
+                )
             if not self._waiting:
                 return self._close_losers(benchmark.choice)
             request, transfers = self._waiting.popleft()
@@ -594,7 +355,7 @@ class AutoBackend(Backend):
                     candidate.compat_bytes += nbytes
         if again:
             to = self._after(candidate)
-            self._failovers[f"{candidate.name} -> {to.name}"] += bytes_of(again)
+            self._failovers[f"{candidate.name} -> {to.name}"] += wanted_bytes_of(again)
             self._post(request, sorted(again, key=lambda t: (t.tag, t.offset)), to)
 
     def _after(self, candidate: Candidate) -> Candidate:
@@ -681,50 +442,3 @@ def is_temporary(error: Exception) -> bool:
 
 def _names_of_options(kind: type[Backend]) -> set[str]:
     return {option.name for option in kind.options()}
-
-
-def bytes_of(transfers: Sequence[Transfer]) -> int:
-    return sum(transfer.wanted for transfer in transfers)
-
-
-def path_of(request: AutoRequest, transfer: Transfer) -> str:
-    file = request.files[transfer.shard].what
-    return file.path if isinstance(file, OpenFile) else ""
-
-
-def ragged_ends_apart(
-    transfers: Sequence[Transfer], files: Registrations
-) -> tuple[list[Transfer], list[Transfer]]:
-    """The reads of whole blocks, and the buffered reads of the ends of files, which are no whole
-    blocks."""
-    blocks: list[Transfer] = []
-    ends: list[Transfer] = []
-    for each in transfers:
-        what = files[each.shard].what
-        size = what.size if isinstance(what, OpenFile) else 0
-        before = size // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES - each.offset
-        if each.wanted <= before:
-            blocks.append(each)
-            continue
-        if before > 0:
-            blocks.append(each._replace(length=before, wanted=before))
-        before, nbytes = max(before, 0), each.wanted - max(before, 0)
-        end = each._replace(offset=each.offset + before, length=nbytes, wanted=nbytes)
-        ends.append(end._replace(target_offset=each.target_offset + before, io_mode="buffered"))
-    return blocks, ends
-
-
-def split(whole: Transfer, limit: int) -> list[Transfer]:
-    """Splits a transfer into reads of at most `limit` bytes that start on blocks like the whole."""
-    step = max(limit // DEFAULT_BLOCK_BYTES * DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES)
-    if whole.length <= step:
-        return [whole]
-    return [
-        whole._replace(
-            offset=whole.offset + start,
-            length=min(step, whole.length - start),
-            wanted=min(step, whole.wanted - start),
-            target_offset=whole.target_offset + start,
-        )
-        for start in range(0, max(whole.wanted, 1), step)
-    ]

@@ -1,0 +1,143 @@
+"""A request of the backend `auto`, and the parts of it that candidates read.
+
+Not responsible for which candidate reads a part (`backend`).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gdsload.backends.auto.transfers import wanted_bytes_of
+from gdsload.backends.base import Failure, OpenFile, Progress, Registrations, RequestFacts
+from gdsload.planning.read_plan import Transfer
+
+if TYPE_CHECKING:
+    from gdsload.backends.auto.candidate import Candidate
+
+
+@dataclass(eq=False)
+class AutoRequest:
+    """Transfers that one or more candidates read.
+
+    Attributes:
+        transfers: The transfers. Their `tag` is their position.
+        stream: A CUstream: copies of all parts come after the work on it. None if there is none.
+        ahead: Whether it gives way to loads.
+        undone: The number of transfers that have not settled.
+        error: Why no candidate could be opened; final.
+        parts: The parts that were posted.
+    """
+
+    transfers: list[Transfer]
+    files: Registrations
+    memory: Registrations
+    stream: int | None = None
+    ahead: bool = False
+    undone: int = 0
+    error: Exception | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Back to the state before it was posted."""
+        self.undone, self.error = len(self.transfers), None
+        self._left_bytes = [transfer.wanted for transfer in self.transfers]
+        self._settled: list[int] = []  # not reported yet
+        self._failed: dict[int, Failure] = {}
+        self.parts.clear()
+
+    @property
+    def active(self) -> list[Part]:
+        return [part for part in self.parts if not part.ended]
+
+    def settle(self, transfer: Transfer, failure: Failure | None) -> None:
+        """Notes that a transfer, or a part of one, was read or has finally failed."""
+        tag = transfer.tag
+        if failure is not None:
+            before = transfer.offset - self.transfers[tag].offset
+            failure = failure._replace(transfer=tag, got=before + failure.got)
+            self._failed.setdefault(tag, failure)
+        self._left_bytes[tag] -= transfer.wanted
+        if self._left_bytes[tag] == 0:
+            self.undone -= 1
+            self._settled.append(tag)
+
+    def news(self) -> tuple[list[int], list[Failure]]:
+        """The transfers that settled since the last call, and the failures among them."""
+        if self.error is not None:
+            raise self.error
+        settled, self._settled = self._settled, []
+        return settled, [self._failed[tag] for tag in settled if tag in self._failed]
+
+
+class Part:
+    """Transfers of a request that a candidate has in flight.
+
+    Attributes:
+        request: The request to the backend of the candidate.
+        ended: Whether it has been ended.
+        failures: The number of transfers that failed.
+        idle_seconds: Time since the last byte was read.
+        paths: Bytes by I/O path, once it has ended.
+    """
+
+    def __init__(
+        self, candidate: Candidate, transfers: Sequence[Transfer], request: Any, taken: ExitStack
+    ) -> None:
+        """`taken` releases the request and its registrations."""
+        self.candidate, self.request = candidate, request
+        self.transfers, self._tags = transfers, [transfer.tag for transfer in transfers]
+        self.ended, self.failures, self.idle_seconds = False, 0, 0.0
+        self.paths: dict[str, int] = {}
+        self._taken, self._settled = taken, bytearray(len(transfers))
+        self._posted_at = self._ended_at = time.monotonic()
+
+    def check(self) -> Progress:
+        progress = self.candidate.backend.check(self.request)
+        for number in progress.settled:
+            self._settled[number] = 1
+        self.failures += len(progress.failures)
+        self.idle_seconds = progress.idle_seconds
+        return progress
+
+    def unsettled(self) -> list[Transfer]:
+        return [t for t, done in zip(self.transfers, self._settled, strict=True) if not done]
+
+    def unsettled_range(self, first: int, last: int) -> tuple[int, int] | None:
+        """The positions of its transfers that belong to a range of the whole request; None if all
+        of them have settled."""
+        low, high = bisect_left(self._tags, first), bisect_right(self._tags, last)
+        return (low, high - 1) if 0 in self._settled[low:high] else None
+
+    @property
+    def facts(self) -> Sequence[RequestFacts]:
+        """Counts and times, once it has ended."""
+        return self.candidate.backend.facts(self.request) or [RequestFacts(self.transfers)]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether nearly all bytes were read directly, so that its rate is that of the storage."""
+        wanted = wanted_bytes_of(self.transfers)
+        return all(not 0 <= 10 * each.direct_bytes < 9 * wanted for each in self.facts)
+
+    def seconds(self) -> float:
+        """From its first read to its last copied byte."""
+        times = [times for each in self.facts for times in each.times if times[1]]
+        if not times:
+            return self._ended_at - self._posted_at
+        return (max(done for _, done in times) - min(posted for posted, _ in times)) * 1e-9
+
+    def end(self) -> None:
+        """Ends it, settled or not: nothing is written to its memory afterwards."""
+        self.ended, self._ended_at = True, time.monotonic()
+        self._taken.close()
+        self.paths = self.candidate.backend.paths(self.request)
+
+
+def path_of(request: AutoRequest, transfer: Transfer) -> str:
+    file = request.files[transfer.shard].what
+    return file.path if isinstance(file, OpenFile) else ""
