@@ -4,7 +4,8 @@
     python scripts/api_reference.py --check   fails if the page is out of date
 
 The page has all names in the `__all__` of gdsload and of its public modules, all errors, and the
-options of all backends. Docstrings have Google's sections.
+options of all backends. It lacks methods whose docstring begins with "Internal:", and constructors
+of classes that are "made by" a function. Docstrings have Google's sections.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ bytes, times in seconds, rates in bytes per second, unless an entry says otherwi
 """
 WIDTH = 88
 _SECTIONS = re.compile(r"\n(?=(?:Args|Returns|Yields|Raises|Attributes|Example):\n)")
+_MADE_BY = re.compile(r"\A[^\n]*; made by `")  # in the first line of a docstring
 _ITEM = re.compile(r"^(\*{0,2}\w+(?:, \w+)*): ", re.MULTILINE)
 
 
@@ -80,11 +82,13 @@ def entries(prefix: str, names: dict[str, Any]) -> Iterator[str]:
             yield f"`{value!r}`\n"
             continue
         is_class = inspect.isclass(value)
-        if not (is_class and issubclass(value, BaseException)):
+        text = inspect.getdoc(value) or ""
+        is_constructed = is_class and not _MADE_BY.search(text)
+        if not is_class or (is_constructed and not issubclass(value, BaseException)):
             yield f"```text\n{signature(name, value)}\n```\n"
-        yield from docstring(inspect.getdoc(value) or "")
+        yield from docstring(text)
         if is_class:
-            if "__init__" in vars(value) and value.__init__.__doc__:
+            if is_constructed and "__init__" in vars(value) and value.__init__.__doc__:
                 yield from docstring(inspect.cleandoc(value.__init__.__doc__))
             yield from members(value)
 
@@ -96,7 +100,7 @@ def members(owner: type) -> Iterator[str]:
         if name[0] == "_" or name in getattr(owner, "_fields", ()):
             continue
         text = " ".join((inspect.getdoc(getattr(owner, name)) or "").split("\n\n")[0].split())
-        if not text:
+        if not text or text.startswith("Internal:"):
             continue
         if isinstance(member, property):
             rows.append(f"- `{name}` (property): {text}")

@@ -205,8 +205,8 @@ class LoadReport:
         return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 0.0
 
     def add(self, other: LoadReport) -> None:
-        """Adds another load: sums of its counts, bytes and times, and its texts where this report
-        has none."""
+        """Internal: adds another load: sums of its counts, bytes and times, and its texts where
+        this report has none."""
         devices = self.device.split(",") if self.tensors else []
         self.device = ",".join(dict.fromkeys([*devices, *other.device.split(",")]))
         fields = {name for name in vars(self) if name[0] != "_"}
@@ -308,13 +308,20 @@ class LoadReport:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes `trace` to a JSON file. Raises OSError."""
+        """Writes `trace` to a JSON file. Raises OSError.
+
+        Args:
+            path: The file. It is replaced if it exists.
+
+        Example:
+            >>> gdsload.last_report().save_trace("trace.json")
+        """
         with open(path, "w", encoding="utf-8") as out:
             json.dump(self.trace(), out)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures a phase; the times of a repeated phase are added."""
+        """Internal: measures a phase; the times of a repeated phase are added."""
         start = time.monotonic()
         try:
             yield
@@ -325,7 +332,7 @@ class LoadReport:
             self.publish()
 
     def begin(self) -> None:
-        """Reports to observers, if there are any, that the load begins."""
+        """Internal: reports to observers, if there are any, that the load begins."""
         observers = list(_observers) if self._on_event is None else [*_observers, self._on_event]
         if observers:
             from gdsload.events import Publisher
@@ -333,19 +340,19 @@ class LoadReport:
             self._publisher = Publisher(self, observers, self._kind)
 
     def publish(self) -> None:
-        """Reports to observers what was recorded since the last call."""
+        """Internal: reports to observers what was recorded since the last call."""
         if self._publisher is not None:
             self._publisher.publish()
 
     def end(self) -> None:
-        """Reports to observers that the load has ended."""
+        """Internal: reports to observers that the load has ended."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             publisher.end()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Measures the load from its first step to its last; then it is `last_report`."""
+        """Internal: measures the load from its first step to its last; then it is `last_report`."""
         start, cpu = time.monotonic(), time.process_time()
         try:
             self.begin()

@@ -263,7 +263,18 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Prefetch |
 
 
 def source_and_device(text: str) -> tuple[str, str]:
-    """Splits "model@cuda:0" into ("model", "cuda:0"); without a device it is "cpu"."""
+    """Splits "model@cuda:0" into a source and a device, as `from_environment` does.
+
+    Args:
+        text: A source, or a source, "@" and a device. A path that exists is a source.
+
+    Returns:
+        The source, and the device: "cpu" if the text names none.
+
+    Example:
+        >>> gdsload.warmup.source_and_device("model@cuda:0")
+        ('model', 'cuda:0')
+    """
     found = _DEVICE.fullmatch(text)
     if found is None or os.path.exists(text):
         return text, "cpu"

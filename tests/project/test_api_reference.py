@@ -30,6 +30,13 @@ def test_page_has_every_public_name(module: object) -> None:
     assert [name for name in names if f".{name}`" not in page] == []
 
 
+def test_page_lacks_internal_methods_and_constructors_of_classes_made_by_a_function() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert (LoadReport.begin.__doc__ or "").startswith("Internal:")
+    assert "Internal:" not in page and "- `begin()`" not in page
+    assert "; made by `prefetch`" in page and "\nPrefetch(\n" not in page
+
+
 def test_page_has_every_field_of_the_report_and_every_option() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     fields = [name for name in vars(LoadReport("")) if name[0] != "_"]

@@ -278,12 +278,28 @@ class Checkpoint:
     def infos(self, names: Names = None) -> list[TensorInfo]:
         """The tensors that `names` chooses, each once, in that order; all, in file order, if None.
 
-        Raises CheckpointError for a name or a pattern that no tensor has.
+        Args:
+            names: As for `gdsload.load_file`.
+
+        Raises:
+            CheckpointError: No tensor has a name or a pattern of `names`.
+
+        Example:
+            >>> with gdsload.Checkpoint.open("model") as checkpoint:
+            ...     nbytes = sum(info.nbytes for info in checkpoint.infos(["*.mlp.*"]))
         """
         return chosen(self.tensors, names, self.source)
 
     def info(self, name: str) -> TensorInfo:
-        """One tensor. Raises CheckpointError for a name that the checkpoint does not have."""
+        """One tensor. Raises CheckpointError for a name that the checkpoint does not have.
+
+        Args:
+            name: Its name in the checkpoint.
+
+        Example:
+            >>> with gdsload.Checkpoint.open("model") as checkpoint:
+            ...     shape = checkpoint.info("lm_head.weight").shape
+        """
         info = self.tensors.get(name)
         if info is None:
             raise no_such_tensor(str(name), self.tensors, self.source)
@@ -318,6 +334,7 @@ class Checkpoint:
 
     @property
     def closed(self) -> bool:
+        """Whether all files are closed."""
         return all(shard.closed for shard in self.shards)
 
     def busy(self) -> str:

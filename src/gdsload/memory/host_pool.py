@@ -217,7 +217,7 @@ class HostPool(quiesce.Holder):
         *,
         pinned: bool = False,
     ) -> dict[str, BufferView]:
-        """The byte ranges that it holds.
+        """Internal: the byte ranges that it holds.
 
         Args:
             checkpoint: the files of the ranges.
@@ -259,7 +259,8 @@ class HostPool(quiesce.Holder):
             self._segments.append(segment)
 
     def require(self, ranges: Iterable[ByteRange]) -> None:
-        """Raises PlacementError if the pool, even when empty, is too small for these ranges."""
+        """Internal: raises PlacementError if the pool, even when empty, is too small for these
+        ranges."""
         wanted = sum(one.nbytes for one in ranges)
         if wanted > self.limit_bytes:
             raise PlacementError(
@@ -268,8 +269,8 @@ class HostPool(quiesce.Holder):
             )
 
     def allocate(self, plan: ReadPlan) -> PoolBuffers | None:
-        """Buffers for these reads. None if the pool has no room for them, or if they fill the page
-        cache: then their memory is a mapping of the file.
+        """Internal: buffers for these reads. None if the pool has no room for them, or if they fill
+        the page cache: then their memory is a mapping of the file.
 
         Raises:
             PlacementError: the machine has too little memory.
@@ -377,12 +378,13 @@ class HostPool(quiesce.Holder):
                 os.close(segment.fd)
 
     def leave_to_child(self) -> None:
-        """Before a fork: no segment that there is now gets other bytes."""
+        """Internal: before a fork: no segment that there is now gets other bytes."""
         for segment in list(self._segments):
             segment.inherited = True
 
     def make_room(self, nbytes: int) -> None:
-        """Frees idle segments while the machine or its cgroup has less than `nbytes` available."""
+        """Internal: frees idle segments while the machine or its cgroup has less than `nbytes`
+        available."""
         with self._lock:
             for segment in list(self._segments):
                 room = available.available_bytes()
