@@ -376,7 +376,7 @@ def load_into(
         try:
             for where, group in by_device.items():
                 settings = ReadSettings(where, *how)
-                if settings.device == "cpu" and not reaches(backend, DRAM):
+                if settings.device == "cpu" and not reaches(settings.backend, DRAM):
                     settings.backend, settings.options = "auto", None
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
                 with settings.session(checkpoint, report, nbytes, verifier) as session:

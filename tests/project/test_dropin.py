@@ -51,7 +51,9 @@ def test_backend_of_safetensors_chooses_the_io_mode(path: Path, backend: str) ->
     assert not any(size for name, size in paths.items() if name.endswith("direct"))
     with gdsload.safe_open(path, framework="pt", backend=backend) as opened:
         by_safe_open = opened.get_tensors()
-    for got in (by_load_file, by_safe_open):
+    targets = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    gdsload.load_into(targets, path, backend=backend)
+    for got in (by_load_file, by_safe_open, targets):
         assert sorted(got) == sorted(want)
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
