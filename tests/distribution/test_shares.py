@@ -15,6 +15,7 @@ from gdsload.distribution.shares import (
     layout_of,
     messages_of,
     shares_of,
+    wanted_bytes_of,
     windows_of,
 )
 
@@ -86,6 +87,25 @@ def test_every_rank_receives_each_wanted_byte_once(
                 want = np.ascontiguousarray(tensor[tuple(slice(*e) for e in box)]).reshape(-1)
             assert ours.tobytes() == want.tobytes()
             assert layouts[number].wanted_bytes(rank) == want.nbytes
+    sums = [sum(layout.wanted_bytes(rank) for layout in layouts) for rank in range(ranks)]
+    assert wanted_bytes_of(layouts, ranks) == sums
+
+
+def test_bytes_of_a_tensor_that_all_ranks_want_are_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+    real = Layout.wanted_bytes
+
+    def wanted_bytes(self: Layout, rank: int) -> int:
+        counted.append(rank)
+        return real(self, rank)
+
+    monkeypatch.setattr(Layout, "wanted_bytes", wanted_bytes)
+    whole: list[Box | None] = [None, *[((0, 8), (0, 4))] * 3]
+    layouts = [layout_of(info(name, (8, 4)), whole) for name in "ab"]
+    assert wanted_bytes_of(layouts, 4) == [0, 128, 128, 128]
+    assert counted == [1, 1]
 
 
 def test_shares_of_a_window_have_equal_bytes_and_end_at_blocks() -> None:

@@ -5,7 +5,7 @@ Not responsible for opening the checkpoint: the caller passes a context that doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gdsload.checkpoint import TensorInfo
 from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
-from gdsload.distribution.shares import Layout
+from gdsload.distribution.shares import wanted_bytes_of
 from gdsload.loading.batch import moved
 from gdsload.loading.session import Session
 from gdsload.system.available import require_machine_room, require_room
@@ -73,13 +73,16 @@ def shared_tensors(
         boxes = boxes_of(infos, sharing.shards, readers.numbers[rank], readers.whole_size)
         wanted = {info.name: box for info, box in zip(infos, boxes, strict=True)}
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
-        session.report.wanted_bytes = _wanted_bytes(layouts, rank)
+        wanted_bytes = wanted_bytes_of(layouts, readers.size)
+        session.report.wanted_bytes = wanted_bytes[rank]
         if device == "cpu":
-            require_room(_held_bytes(layouts, rank, held_bytes))
+            held = wanted_bytes
+            if held_bytes is not None:
+                held = [min(nbytes, held_bytes) for nbytes in wanted_bytes]
+            require_room(held[rank])
             if sharing.readers == "node":  # its ranks take their memory at the same time
                 require_machine_room(
-                    sum(_held_bytes(layouts, each, held_bytes) for each in range(readers.size)),
-                    "bytes are to be loaded into memory by the ranks of this node",
+                    sum(held), "bytes are to be loaded into memory by the ranks of this node"
                 )
         readers.agree()  # what a rank reads from now on must not count as missing on another one
         exchange = Exchange(readers, session, layouts, window_bytes)
@@ -94,12 +97,3 @@ def shared_tensors(
                     del tensor
         finally:
             exchange.close()
-
-
-def _held_bytes(layouts: Sequence[Layout], rank: int, limit: int | None) -> int:
-    wanted = _wanted_bytes(layouts, rank)
-    return wanted if limit is None else min(wanted, limit)
-
-
-def _wanted_bytes(layouts: Sequence[Layout], rank: int) -> int:
-    return sum(layout.wanted_bytes(rank) for layout in layouts)

@@ -62,7 +62,21 @@ class Layout(NamedTuple):
 
     def wanted_bytes(self, rank: int) -> int:
         """The bytes of the tensor that this rank wants."""
-        return len(self.rows_of(rank)) * self.wanted_row_bytes(rank)
+        box = self.boxes[rank]
+        return 0 if box is None else prod(stop - start for start, stop in box)
+
+
+def wanted_bytes_of(layouts: Sequence[Layout], ranks: int) -> list[int]:
+    """By rank: the bytes of all tensors that it wants."""
+    wanted = [0] * ranks
+    for layout in layouts:
+        before: Box | None = None
+        nbytes = 0
+        for rank, box in enumerate(layout.boxes):
+            if box is not before:  # most tensors are wanted by all ranks as a whole: one box
+                before, nbytes = box, layout.wanted_bytes(rank)
+            wanted[rank] += nbytes
+    return wanted
 
 
 class Rows(NamedTuple):
