@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import gdsload
 from gdsload.checkpoint import Checkpoint, TensorInfo
-from gdsload.distribution import reader_group
+from gdsload.distribution import reader_group, shared_load
 from gdsload.distribution.reader_group import ReaderGroup, device_group
 from gdsload.integrations.engine_weights import WeightsReader
 from gdsload.memory import page_cache
@@ -327,19 +327,31 @@ def rewritten(folder: Path) -> Any:
         gdsload.load_file(source, group=dist.group.WORLD)
 
 
+def cgroup_each() -> Any:
+    """Each rank is in a container of its own."""
+    return mock.patch.object(shared_load, "memory_cgroups", lambda: ((0, dist.get_rank()),))
+
+
 def no_room(folder: Path) -> Any:
     """For the tensors of three ranks, not for those of all four."""
     nbytes = sum(tensor.nbytes for tensor in expected(folder).values())
     room = dist.get_world_size() * nbytes + available.SPARE_BYTES - 1
-    with mock.patch.object(available, "machine_bytes", lambda: room):
+    with cgroup_each(), mock.patch.object(available, "machine_bytes", lambda: room):
+        gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
+
+
+def no_room_together(folder: Path) -> Any:
+    """The limit of the cgroup of all ranks is enough for one of them."""
+    room = sum(tensor.nbytes for tensor in expected(folder).values()) + available.SPARE_BYTES
+    with mock.patch.object(available, "available_bytes", lambda: room):
         gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
 
 
 def own_limit(folder: Path) -> Any:
-    """Each rank may have the memory of its own tensors, as in a container of its own."""
+    """Each rank may have the memory of its own tensors."""
     want = expected(folder)
     room = sum(tensor.nbytes for tensor in want.values()) + available.SPARE_BYTES
-    with mock.patch.object(available, "available_bytes", lambda: room):
+    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda: room):
         return facts(gdsload.load_file(folder, group=dist.group.WORLD, cache="direct"), want)
 
 
@@ -347,7 +359,7 @@ def no_room_of_own(folder: Path) -> Any:
     """The limit of rank 1 is too low."""
     room = sum(tensor.nbytes for tensor in expected(folder).values()) + available.SPARE_BYTES
     room -= dist.get_rank() == 1
-    with mock.patch.object(available, "available_bytes", lambda: room):
+    with cgroup_each(), mock.patch.object(available, "available_bytes", lambda: room):
         gdsload.load_file(folder, group=dist.group.WORLD, cache="direct")
 
 
@@ -486,7 +498,7 @@ def killed(folder: Path) -> Any:
 CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
-    unknown_name, failed_read, rewritten, no_room, own_limit, no_room_of_own, no_memory,
-    no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again, default_device,
-    later, subgroup, devices, silent_rank, missed,
+    unknown_name, failed_read, rewritten, no_room, no_room_together, own_limit, no_room_of_own,
+    no_memory, no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again,
+    default_device, later, subgroup, devices, silent_rank, missed,
 )  # fmt: skip

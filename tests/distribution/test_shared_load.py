@@ -172,8 +172,9 @@ def test_load_that_has_no_room_for_the_tensors_of_all_ranks_is_refused(
     found: list[dict[str, Any]], checkpoint: tuple[Path, int]
 ) -> None:
     for rank in found:
-        assert rank["no_room"]["error"] == "PlacementError"
-        assert rank["no_room"]["text"].startswith(f"{len(found) * checkpoint[1]:,} bytes")
+        for case in ("no_room", "no_room_together"):
+            assert rank[case]["error"] == "PlacementError"
+            assert rank[case]["text"].startswith(f"{len(found) * checkpoint[1]:,} bytes")
 
 
 def test_kept_error_of_ctrl_c_leaves_no_connection_open(found: list[dict[str, Any]]) -> None:

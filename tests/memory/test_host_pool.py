@@ -557,3 +557,16 @@ def test_load_above_the_limit_of_a_cgroup_names_the_limit(monkeypatch: pytest.Mo
     assert available.available_bytes() == 1 << 30
     with pytest.raises(PlacementError, match=r"available \(by the limit /cgroup/memory\.high\): "):
         available.require_room(1 << 30)
+
+
+def test_processes_are_in_one_cgroup_if_the_same_limits_count_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cgroups_of(path: str) -> object:
+        monkeypatch.setattr(available, "_cgroups", lambda: iter([(path, (str(tmp_path),))]))
+        return available.memory_cgroups()
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert cgroups_of("/a") == cgroups_of("/a") != cgroups_of("/b")
+    assert cgroups_of("/of/the/host") == cgroups_of("/")  # in a container

@@ -16,7 +16,7 @@ from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shares import wanted_bytes_of
 from gdsload.loading.batch import moved
 from gdsload.loading.session import Session
-from gdsload.system.available import require_machine_room, require_room
+from gdsload.system.available import memory_cgroups, require_machine_room, require_room
 
 if TYPE_CHECKING:
     import torch
@@ -75,15 +75,15 @@ def shared_tensors(
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
         wanted_bytes = wanted_bytes_of(layouts, readers.size)
         session.report.wanted_bytes = wanted_bytes[rank]
+        cgroups = readers.agree(memory_cgroups()) if sharing.readers == "node" else []
         if device == "cpu":
             held = wanted_bytes
             if held_bytes is not None:
                 held = [min(nbytes, held_bytes) for nbytes in wanted_bytes]
             require_room(held[rank])
-            if sharing.readers == "node":  # its ranks take their memory at the same time
-                require_machine_room(
-                    sum(held), "bytes are to be loaded into memory by the ranks of this node"
-                )
+            if cgroups:  # the ranks of a node take their memory at the same time
+                require = require_room if len(set(cgroups)) == 1 else require_machine_room
+                require(sum(held), "bytes are to be loaded into memory by the ranks of this node")
         readers.agree()  # what a rank reads from now on must not count as missing on another one
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:

@@ -18,14 +18,15 @@ SPARE_BYTES = 64 << 20  # left to the rest of the system
 # Of both versions of cgroups: the root; the files with limits; the file with the usage; in
 # memory.stat the page cache, and the part of it that is shared memory. Above memory.high the kernel
 # slows down processes that take memory.
-_V1 = (
+_Names = tuple[str, tuple[str, ...], str, str, str]
+_V1: _Names = (
     "/sys/fs/cgroup/memory",
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     "total_cache",
     "total_shmem",
 )
-_V2 = ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "file", "shmem")
+_V2: _Names = ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "file", "shmem")
 
 
 def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") -> None:
@@ -38,8 +39,8 @@ def require_room(nbytes: int, what: str = "bytes are to be loaded into memory") 
 
 
 def require_machine_room(nbytes: int, what: str) -> None:
-    """Like `require_room`, for what several processes take: without limits of cgroups, which each
-    of them may have for itself."""
+    """Like `require_room`, for what several processes take that are not in the same cgroups:
+    without limits of cgroups, which each of them may have for itself."""
     _require(nbytes, what, machine_bytes(), lambda: "")
 
 
@@ -64,13 +65,32 @@ def _limits() -> Iterator[tuple[int, str]]:
     """Bytes left of the machine, with "", and of each cgroup, with the file of its limit."""
     if (machine := machine_bytes()) is not None:
         yield machine, ""
+    for path, names in _cgroups():
+        yield from _cgroup_bytes(path, *names)
+
+
+def memory_cgroups() -> tuple[tuple[int, int], ...]:
+    """Identifies the cgroups that count the memory of this process, the same for all processes that
+    have the same limits together."""
+    found = []
+    for path, (root, *_) in _cgroups():
+        for group in _with_parents(path, root):
+            with suppress(OSError):
+                status = os.stat(group)
+                found.append((status.st_dev, status.st_ino))
+                break
+    return tuple(found)
+
+
+def _cgroups() -> Iterator[tuple[str, _Names]]:
+    """The paths of the cgroups of this process, with the names of their version."""
     with suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if not controllers:
-                yield from _cgroup_bytes(path, *_V2)
+                yield path, _V2
             elif "memory" in controllers.split(","):
-                yield from _cgroup_bytes(path, *_V1)
+                yield path, _V1
 
 
 def machine_bytes() -> int | None:
@@ -87,12 +107,17 @@ def _cgroup_bytes(
     path: str, root: str, limit_names: Sequence[str], *names: str
 ) -> Iterator[tuple[int, str]]:
     """Bytes left in a cgroup and in each cgroup above it, with the file of the limit."""
-    # Inside a container the host's path does not exist. The root is then the container's cgroup.
-    group = os.path.normpath(root + path)
-    while group.startswith(root):
+    for group in _with_parents(path, root):
         for limit_name in limit_names:
             with suppress(OSError, ValueError):  # no such file, or the limit "max"
                 yield _group_bytes(group, limit_name, *names), os.path.join(group, limit_name)
+
+
+def _with_parents(path: str, root: str) -> Iterator[str]:
+    # Inside a container the host's path does not exist. The root is then the container's cgroup.
+    group = os.path.normpath(root + path)
+    while group.startswith(root):
+        yield group
         group = os.path.dirname(group)
 
 
