@@ -17,8 +17,8 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
-from gdsload.loading.batch import copied, moved
 from gdsload.loading.session import STALL_SECONDS, verifier_of
+from gdsload.loading.torch_memory import copied, moved
 from gdsload.loading.whole_tensors import load
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.tensor_slices import rows_of

@@ -17,11 +17,13 @@ import gpudoubles
 from contract import bytes_of
 from devicetensors import device_tensor
 from gdsload._native.cuda import Block
-from gdsload.backends import Backend, OpenFile
+from gdsload.backends import DRAM, Backend, OpenFile
 from gdsload.backends.posix import PosixBackend
+from gdsload.integrations.transformers.model_reader import ModelReader, Options
 from gdsload.loading import device_batch
-from gdsload.loading.batch import copied, moved
+from gdsload.loading.torch_memory import copied, moved
 from gdsload.memory import staging_ring
+from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import KINDS, SMALL, Load, settle
@@ -83,7 +85,9 @@ def test_allocations_of_torch_do_not_break_a_graph_of_another_thread(
     assert tensors
 
 
-def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(loading: Doubles) -> None:
+def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(
+    loading: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tensor:
         is_cpu, device = False, "cuda:0"
 
@@ -94,10 +98,29 @@ def test_copies_of_tensors_do_not_break_a_graph_of_another_thread(loading: Doubl
             return device_tensor((16,), torch.uint8, device)
 
     tensor = cast(torch.Tensor, Tensor())
-    gpu.device(0)
+    # The backend cannot read to a device. Another one reads to the host if CUDA cannot be used.
+    monkeypatch.setattr(device_batch, "reaches", lambda backend, kind: kind == DRAM)
+    assert device_batch.reached("cuda:0", "plugin") == "cpu"
     loading.capture_graphs(True)
     copied(tensor)
     moved(tensor, "cuda:0")
+    assert loading.complaints() == ""
+    loading.capture_graphs(False)
+
+
+def test_file_that_transformers_opens_for_a_gpu_does_not_break_a_graph_of_another_thread(
+    loading: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to(tensor: torch.Tensor, device: object) -> torch.Tensor:
+        return device_tensor(tensor.shape, tensor.dtype, f"cuda:{device}")
+
+    report = LoadReport("tiny")
+    files = [str(path) for path in tiny_checkpoint.glob("*.safetensors")]
+    with ModelReader(files, Options(), report) as reader:
+        opened = reader.opened(0)
+        loading.capture_graphs(True)
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        assert opened.get_tensor(opened.keys()[0]).is_contiguous()
     assert loading.complaints() == ""
     loading.capture_graphs(False)
 

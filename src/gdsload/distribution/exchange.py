@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +34,7 @@ from gdsload.distribution.shares import (
 from gdsload.errors import CheckpointError, PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import capture_relaxed, taking
 from gdsload.loading.whole_tensors import post
 from gdsload.memory.tensors import packed_shape, torch_dtype_of
 from gdsload.remote.urls import sources_of
@@ -243,17 +243,22 @@ class Exchange:
             self.start()
         if not self._posted:
             self._readers.finish()
+        device = self._session.device
         while self._posted:
             self.start()
             window = self._posted[0]
             window.batch.wait()
             self._session.checkpoint.verify_unchanged()
-            with self._session.report.phase("allocate"):
+            with self._session.report.phase("allocate"), capture_relaxed(device):
                 received = self._receiving(window)
-            with self._session.report.phase("exchange"):
+            with self._session.report.phase("exchange"), capture_relaxed(device):
                 sent = self._sending(window)
             self._readers.agree()
-            with self._session.report.phase("exchange"), self._readers.exchanging():
+            with (
+                self._session.report.phase("exchange"),
+                self._readers.exchanging(),
+                capture_relaxed(device),
+            ):
                 self._exchange(window, sent, received)
             del sent, received  # they hold memory of tensors that are handed out
             self._posted.popleft()
@@ -282,22 +287,9 @@ class Exchange:
         info = layout.info._replace(shape=shape)
         if info.dtype == "F4":
             shape = packed_shape(info)
-        with self._memory_for(f"tensor {info.name!r}", layout.wanted_bytes(self._readers.rank)):
-            return torch.empty(shape, dtype=torch_dtype_of(info), device=self._session.device)
-
-    @contextmanager
-    def _memory_for(self, what: str, nbytes: int) -> Iterator[None]:
-        """Turns the errors of torch about memory, which are RuntimeErrors, into PlacementError."""
-        try:
-            yield
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            if not any(sign in why for sign in ("out of memory", "allocate memory")):
-                raise
-            raise PlacementError(
-                f"no {nbytes:,} bytes on {self._session.device} for {what}: {why}",
-                missing_bytes=nbytes,
-            ) from error
+        device, nbytes = self._session.device, layout.wanted_bytes(self._readers.rank)
+        with taking(nbytes, device, f"tensor {info.name!r}"):
+            return torch.empty(shape, dtype=torch_dtype_of(info), device=device)
 
     def _rows(self, rows: Rows) -> torch.Tensor:
         """The memory of these rows in the tensor of this rank, as bytes."""
@@ -318,6 +310,7 @@ class Exchange:
         """
         import torch
 
+        device = self._session.device
         received = []
         for reader, share in enumerate(window.shares):
             for message in messages_of(self._layouts, share, self._readers.rank):
@@ -328,10 +321,8 @@ class Exchange:
                 if len(message.pieces) == 1:
                     memory = self._rows(message.pieces[0][1]).view(-1)
                 else:
-                    with self._memory_for("a message of another rank", message.nbytes):
-                        memory = torch.empty(
-                            message.nbytes, dtype=torch.uint8, device=self._session.device
-                        )
+                    with taking(message.nbytes, device, "a message of another rank"):
+                        memory = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
                 received.append((reader, message, memory))
         return received
 
@@ -393,7 +384,7 @@ class Exchange:
     ) -> torch.Tensor:
         import torch
 
-        with self._memory_for("a message to another rank", message.nbytes):
+        with taking(message.nbytes, self._session.device, "a message to another rank"):
             pieces = [self._wanted(sources, piece, rank).reshape(-1) for piece in message.pieces]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

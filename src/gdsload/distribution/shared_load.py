@@ -14,8 +14,8 @@ from gdsload.checkpoint import TensorInfo
 from gdsload.distribution.exchange import Exchange, Shards, agreed_layouts, boxes_of
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
 from gdsload.distribution.shares import wanted_bytes_of
-from gdsload.loading.batch import moved
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import moved
 from gdsload.system.available import memory_cgroups, require_machine_room, require_room
 
 if TYPE_CHECKING:

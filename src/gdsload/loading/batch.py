@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +23,7 @@ from gdsload.loading.accounting import record_backend, record_request
 from gdsload.loading.claims import LOST, READ, READING, Claim
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import copied
 from gdsload.memory.host_buffers import BufferView, HostBuffers, current_pool
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import ByteRange, ReadPlan
@@ -51,26 +52,6 @@ def assembled(tensor_slice: TensorSlice, parts: Sequence[torch.Tensor]) -> torch
         tensor = tensor.view(tensor_slice.shape)
     # A copy if the index drops something: a view would keep the rest alive.
     return tensor if tensor_slice.index is None else copied(tensor[tensor_slice.index])
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the same device. It breaks no CUDA graph that another thread captures."""
-    if tensor.is_cpu:
-        return tensor.clone()
-    with _capture_relaxed(str(tensor.device)):
-        return tensor.clone()
-
-
-def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """The tensor on another device, for which the same is true."""
-    with _capture_relaxed(device):
-        return tensor.to(device)
-
-
-def _capture_relaxed(device: str) -> AbstractContextManager[None]:
-    from gdsload.system import gpu  # imports CUDA
-
-    return gpu.capture_relaxed(device)
 
 
 class Batch:

@@ -28,6 +28,7 @@ from gdsload.errors import PlacementError
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import offered
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import refusal
 from gdsload.memory import device_buffers, late_copies
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at, make_tensors, packed_shape, torch_dtype_of
@@ -55,12 +56,16 @@ _ROUND_BYTES, _SMALL_BYTES = 512, 1 << 20
 
 def reached(target: str, backend: str) -> str:
     """The device that reads for this target go to: the target itself, or "cpu" if torch has to move
-    the tensors there. Raises BackendUnavailable after a fork."""
-    if target.partition(":")[0] != "cuda" or not reaches(backend, VRAM):
+    the tensors there. Opens a GPU. Raises BackendUnavailable after a fork."""
+    if target.partition(":")[0] != "cuda":
         return "cpu"
     gpu.refuse_after_fork()  # torch could not move tensors there either
+    # Opened also if torch has to move the tensors: see `gpu.capture_relaxed`.
+    reason = gpu.why_not(target)
+    if not reaches(backend, VRAM):
+        return "cpu"
     # Any other backend was asked for by name, and reports itself why it cannot work.
-    return "cpu" if backend in ("auto", "posix") and gpu.why_not(target) else target
+    return "cpu" if reason and backend in ("auto", "posix") else target
 
 
 def start(session: Session, infos: Sequence[TensorInfo]) -> Batch:
@@ -246,14 +251,11 @@ class DeviceTensors:
         try:
             return empty(shape, torch_dtype_of(first), self.device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, under several names
-            if "out of memory" not in str(error):  # such as "an illegal memory access"
+            what = f"tensor {first.name!r}"
+            refused = refusal(error, tensor_slice.nbytes, self.device, what)
+            if refused is None:
                 raise
-            why = str(error).partition("\n")[0]
-            raise PlacementError(
-                f"no {tensor_slice.nbytes:,} bytes on {self.device} for tensor"
-                f" {first.name!r}: {why}",
-                missing_bytes=tensor_slice.nbytes,
-            ) from error
+            raise refused from error
 
     def memory(self, plan: ReadPlan) -> list[Memory]:
         """The memory of each target of a plan whose reads are about to be posted."""

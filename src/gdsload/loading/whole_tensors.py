@@ -14,8 +14,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gdsload.checkpoint import TensorInfo
-from gdsload.loading.batch import Batch, moved
+from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.torch_memory import moved
 from gdsload.planning.read_plan import grouped, ranges_of
 from gdsload.system.device_name import require_device
 

@@ -14,7 +14,7 @@ _GPU = re.compile(r"cuda(:(0|[1-9]\d*))?", re.ASCII)
 
 def device_name(device: Any) -> str:
     """The name of a device: "cuda:1" for 1, and the current device for "cuda"."""
-    name = _named(device)
+    name = plain_name(device)
     if name != "cuda":
         return name
     import torch
@@ -24,7 +24,7 @@ def device_name(device: Any) -> str:
 
 def require_name(device: object) -> str:
     """The name of the CPU or of a GPU, which need not exist. Raises PlacementError for others."""
-    name = _named(device)
+    name = plain_name(device)
     if name not in ("cpu", "cpu:0") and not _GPU.fullmatch(name):
         raise PlacementError(f"device {name!r} is neither cpu nor a GPU such as cuda:0")
     return "cpu" if name == "cpu:0" else name
@@ -42,7 +42,7 @@ def require_device(device: object) -> str:
     Raises:
         PlacementError: It is not a device, or not one of this machine.
     """
-    name = _named(device)
+    name = plain_name(device)
     if device is None or name in ("cpu", "cpu:0"):
         return "cpu"
     import torch
@@ -59,11 +59,12 @@ def require_device(device: object) -> str:
 def require_target(device: object) -> str:
     """`require_device`, but a GPU is not checked before torch is imported, which takes seconds:
     that is left to the caller, who posts the first read before."""
-    name = _named(device)
+    name = plain_name(device)
     if "torch" not in sys.modules and _GPU.fullmatch(name):
         return "cuda:0" if name == "cuda" else name  # torch begins with device 0
     return require_device(device)
 
 
-def _named(device: object) -> str:
+def plain_name(device: object) -> str:
+    """The name of a device as it was given: "cuda:1" for 1, but "cuda" for "cuda"."""
     return f"cuda:{device}" if type(device) is int else str(device)

@@ -92,7 +92,7 @@ def capture_relaxed(device_name: str) -> Iterator[None]:
     """Calls of this thread inside do not break a CUDA graph that another thread captures in the
     default mode. torch needs it: it relaxes its allocations only while the same thread captures.
 
-    Does nothing for the CPU, and for a device that gdsload has not used.
+    Does nothing for the CPU, and for a device that gdsload has not opened.
     """
     with ExitStack() as undo:
         with suppress(PlacementError, CudaFailure, RuntimeError):  # closed, or of the parent

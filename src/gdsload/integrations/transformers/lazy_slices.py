@@ -12,6 +12,7 @@ from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.dtypes import torch_dtype
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
+from gdsload.loading.torch_memory import moved
 from gdsload.memory.host_buffers import BufferView, map_shard
 from gdsload.memory.tensors import make_tensors, packed_shape
 from gdsload.planning.tensor_slices import slice_of
@@ -33,7 +34,7 @@ class LazySlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The same values as indexing the whole tensor, in memory of its own. Raises ReadError."""
         tensor = self._queue.take(slice_of(self._info, index))
-        return tensor if self._device is None else tensor.to(self._device)
+        return tensor if self._device is None else moved(tensor, self._device)
 
     def get_shape(self) -> list[int]:
         """The shape in elements, as in the header."""

@@ -47,7 +47,8 @@ from gdsload.loading.session import (
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
-from gdsload.system import cancellation
+from gdsload.system import cancellation, gpu
+from gdsload.system.device_name import plain_name
 from gdsload.system.gc_control import collector_paused
 
 if TYPE_CHECKING:
@@ -334,6 +335,7 @@ class ModelReader:
 
     def opened(self, device: Any = "cpu", leave: Callable[[], None] | None = None) -> OpenedFile:
         """The checkpoint as an opened file. `leave` is called at the end of its `with` block."""
+        gpu.why_not(plain_name(device))  # opens a GPU: see `gpu.capture_relaxed`
         return OpenedFile(self.checkpoint, self.queue, device, leave)
 
     def finish(self) -> None:

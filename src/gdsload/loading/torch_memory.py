@@ -1,0 +1,64 @@
+"""Memory that torch takes for a load: its refusals become errors of gdsload, and it breaks no CUDA
+graph that another thread captures. Not responsible for where tensors are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from gdsload.errors import PlacementError
+from gdsload.system.device_name import plain_name
+
+if TYPE_CHECKING:
+    import torch
+
+# In the messages of torch's allocators for devices and for the CPU. Other RuntimeErrors, such as
+# "an illegal memory access", are not about room.
+_REFUSALS = "out of memory", "allocate memory"
+
+
+def refusal(error: RuntimeError, nbytes: int, device: str, what: str) -> PlacementError | None:
+    """The refusal of torch to allocate `nbytes` for `what`; None if `error` has another reason."""
+    why = str(error).partition("\n")[0]
+    if not any(sign in why for sign in _REFUSALS):
+        return None
+    return PlacementError(
+        f"no {nbytes:,} bytes on {device} for {what}: {why}", missing_bytes=nbytes
+    )
+
+
+@contextmanager
+def taking(nbytes: int, device: str, what: str) -> Iterator[None]:
+    """Raises PlacementError instead of torch's errors about memory, which are RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        refused = refusal(error, nbytes, device, what)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def capture_relaxed(device: str) -> AbstractContextManager[None]:
+    """As `gpu.capture_relaxed`, without an import of CUDA for the CPU."""
+    if device == "cpu":
+        return nullcontext()
+    from gdsload.system import gpu
+
+    return gpu.capture_relaxed(device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the same device."""
+    if tensor.is_cpu:
+        return tensor.clone()
+    with capture_relaxed(str(tensor.device)):
+        return tensor.clone()
+
+
+def moved(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """The tensor on another device: a name, the number of a GPU, or a torch.device."""
+    with capture_relaxed(plain_name(device)):
+        return tensor.to(device)

@@ -1,0 +1,77 @@
+"""One rank of an exchange, over the doubles of a GPU; the other rank sends nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from devicetensors import device_tensor
+from gdsload.checkpoint import Checkpoint
+from gdsload.distribution.exchange import Exchange, box_of
+from gdsload.distribution.reader_group import ReaderGroup
+from gdsload.distribution.shares import layout_of
+from gdsload.loading.session import Session
+from gdsload.report import LoadReport
+from gdsload.system import gpu
+from gpudoubles import Doubles
+from gpuloads import SMALL
+
+
+class Readers:
+    """The first of two ranks."""
+
+    size, rank = 2, 0
+
+    def agree(self) -> None:
+        pass
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def exchange(self, *_: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_exchange_does_not_break_a_graph_of_another_thread(
+    loading: Doubles, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host = torch.empty
+
+    def empty(shape: Any, **how: Any) -> torch.Tensor:
+        if how["device"] != "cuda:0":
+            return on_host(shape, **how)
+        return device_tensor([shape] if isinstance(shape, int) else shape, **how)
+
+    def cat(pieces: list[torch.Tensor]) -> torch.Tensor:
+        return device_tensor((sum(map(len, pieces)),), torch.uint8, "cuda:0")
+
+    gpu.device(0)
+    with (
+        Checkpoint.open(tiny_checkpoint) as checkpoint,
+        Session(
+            checkpoint,
+            LoadReport(checkpoint.source),
+            device="cuda:0",
+            backend="posix",
+            options=SMALL,
+        ) as session,
+    ):
+        infos = list(checkpoint.tensors.values())
+        layouts = [layout_of(info, [box_of(info, None)] * 2) for info in infos]
+        exchange = Exchange(cast(ReaderGroup, Readers()), session, layouts, 1 << 20)
+        loading.capture_graphs(True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", empty)
+            patch.setattr(torch, "cat", cat)
+            tensors = [tensor for window in exchange.windows() for _, tensor in window]
+            exchange.close()
+        assert loading.complaints() == ""
+        loading.capture_graphs(False)
+        assert len(tensors) == len(infos)
