@@ -425,12 +425,12 @@ def interrupted_rank(folder: Path) -> Any:
     return {"error": type(kept).__name__}
 
 
+def over_gloo(_: str, *how: Any) -> Any:
+    return device_group("gloo", *how)
+
+
 def devices(folder: Path) -> Any:
     """What all ranks together add up when they connect their devices."""
-
-    def over_gloo(_: str, *how: Any) -> Any:
-        return device_group("gloo", *how)
-
     with (
         mock.patch.object(reader_group, "device_group", over_gloo),
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as added,
@@ -438,6 +438,18 @@ def devices(folder: Path) -> Any:
     ):
         readers.connect_devices("cpu")
     return [int(call.args[0]) for call in added.call_args_list]
+
+
+def full_device(folder: Path) -> Any:
+    """The device of rank 1 has no memory left when the ranks connect theirs."""
+    refused = mock.patch("torch.ones", side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with (
+        mock.patch.object(reader_group, "device_group", over_gloo),
+        refused if dist.get_rank() == 1 else nullcontext(),
+        ReaderGroup(dist.group.WORLD, "group", 20.0) as readers,
+        readers.together(),
+    ):
+        readers.connect_devices("cpu")
 
 
 def closed_by_all(folder: Path) -> Any:
@@ -499,6 +511,6 @@ CASES = (
     whole, warm, cold, windows, dimensions, slices, experts, of_engine, nodes, missing_file,
     other_checkpoint, other_version, other_source, other_order, other_readers, other_windows,
     unknown_name, failed_read, rewritten, no_room, no_room_together, own_limit, no_room_of_own,
-    no_memory, no_memory_to_send, failed_consumer, interrupted_rank, closed_by_all, again,
-    default_device, later, subgroup, devices, silent_rank, missed,
+    no_memory, no_memory_to_send, full_device, failed_consumer, interrupted_rank, closed_by_all,
+    again, default_device, later, subgroup, devices, silent_rank, missed,
 )  # fmt: skip

@@ -132,6 +132,7 @@ def test_shared_load_per_node_reads_each_byte_once_on_every_node(
         ("failed_read", "", "rank 1 failed: "),
         ("no_memory", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("no_memory_to_send", "PlacementError", "rank 1 failed: PlacementError: no "),
+        ("full_device", "PlacementError", "rank 1 failed: PlacementError: no "),
         ("no_room_of_own", "PlacementError", "rank 1 failed: PlacementError: "),
         ("rewritten", "FileChanged", "rank 1 failed: FileChanged: "),
         ("failed_consumer", "RuntimeError", "rank 1 failed: it closed the stream"),

@@ -18,6 +18,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from gdsload.errors import RankError
+from gdsload.loading.torch_memory import capture_relaxed, taking
 
 if TYPE_CHECKING:
     import torch
@@ -146,15 +147,21 @@ class ReaderGroup:
 
         Not over the caller's group: its operations, in another thread, could be ordered differently
         on another rank.
+
+        Raises:
+            PlacementError: The device has no memory left.
+            RankError: Another rank has failed, or does not answer in time.
         """
         import torch
         import torch.distributed as dist
 
-        with _rank_errors("does not join the load"):
-            self._data = device_group("nccl", self._members, self._timeout)
-            # NCCL connects all ranks in their first operation, and in the first exchange a rank
-            # may have nothing to send or receive.
+        # NCCL connects all ranks in their first operation, and in the first exchange a rank may
+        # have nothing to send or receive. A rank without memory fails before others wait in it.
+        with capture_relaxed(device), taking(4, device, "a message to all ranks"):
             number = torch.ones(1, device=device)
+        self.agree()
+        with _rank_errors("does not join the load"), capture_relaxed(device):
+            self._data = device_group("nccl", self._members, self._timeout)
             dist.all_reduce(number, group=self._data)
             number.item()  # waits
 
