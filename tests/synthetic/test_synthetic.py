@@ -131,6 +131,8 @@ def test_holds_is_true_only_for_the_same_arguments(tiny_checkpoint: Path, tmp_pa
     copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
     os.truncate(copy / "model-00002-of-00002.safetensors", 1000)
     assert not checkpoints.holds(copy, "tiny")
+    (copy / "synth.json").write_bytes(b"\xff\xfe\0")
+    assert not checkpoints.holds(copy, "tiny")
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
@@ -152,6 +154,22 @@ def test_unknown_model_raises_with_known_names(tmp_path: Path) -> None:
 
 def test_empty_directory_is_written(tmp_path: Path) -> None:
     assert checkpoints.holds(checkpoints.write("tiny", tmp_path), "tiny")
+
+
+def test_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "link").symlink_to("volume")
+    written = checkpoints.write("tiny", tmp_path / "link")
+    assert written == tmp_path / "volume"
+    assert checkpoints.holds(tmp_path / "link", "tiny")
+
+
+def test_working_directory_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mount point, it must not be replaced by another directory."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints.write("tiny", ".")
+    assert checkpoints.holds(os.curdir, "tiny")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_full_directory_raises_and_is_unchanged(tmp_path: Path) -> None:

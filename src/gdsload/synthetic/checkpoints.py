@@ -59,25 +59,32 @@ def write(
     Raises:
         CheckpointError: The directory exists, the disk is or becomes full, or as for `shapes`.
     """
-    target = Path(directory).absolute()
+    target = Path(directory).resolve()
     wanted = total_bytes(model, layers)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         reason = "is not empty" if target.is_dir() else "is not a directory"
         raise CheckpointError(f"{target}: it {reason}; nothing was changed", path=str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
+    # A directory that exists is not replaced: it may be a mount point, or where a shell is.
+    exists = target.is_dir()
+    parent = target if exists else target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
     if free < wanted + SPARE_BYTES:
         raise CheckpointError(
-            f"{target.parent}: the checkpoint takes {wanted:,} bytes; {free:,} are free, and"
+            f"{parent}: the checkpoint takes {wanted:,} bytes; {free:,} are free, and"
             f" {SPARE_BYTES:,} are not used",
-            path=str(target.parent),
+            path=str(parent),
         )
-    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
+    partial = parent / f".{target.name}.{os.getpid()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         _write_files(partial, model, layers, seed, progress or (lambda written: None))
-        os.rename(partial, target)
+        if exists:
+            for file in sorted(partial.iterdir(), key=_is_found_by):
+                os.rename(file, target / file.name)
+        else:
+            os.rename(partial, target)
     except OSError as error:
         if error.errno not in _EXPECTED:
             raise
@@ -85,6 +92,11 @@ def write(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _is_found_by(file: Path) -> tuple[bool, bool]:
+    """Sorts the files by which a checkpoint is found behind all others."""
+    return file.name.endswith(".index.json"), file.suffix == ".safetensors"
 
 
 def holds(
@@ -102,7 +114,7 @@ def holds(
             label.with_name(name).stat().st_size == len(_header(tensors)) + _nbytes(tensors)
             for name, tensors in shards(model, layers).items()
         )
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # of JSON and of UTF-8
         return False
 
 
