@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Runs the command that the arguments name."""
-    if sys.argv[1:2] == ["run"]:
+    if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):
         from gdsload.cli.run_script import run
 
         return run(sys.argv[2:])

@@ -176,6 +176,13 @@ def test_progress_bar_is_shown_on_terminals_only(tmp_path: Path) -> None:
 # --- run ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_of_run_is_printed(option: str) -> None:
+    ended = process("from gdsload.__main__ import main; main()", "run", option)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("Usage: gdsload run")
+
+
 def test_run_passes_arguments_and_errors_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
