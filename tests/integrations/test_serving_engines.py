@@ -298,6 +298,11 @@ def test_sglang_refuses_a_wrong_variable(
 # What both share
 
 
+def test_names_of_files_may_have_superscript_digits() -> None:
+    names = ["x\u00b210.safetensors", "x\u00b22.safetensors"]
+    assert sorted(names, key=engine_weights._natural_order) == names[::-1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -174,7 +174,7 @@ class WeightsReader:
 
 def _natural_order(path: Any) -> list[str | int]:
     """A key that sorts model-2 before model-10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
 
 
 class _Held:
