@@ -119,10 +119,18 @@ def test_serve_that_fails_is_reported_as_failed(
         assert gdsload.last_report().failure.startswith(error.__name__)
 
 
-def test_served_memory_is_none_of_the_host_pool(agent: LateAgent, tiny_checkpoint: Path) -> None:
-    """It is registered before its bytes arrive, and those in the pool arrive in another mapping."""
-    with HostPool(1 << 30) as pool, gdsload.serve(tiny_checkpoint, checksums=False) as server:
-        assert pool.held_bytes == 0
-        served = server.tensors()
+@pytest.mark.parametrize("is_held", [False, True])
+def test_served_memory_is_none_of_the_host_pool(
+    is_held: bool, agent: LateAgent, tiny_checkpoint: Path
+) -> None:
+    """It is registered before its bytes arrive, and those in the pool arrive in another mapping.
+    What the pool holds already, it could not free while it is served."""
+    with HostPool(1 << 30) as pool:
+        if is_held:
+            gdsload.load_file(tiny_checkpoint, cache="direct")
+        before = pool.held_bytes, pool.idle_bytes
+        with gdsload.serve(tiny_checkpoint, checksums=False) as server:
+            assert (pool.held_bytes, pool.idle_bytes) == before
+            served = server.tensors()
     for name, tensor in gdsload.load_file(tiny_checkpoint).items():
         assert torch.equal(served[name], tensor)

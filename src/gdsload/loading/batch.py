@@ -111,7 +111,8 @@ class Batch:
 
     def _take_memory(self) -> list[Memory]:
         """Memory for each target of the plan."""
-        pool = current_pool() if self.memory_of is HostBuffers else None
+        own = self.memory_of is not HostBuffers or not self.session.uses_pool
+        pool = None if own else current_pool()
         intake = None if pool is None else pool.allocate(self.plan)
         self._end_intake = None if intake is None else intake.end
         return self._in_buffers(intake or self.memory_of(self.plan, None, self.session.mapping_of))

@@ -102,6 +102,7 @@ class Session:
         options: Mapping[str, Any] | None = None,
         stall_seconds: float = STALL_SECONDS,
         claim: bool = True,
+        pool: bool = True,
         maps: bool = True,
         expected_bytes: int = 0,
         verifier: Verifier | None = None,
@@ -118,6 +119,8 @@ class Session:
             options: Options of the backend.
             stall_seconds: Without a byte for this long, a read has failed.
             claim: Take over what a prefetch has read of these files, or is reading.
+            pool: Take over what the host pool holds, and memory of it. Its tensors view another
+                mapping of the memory than reads write to.
             maps: Map ranges that the page cache holds, instead of reading them. Otherwise no memory
                 of the load is of a file.
             expected_bytes: Bytes that will be read in all; 0 means `report.wanted_bytes`. Backends
@@ -143,6 +146,7 @@ class Session:
         self._options = dict(options or {})
         self._expected_bytes = expected_bytes
         self._claiming = claim and cache != "mapped"
+        self.uses_pool = pool
         self.verifier = verifier
         self._maps = maps and verifier is None
         self._may_fill = page_cache in ("auto", "fill") and self._maps and device == "cpu"
@@ -228,7 +232,7 @@ class Session:
     def _views_of(self, ranges: Sequence[ByteRange]) -> dict[str, BufferView]:
         """Views of the ranges that need no read: prefetched, in the host pool, or mapped."""
         views = self._prefetched(ranges) if self._claiming else {}
-        pool = current_pool()
+        pool = current_pool() if self.uses_pool else None
         if pool is not None and self.cache != "mapped" and (self.device == "cpu" or self._claiming):
             views |= self._in_pool(pool, [each for each in ranges if each.name not in views])
         # For a device, reading warm ranges through the staging ring is faster than mapping them.

@@ -24,7 +24,7 @@ from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
-from gdsload.memory.host_buffers import BufferView, HostBuffers
+from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
 from gdsload.remote.directory import USUAL_NAMES, RemoteDirectory
@@ -48,18 +48,6 @@ Arrived = Callable[[str, int, int], None]  # file, start, end
 
 class _Stopped(GdsloadError):
     """The server has ended the reads."""
-
-
-class _OwnMemory(HostBuffers):
-    """No memory of the host pool.
-
-    Tensors view another mapping of pool memory than reads write to. Memory that is registered
-    before its bytes arrive would not show them.
-    """
-
-
-class _ReceivingBatch(Batch):
-    memory_of = _OwnMemory
 
 
 class _Watched(Verifier):
@@ -120,11 +108,12 @@ class Receiving:
                 cache="buffered",
                 page_cache="drop",
                 claim=False,
+                pool=False,  # registered before its bytes arrive, pool memory would not show them
                 maps=False,  # what is served must not change with the file
                 verifier=self._verifier,
             )
             self._stack.enter_context(session)
-            self._batch = _ReceivingBatch(session, *session.arrange(ranges_of(self.infos)))
+            self._batch = Batch(session, *session.arrange(ranges_of(self.infos)))
             self._stack.callback(self._batch.release)
             self._checkpoint = checkpoint
             self.files = _headers(checkpoint, self.infos)
