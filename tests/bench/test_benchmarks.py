@@ -250,10 +250,15 @@ def test_judge_uncounted_cold_run_is_discarded(tmp_path: Path) -> None:
         assert judge.Judge(conditions).objection(known) is None
 
 
+def judged(folder: Path, *names: str) -> tuple[Any, ...]:
+    """A judge of loads of this folder, and arms of these names."""
+    (folder / "model.safetensors").write_bytes(b"x")
+    arms = measuring.program("arms")
+    return judge.Judge(judge.Conditions(folder)), *map(arms.parse, names)
+
+
 def test_judge_different_tensors_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    one = judge.Judge(judge.Conditions(tmp_path))
-    first, second = (measuring.program("arms").parse(name) for name in ("gdsload", "bare"))
+    one, first, second = judged(tmp_path, "gdsload", "bare")
     one._compare(first, {"a": 1, "b": 2}, one.sums, "sum")
     with pytest.raises(judge.NotWhatItSays, match="b: its sum is 3 by bare and 2 by gdsload"):
         one._compare(second, {"a": 1, "b": 3}, one.sums, "sum")
@@ -265,9 +270,7 @@ def test_judge_different_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_model_may_have_other_tensors_than_the_files(tmp_path: Path) -> None:
     """Tied ones have another name in it, and transformers fuses some."""
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    one = judge.Judge(judge.Conditions(tmp_path))
-    model, tensors = (measuring.program("arms").parse(n) for n in ("gdsload-model", "gdsload"))
+    one, model, tensors = judged(tmp_path, "gdsload-model", "gdsload")
     one._compare(model, {"a": 1, "fused": 5}, one.sums, "sum")
     one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
     one._compare(tensors, {"a": 1, "b": 2}, one.sums, "sum")
@@ -276,9 +279,7 @@ def test_model_may_have_other_tensors_than_the_files(tmp_path: Path) -> None:
 
 
 def test_model_without_tensors_of_another_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    one = judge.Judge(judge.Conditions(tmp_path))
-    stock, model = (measuring.program("arms").parse(n) for n in ("transformers", "gdsload-model"))
+    one, stock, model = judged(tmp_path, "transformers", "gdsload-model")
     one._compare(stock, {"a": 1, "fused": 5}, one.sums, "sum")
     with pytest.raises(judge.NotWhatItSays, match="gdsload-model did not load fused"):
         one._compare(model, {"a": 1}, one.sums, "sum")

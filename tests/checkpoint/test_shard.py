@@ -43,9 +43,9 @@ def replace(path: Path) -> None:
     os.replace(copy, path)
 
 
-def test_files_whose_storage_does_not_answer_are_closed_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_close(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Closing a file waits until the first event is set, and then sets the second one."""
     close, answers, closed = os.close, threading.Event(), threading.Event()
 
     def slow(fd: int) -> None:
@@ -53,9 +53,18 @@ def test_files_whose_storage_does_not_answer_are_closed_later(
         close(fd)
         closed.set()
 
+    monkeypatch.setattr(file_io.os, "close", slow)
+    return answers, closed
+
+
+def test_files_whose_storage_does_not_answer_are_closed_later(
+    path: Path,
+    slow_close: tuple[threading.Event, threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, closed = slow_close
     fd, _ = open_regular(str(path))
     monkeypatch.setattr(file_io, "_CLOSE_SECONDS", 0.01)
-    monkeypatch.setattr(file_io.os, "close", slow)
     close_files([fd], distant=True)
     assert not closed.is_set()
     answers.set()
@@ -63,18 +72,11 @@ def test_files_whose_storage_does_not_answer_are_closed_later(
 
 
 def test_file_on_network_storage_that_nobody_closes_is_not_waited_for(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, slow_close: tuple[threading.Event, threading.Event]
 ) -> None:
-    close, answers, closed = os.close, threading.Event(), threading.Event()
-
-    def slow(fd: int) -> None:
-        assert answers.wait(PATIENCE_SECONDS)
-        close(fd)
-        closed.set()
-
+    answers, closed = slow_close
     shard = opened(path)
     shard.filesystem, fd = "fuse.test", shard.fd
-    monkeypatch.setattr(file_io.os, "close", slow)
     del shard
     gc.collect()
     assert os.fstat(fd)  # still open

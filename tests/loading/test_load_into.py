@@ -320,16 +320,16 @@ def test_index_outside_of_its_target_names_the_target(
 # --- faults in the middle -----------------------------------------------------------------------
 
 
-def same_length(count: int, folder: Path) -> Path:
+def same_length(count: int, folder: Path) -> tuple[Path, Tensors]:
+    """A file of tensors of one length, and targets for them."""
     tensors = {f"t{n}": torch.full((5000,), n + 1, dtype=torch.int32) for n in range(count)}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    return folder / "model.safetensors"
+    return folder / "model.safetensors", zeros(tensors)
 
 
 @pytest.mark.parametrize("good", range(4))
 def test_failed_read_tells_which_tensors_are_complete(good: int, tmp_path: Path) -> None:
-    file = same_length(4, tmp_path)
-    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    file, targets = same_length(4, tmp_path)
     calls = []
     with gated() as gate, pytest.MonkeyPatch.context() as patch:
         real = Batch.wait
@@ -394,8 +394,7 @@ def test_interrupt_is_raised_as_it_is(path: Path, saved: Tensors, monkeypatch: A
 def test_file_that_changes_leaves_all_undefined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = same_length(4, tmp_path)
-    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    file, targets = same_length(4, tmp_path)
     real = WindowWriter._release_first
 
     def touch(self: WindowWriter) -> None:
@@ -425,8 +424,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
 def test_stalled_read_is_the_error_if_the_storage_answers_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = same_length(4, tmp_path)
-    targets = {f"t{n}": torch.zeros(5000, dtype=torch.int32) for n in range(4)}
+    file, targets = same_length(4, tmp_path)
     real = WindowWriter.copy_next
 
     def copy_next(self: WindowWriter, *words: Any) -> None:
@@ -550,7 +548,7 @@ def test_prefetched_bytes_are_written(
 def test_failed_copy_to_vram_tells_what_is_undefined(
     device_targets: Callable[..., Tensors], loading: Doubles, tmp_path: Path
 ) -> None:
-    file = same_length(4, tmp_path)
+    file, _ = same_length(4, tmp_path)
     saved = safetensors.torch.load_file(file)
     targets = device_targets(saved)
     options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 4096, "depth": 1}
