@@ -17,8 +17,8 @@ PATIENCE_SECONDS = 900.0
 
 @contextmanager
 def limited(process: Popen[Any], label: str) -> Iterator[None]:
-    """Kills a process that still runs after PATIENCE_SECONDS: whoever reads its pipes gets their
-    end. An exception of the block kills it as well, and is a Refused if the process was too slow.
+    """Kills a process that still runs after PATIENCE_SECONDS, which ends all reads of its pipes. An
+    exception of the block kills it as well, and is a Refused if the process was too slow.
     """
     late = threading.Event()
 
