@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from gdsload.api import WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
@@ -140,6 +141,9 @@ async def astream(
 
 
 _turn = fork_safe_lock(sys.modules[__name__], "_turn")
+# By event loop: at most one load is in a thread of its executor. If all waited there for a turn, no
+# thread would be left for the rest of the program. A loop without loads has no entry.
+_loop_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
 
 
 def _in_turn(source: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
@@ -178,13 +182,14 @@ async def afrom_pretrained(source: str | os.PathLike[str], *args: Any, **kwargs:
         >>> model = await gdsload.afrom_pretrained("model", device_map="cuda:0")
     """
     stop = CancelToken()
-    # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
-    loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
-    try:
-        return await asyncio.shield(loading)
-    except asyncio.CancelledError:
-        await _end(stop, loading)
-        raise
+    async with _loop_turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        # A future, not a task: cancelling all tasks of the loop must not abandon the thread.
+        loading = _in_executor(stop.run, _in_turn, source, *args, **kwargs)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await _end(stop, loading)
+            raise
 
 
 async def _end(stop: CancelToken, load: asyncio.Future[Any]) -> None:

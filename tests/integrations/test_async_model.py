@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,44 @@ def test_concurrent_loads_have_reports_of_their_own(source: Path, tmp_path: Path
         assert names[kind] == {name for name, _ in model.named_modules()}
         stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         assert tinymodels.differences(stock, model) == []
+
+
+def test_loads_that_wait_for_their_turn_occupy_no_threads(source: Path) -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        loads = [asyncio.create_task(gdsload.afrom_pretrained(source)) for _ in range(3)]
+        await asyncio.sleep(0)  # all have begun
+        await asyncio.wait_for(asyncio.to_thread(gate.request), 30)
+        for load in loads:
+            load.cancel()
+        assert [type(end) for end in await asyncio.gather(*loads, return_exceptions=True)] == [
+            asyncio.CancelledError
+        ] * 3
+
+    with gated() as gate, gdsload.accelerated(cache="direct", backend="gated"):
+        asyncio.run(main())
+        assert len(gate.requests) == 1, "a load that had no turn has read"
+
+
+def test_load_waits_for_one_of_another_event_loop(source: Path) -> None:
+    def first() -> None:
+        with gdsload.accelerated(cache="direct", backend="gated"):
+            asyncio.run(gdsload.afrom_pretrained(source))
+
+    async def second() -> None:
+        loading = asyncio.create_task(gdsload.afrom_pretrained(source))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not loading.done()
+        for number in range(len(gate.requests)):
+            gate.open(number)
+        await loading
+
+    with gated() as gate, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(first)
+        gate.request()
+        asyncio.run(second())
+        other.result()
 
 
 def test_error_of_a_load_is_raised_unchanged(tmp_path: Path) -> None:
