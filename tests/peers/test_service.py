@@ -197,20 +197,45 @@ def test_source_that_tells_no_agent_with_a_file_is_read(
         assert directory.contents(connection, directory.source, "config.json").agent == "agent"
 
 
-def test_contents_of_a_source_that_has_started_again_are_dropped(service: Service) -> None:
+def publish_file(service: Service, agent: str) -> None:
+    """Publishes version "v", with a file of which not all is in its head."""
     flat = torch.zeros(100, dtype=torch.uint8)
     location = MemoryLocation("DRAM", 0, flat.data_ptr(), flat.numel(), 0)
     served = file_of([PublishedTensor("a", "U8", (flat.numel(),), flat, location)])
     publication = Publication("v", {"m.safetensors": served}, {})
-    service.publish(Served(publication, "before", b"", "UCX", None))
+    service.publish(Served(publication, agent, b"", "UCX", None))
+
+
+def read_contents(directory: PeerDirectory, connection: Any) -> None:
+    source = directory.acquire(connection, "m.safetensors", 0, 2)
+    connection.ask("release")
+    directory.contents(connection, source, "m.safetensors")
+
+
+def test_contents_of_a_source_that_has_started_again_are_dropped(service: Service) -> None:
+    publish_file(service, "before")
     directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
     with directory.lent() as connection:
-        directory.contents(connection, directory.source, "m.safetensors")
-        service.publish(Served(publication, "after", b"", "UCX", None))
-        source = directory.acquire(connection, "m.safetensors", 0, 2)
-        connection.ask("release")
-        directory.contents(connection, source, "m.safetensors")
+        read_contents(directory, connection)
+        publish_file(service, "after")
+        read_contents(directory, connection)
     assert {agent for agent, _ in directory._contents} == {"after"}
+
+
+def test_contents_of_another_peer_behind_the_same_address_are_kept(service: Service) -> None:
+    other = Service("m", "127.0.0.1", 0, Tickets(1, 1, 1.0))
+    try:
+        publish_file(service, "one")
+        publish_file(other, "two")
+        directory = PeerDirectory(f"nixl://127.0.0.1:{service.port}/m")
+        with directory.lent() as first:
+            read_contents(directory, first)
+            directory._address = "127.0.0.1", other.port
+            with directory.lent() as second:
+                read_contents(directory, second)
+    finally:
+        other.close()
+    assert {agent for agent, _ in directory._contents} == {"one", "two"}
 
 
 @pytest.mark.parametrize("port", [65536, -1])

@@ -294,10 +294,13 @@ class PeerDirectory(RemoteDirectory):
         for _ in range(_ATTEMPTS):
             answer, _ = self._patient(connection, "acquire", **wanted)
             if answer.get("agent") == source.agent:
+                connection.source = source
                 return source
             # Another peer, or one that has started again: the same bytes at other places.
             connection.ask("release")
-            replaced, source = source.agent, self._asked(connection)
+            source = self._asked(connection)
+            # Of another peer behind the same address, other connections read.
+            replaced = connection.source and connection.source.agent
             with self._lock:
                 for key in [key for key in self._contents if key[0] == replaced]:
                     del self._contents[key]
