@@ -154,7 +154,8 @@ def load_file(
     """Loads the tensors of a checkpoint into the memory of a device.
 
     Replaces `safetensors.torch.load_file`. On the CPU, a file that is completely in the page cache
-    is mapped privately and read lazily; other files are read into place with direct I/O.
+    is mapped privately and read lazily. Other files are read into the page cache and mapped if
+    there is room for them in memory; otherwise they are read into place with direct I/O.
 
     Args:
         filename: A .safetensors file, a directory, an index file, or the id of a model in the
@@ -177,15 +178,13 @@ def load_file(
             reads through it; "mapped" maps the files. URLs have no page cache: "mapped" is an
             error, the others are the same.
         page_cache: What stays in the page cache, for later loads and other processes. "auto" reads
-            past it at the first load of a checkpoint. The next load that does not find it there, or
-            one beside another load, reads it into the page cache and maps it, if it has room, is on
-            local storage and is loaded into host memory with `cache` "auto"; later ones read
-            nothing. "fill" does so at the first load, which takes longer than direct reads (1.3
-            times, 1.5 GB); "keep" never does. "drop" removes at the end of the load what was
-            read through the page cache, except for bytes that were there before, and for mapped
-            files. The kernel allows it only for files that the user owns or may write to;
-            `report.refusals` names others.
-            `report.page_cache` tells what was decided, and why.
+            into it and maps it, if the checkpoint has room in memory, is on local storage, is
+            loaded into host memory with `cache` "auto", and at least 0.9 of it is wanted; later
+            loads read nothing. Other loads read past it. "fill" does the same, also for a smaller
+            part; "keep" never does. "drop" removes at the end of the load what was read through
+            the page cache, except for bytes that were there before, and for mapped files. The
+            kernel allows it only for files that the user owns or may write to; `report.refusals`
+            names others. `report.page_cache` tells what was decided, and why.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them
             reads a share, and they exchange the bytes. All its ranks make the same call; `device`,

@@ -75,11 +75,14 @@ def io_modes(report: gdsload.LoadReport) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["xfs", "btrfs", "overlay"])
-def test_local_filesystem_is_read_directly_at_the_usual_depth(
-    mounted: Mounted, checked: Any, kind: str
+@pytest.mark.parametrize(
+    ("page_cache", "modes"), [("auto", {"mapped"}), ("keep", {"direct", "direct bounced"})]
+)
+def test_local_filesystem_is_read_at_the_usual_depth(
+    mounted: Mounted, checked: Any, kind: str, page_cache: str, modes: set[str]
 ) -> None:
-    report = checked(mounted(kind))
-    assert io_modes(report) <= {"direct", "direct bounced"}
+    report = checked(mounted(kind), page_cache=page_cache)
+    assert io_modes(report) <= modes
     assert (report.filesystem, report.depth) == ("", 16)
 
 

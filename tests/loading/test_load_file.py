@@ -380,7 +380,7 @@ def test_warm_file_is_mapped_and_cold_file_is_read(path: Path) -> None:
     assert report.paths == {"mapped": report.wanted_bytes}
     if page_cache.evict(path):
         pytest.skip(f"{path.parent}: its pages cannot be evicted (a file system in memory)")
-    got = gdsload.load_file(path)
+    got = gdsload.load_file(path, page_cache="keep")
     report = gdsload.last_report()
     assert report.paths[f"posix/{report.engine}/direct"] >= report.wanted_bytes
     # What is there came with the header, by the kernel's read-ahead.

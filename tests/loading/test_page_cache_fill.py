@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import resource
 from contextlib import closing, nullcontext
-from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,6 @@ import safetensors.torch
 import torch
 
 import gdsload
-from gdsload import api
-from gdsload._native.first_touch import MODES
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import io_mode, session as session_module
@@ -28,7 +21,6 @@ from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
-from gdsload.system import load_locks
 from storage import kept_warm
 
 
@@ -61,46 +53,39 @@ def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
         assert gdsload.last_report().page_cache == ""
 
 
-@pytest.mark.parametrize("pages", MODES)
-def test_file_is_read_by_folios_of_each_size(path: Path, pages: str) -> None:
-    options = {"pages": pages, "request_bytes": 3 << 20}
-    got = gdsload.load_file(path, page_cache="fill", options=options)
+def test_second_load_reads_nothing(path: Path) -> None:
+    gdsload.load_file(path)
+    first = gdsload.last_report()
+    assert io_modes(first) == {"mapped"}
+    assert first.page_cache.startswith("filled: ")
+    with kept_warm(path):
+        gdsload.load_file(path)
+        assert gdsload.last_report().paths == {"mapped": first.wanted_bytes}
+
+
+def test_loads_at_the_same_time_share_what_they_read(path: Path) -> None:
+    with closing(gdsload.stream(path, window_bytes=1 << 20)) as first:
+        next(first)
+        with closing(gdsload.stream(path, window_bytes=1 << 20)) as second:
+            for loaded in (first, second):
+                assert all(bool((tensor == int(name[1:])).all()) for name, tensor in loaded)
+                assert io_modes(gdsload.last_report()) == {"mapped"}
+
+
+def test_file_that_cannot_be_opened_again_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(
+        Batch, "_before_reads", lambda _: resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    )
+    try:
+        got = gdsload.load_file(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert io_modes(gdsload.last_report()) == {"mapped"}
     assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
-
-
-def huge_mapped_bytes(path: Path) -> int:
-    """Bytes of a file that this process has mapped as huge pages."""
-    found, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            ours = line.endswith(str(path))
-        elif ours and line.startswith("FilePmdMapped:"):
-            found += 1024 * int(line.split()[1])
-    return found
-
-
-@pytest.mark.parametrize("shared", [0, 1])  # the number of the shard that another load has open
-def test_loads_that_share_a_file_use_small_folios(tmp_path: Path, shared: int) -> None:
-    shards = [tmp_path / f"model-{number}.safetensors" for number in range(2)]
-    for number, shard in enumerate(shards):
-        tensors = {f"t{number}": torch.full((5_000_000,), number, dtype=torch.int16)}
-        safetensors.torch.save_file(tensors, shard)
-        page_cache.evict(shard)
-    got = gdsload.load_file(tmp_path, page_cache="fill", options={"pages": "huge"})
-    if not all(map(huge_mapped_bytes, shards)):
-        pytest.skip(f"{tmp_path}: its filesystem has no huge folios")
-    del got
-    with open(shards[shared], "rb") as other:
-        assert not load_locks.announce(other.fileno())
-        for shard in shards:
-            page_cache.evict(shard)
-        got = gdsload.load_file(tmp_path, page_cache="fill")
-        assert io_modes(gdsload.last_report()) == {"mapped"}
-        assert huge_mapped_bytes(shards[shared]) == 0
-        assert load_locks.others(other.fileno())  # all shards are announced
-        assert all(bool((got[f"t{number}"] == number).all()) for number in range(2))
 
 
 def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> None:
@@ -120,99 +105,6 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     assert io_modes(report) <= {"direct", "direct bounced"}
     assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
     assert page_cache.resident_bytes(path) < report.wanted_bytes // 2
-    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
-
-
-def test_second_load_fills_the_page_cache_and_the_third_reads_nothing(path: Path) -> None:
-    gdsload.load_file(path)
-    first = gdsload.last_report()
-    assert io_modes(first) <= {"direct", "direct bounced"}
-    assert first.page_cache.startswith("not filled: the first load")
-    assert page_cache.resident_bytes(path) < first.wanted_bytes // 2
-    mark = path.stat().st_size // PAGESIZE * PAGESIZE
-    with kept_warm(path, offset=mark, length=path.stat().st_size - mark):
-        got = gdsload.load_file(path)
-    second = gdsload.last_report()
-    assert io_modes(second) == {"mapped"}
-    assert second.page_cache.startswith("filled: ")
-    assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
-    with kept_warm(path):
-        gdsload.load_file(path)
-        assert gdsload.last_report().paths == {"mapped": second.wanted_bytes}
-
-
-def test_load_after_the_page_cache_was_dropped_counts_as_the_first(path: Path) -> None:
-    for _ in range(3):
-        gdsload.load_file(path)
-        report = gdsload.last_report()
-        assert report.page_cache.startswith("not filled: the first load")
-        assert page_cache.evict(path) == 0
-
-
-def test_first_loads_at_the_same_time_share_what_they_read(path: Path) -> None:
-    with closing(gdsload.stream(path, window_bytes=1 << 20)) as first:
-        next(first)
-        page_cache.evict(path)
-        with closing(gdsload.stream(path, window_bytes=1 << 20)) as second:
-            next(second)
-            assert all(bool((tensor == int(name[1:])).all()) for name, tensor in first)
-            report = gdsload.last_report()
-            assert report.page_cache.startswith("filled in part: another load began")
-            assert {"direct", "mapped"} <= io_modes(report)
-            assert all(bool((tensor == int(name[1:])).all()) for name, tensor in second)
-        report = gdsload.last_report()
-        assert report.page_cache.startswith("filled: ")
-        assert io_modes(report) == {"mapped"}
-    page_cache.evict(path)
-    gdsload.load_file(path)
-    assert gdsload.last_report().page_cache.startswith("not filled: the first load")
-
-
-@pytest.fixture
-def one_read_at_once() -> Iterator[None]:
-    """The second read would go in an hour."""
-    gdsload.warmup.limit_bandwidth(1, of="all")
-    yield
-    gdsload.warmup.limit_bandwidth(None, of="all")
-
-
-@pytest.mark.parametrize("seconds", [0, 0.5])  # enough for all of the reads that are cancelled
-def test_first_load_reads_the_rest_into_the_page_cache_if_another_one_begins(
-    path: Path, one_read_at_once: None, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    switched = threading.Event()
-    plain = Session.fill_if_joined
-
-    def fill_if_joined(self: Session) -> bool:
-        joined = plain(self)
-        if joined:
-            switched.set()
-            time.sleep(seconds)
-        return joined
-
-    monkeypatch.setattr(Session, "fill_if_joined", fill_if_joined)
-    moved: list[int] = []
-    monkeypatch.setattr(api, "progress_bar", lambda *_: nullcontext(moved.append))
-    options = {"request_bytes": 1 << 20}
-    with ThreadPoolExecutor(1) as pool, path.open("rb") as other:
-        load = pool.submit(
-            lambda: (gdsload.load_file(path, options=options), gdsload.last_report())
-        )
-        try:
-            while not moved:
-                assert not load.done()
-                time.sleep(0.01)
-            assert load_locks.others(other.fileno())
-            load_locks.announce(other.fileno())
-            assert switched.wait(60)
-        finally:
-            gdsload.warmup.limit_bandwidth(None, of="all")
-        got, report = load.result()
-    assert report.page_cache.startswith("filled in part: another load began")
-    assert report.read_bytes == sum(report.paths.values())
-    assert {"direct", "mapped"} <= io_modes(report)
-    assert not report.refusals
-    assert 0 <= sum(moved) - report.wanted_bytes < 4096  # the header, which one read reads, too
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
 
 
@@ -284,11 +176,7 @@ def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         for name in ("t0", "t1"):
             opened.get_tensor(name)
-            assert gdsload.last_report().page_cache.startswith("not filled: ")
-    page_cache.evict(path)
-    with gdsload.safe_open(path, page_cache="fill") as opened:
-        opened.get_tensor("t0")
-    assert gdsload.last_report().page_cache.startswith("filled: ")
+            assert gdsload.last_report().page_cache.startswith("filled: ")
 
 
 def test_small_file_is_left_out_of_the_page_cache_if_the_caller_asks_for_it(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ limits = st.builds(
     st.sampled_from([0, 0, 1, 4096, 50_000, 1 << 20]),
     st.sampled_from([0, 1, 4096, GAP_BYTES, 1 << 20]),
     st.none() | st.lists(st.sampled_from([1, 512, 4096, 65536]), min_size=3, max_size=3),
-    st.booleans(),
 )
 def test_random_ranges_give_a_valid_plan(
     layout: tuple[list[ByteRange], list[int]],
@@ -64,7 +63,6 @@ def test_random_ranges_give_a_valid_plan(
     window_bytes: int,
     gap_bytes: int,
     blocks: list[int] | None,
-    whole_requests: bool,
 ) -> None:
     ranges, sizes = layout
 
@@ -76,7 +74,6 @@ def test_random_ranges_give_a_valid_plan(
             blocks=blocks,
             window_bytes=window_bytes,
             gap_bytes=gap_bytes,
-            whole_requests=whole_requests,
         )
 
     plan = made()
@@ -324,18 +321,6 @@ def test_target_spans_the_transfers_of_its_shard(
     plan = plan_reads(ranges, [2_000_000], Limits(), blocks=blocks, gap_bytes=0)
     assert plan.targets == (target,)
     assert len(plan.transfers) == len(plan.merged_ranges) == 2
-
-
-def test_whole_requests_start_at_multiples_of_the_request_size() -> None:
-    ranges = [ByteRange("a", 0, 5000, 16_000), ByteRange("b", 0, 21_000, 9_000)]
-    plan = plan_reads(ranges, [30_000], Limits(max_request=8192), whole_requests=True)
-    starts = [(read.offset, read.wanted) for read in plan.transfers]
-    assert starts == [(4096, 4096), (8192, 8192), (16_384, 8192), (24_576, 5424)]
-    assert [plan.locations[name][2:] for name in "ab"] == [(0, 2), (2, 3)]
-    plan = plan_reads(ranges, [30_000], Limits(max_request=8192))
-    starts = [(read.offset, read.wanted) for read in plan.transfers]
-    assert starts == [(4096, 8192), (12_288, 8192), (20_480, 8192), (28_672, 1328)]
-    assert plan.targets == ((0, 4096, 28_672),)
 
 
 def test_large_range_behind_a_gap_is_read_in_steps_of_its_target() -> None:

@@ -63,3 +63,49 @@ def test_file_on_an_unknown_mount_is_local(monkeypatch: pytest.MonkeyPatch, tmp_
     status = SimpleNamespace(st_dev=os.makedev(0, 50))
     assert storage.distant_filesystem_of(str(tmp_path), status) == ""
     assert storage.storage_of("") == storage.Storage()
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directories of two disks, and a partition of the second one."""
+    for disk in ("disk", "other"):
+        (tmp_path / "devices" / disk / "queue").mkdir(parents=True)
+        (tmp_path / "devices" / disk / "queue" / "read_ahead_kb").write_text("4096\n")
+    (tmp_path / "devices" / "other" / "part").mkdir()
+    (tmp_path / "dev" / "block").mkdir(parents=True)
+    (tmp_path / "dev" / "block" / "8:0").symlink_to("../../devices/disk")
+    (tmp_path / "dev" / "block" / "8:17").symlink_to("../../devices/other/part")
+    monkeypatch.setattr(storage, "_SYSFS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text", "nbytes"),
+    [
+        ((8, 0), "128\n", 128 << 10),
+        ((8, 17), "128\n", 4 << 20),
+        ((8, 0), "", 0),
+        ((0, 45), "128\n", 0),
+    ],
+)
+def test_read_ahead_is_that_of_the_disk(
+    sysfs: Path, numbers: tuple[int, int], text: str, nbytes: int
+) -> None:
+    (sysfs / "devices" / "disk" / "queue" / "read_ahead_kb").write_text(text)
+    assert storage.read_ahead_bytes(os.makedev(*numbers)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("device", "nbytes", "request_mib"),
+    [
+        ((8, 0), 1 << 40, 16),  # four windows
+        ((0, 45), 1 << 40, 8),  # not known
+        ((8, 0), 100 << 20, 8),  # one for each of 16 reads, in whole units
+        ((8, 0), 1, 2),
+    ],
+)
+def test_reads_into_the_page_cache_are_of_several_windows(
+    sysfs: Path, device: tuple[int, int], nbytes: int, request_mib: int
+) -> None:
+    found = storage.fill_request_bytes(os.makedev(*device), nbytes, 16)
+    assert found == request_mib << 20

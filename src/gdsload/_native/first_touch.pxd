@@ -38,6 +38,3 @@ cdef void touch_before(
     FirstTouch *self, const Read *read, uint64_t at, uint64_t length
 ) noexcept nogil
 cdef void free_bounce(Bounce *self) noexcept nogil
-cdef int64_t cpu_ns() noexcept nogil
-cdef int chosen_huge(FirstTouch *self) noexcept nogil
-cdef void huge_took(FirstTouch *self, int64_t took) noexcept nogil

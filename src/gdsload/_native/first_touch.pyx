@@ -137,22 +137,6 @@ cdef int64_t touch_as_small(char *base) noexcept nogil:
     return max(cpu_ns() - took, <int64_t>1)
 
 
-cdef int chosen_huge(FirstTouch *self) noexcept nogil:
-    """Whether to take a huge page for the next unit."""
-    cdef int huge
-    pthread_mutex_lock(&self.lock)
-    huge = choose_huge(self)
-    pthread_mutex_unlock(&self.lock)
-    return huge
-
-
-cdef void huge_took(FirstTouch *self, int64_t took) noexcept nogil:
-    """Records the CPU time of a unit that is a huge page."""
-    pthread_mutex_lock(&self.lock)
-    self.huge_ns = averaged(self.huge_ns, max(took, <int64_t>1))
-    pthread_mutex_unlock(&self.lock)
-
-
 cdef void small_took(FirstTouch *self, int64_t took) noexcept nogil:
     """Records the CPU time of a unit of small pages."""
     pthread_mutex_lock(&self.lock)

@@ -81,8 +81,6 @@ class Checkpoint:
             self.metadata.update(shard.metadata or {})
         self.total_bytes = bytes_of(list(self.tensors.values()))
         self.stall_seconds = stall_seconds
-        # Whether its load began as the first and the only one; None: not known yet.
-        self.first_load: bool | None = None
         quiesce.register(self)
 
     def header_metadata(self) -> dict[str, str] | None:

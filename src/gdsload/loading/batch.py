@@ -20,7 +20,7 @@ from gdsload.backends.base import DRAM, Failure, Progress
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.errors import FileChanged, GdsloadError, ReadError
 from gdsload.loading.accounting import record_backend, record_request
-from gdsload.loading.claims import LOST, READ, READING, Claim
+from gdsload.loading.claims import LOST, READ, READING
 from gdsload.loading.read_errors import read_error, stall_error, tensor_at
 from gdsload.loading.session import Session
 from gdsload.loading.torch_memory import copied
@@ -93,10 +93,7 @@ class Batch:
         self._read_watch, self._claim_watch = StallWatch(), StallWatch()
         self._failed: set[int] = set()  # transfers
         self._idle_seconds = 0.0
-        # Batches that read what a prefetch had lost, or the rest of this one. Of the rest, these
-        # bytes had arrived already.
-        self._anew: list[Batch] = []
-        self._read_twice = 0
+        self._anew: list[Batch] = []  # they read what a prefetch had lost
         self._verified = session.verifier is None  # True: no byte differs from its checksum
         if plan.transfers:
             try:
@@ -216,35 +213,18 @@ class Batch:
             for name, claim in self.claims.items()
             if claim.batch not in self._anew and claim.state() == LOST
         ]
-        self._read_anew([self.claims[name].range for name in lost])
-
-    def _read_anew(self, ranges: Sequence[ByteRange]) -> None:
-        """Posts the reads of these ranges to a batch of their own, and claims them from it."""
-        batch = self._start_anew(ranges)
+        batch = self._start_anew([self.claims[name].range for name in lost])
         self._anew.append(batch)
-        for each in ranges:
-            self.claims[each.name] = Claim(each, None, batch, *batch.plan.locations[each.name][2:])
+        for name in lost:
+            first, last = batch.plan.locations[name][2:]
+            self.claims[name] = self.claims[name]._replace(
+                view=None, batch=batch, first=first, last=last
+            )
         self.views.update(batch.views)
         batch.views.clear()  # a tensor that is freed must free its memory
 
     def _start_anew(self, ranges: Sequence[ByteRange]) -> Batch:
         return Batch(self.session, self.session.plan(ranges), {})
-
-    def share_with_others(self) -> bool:
-        """If another load of the checkpoint has begun since this one: ends the reads, leaves what
-        has not arrived to a batch that fills the page cache for both, and returns True."""
-        if not self.session.fill_if_joined():
-            return False
-        locations = self.plan.locations
-        rest = [
-            each for each in self.plan.ranges if not self.has_arrived(*locations[each.name][2:])
-        ]
-        unread_bytes = self._unread_bytes()
-        self._read_twice = max(sum(each.nbytes for each in rest) - unread_bytes, 0)
-        self._end_request()
-        self._read_anew(rest)
-        self._arrived[:] = b"\1" * len(self._arrived)  # or claimed
-        return True
 
     def _unread_bytes(self) -> int:
         """Bytes of transfers that have not arrived."""
@@ -309,7 +289,13 @@ class Batch:
             LoadCancelled: The load was cancelled.
         """
         with self.session.report.phase("wait for the prefetch") if self.claims else nullcontext():
-            self._wait_for_claims(moved, watch)
+            for name, claim in list(self.claims.items()):
+                while not self.settle(name):
+                    watch()
+                    check()
+                    self.claims[name].pause(_POLL_SECONDS)
+                if moved is not None:
+                    moved(claim.range.nbytes)
         to_check = self._to_check(parts)
         backend, request = self._backend, self._request
         if backend is None or request is None or self.complete:
@@ -331,24 +317,8 @@ class Batch:
                 self._require_bytes(progress)
                 watch()
                 check()
-                if not self.ahead and self.share_with_others():
-                    return self._wait_for_claims(moved, watch)
                 first, last = to_check[0][:2] if to_check else (0, -1)
                 backend.wait(request, _POLL_SECONDS, first, last)
-
-    def _wait_for_claims(
-        self, moved: Callable[[int], None] | None, watch: Callable[[], None]
-    ) -> None:
-        """Waits until all claimed ranges have arrived. Raises as `wait` does."""
-        for name, claim in list(self.claims.items()):
-            while not self.settle(name):
-                watch()
-                check()
-                self.claims[name].pause(_POLL_SECONDS)
-            new = max(claim.range.nbytes - self._read_twice, 0)
-            self._read_twice -= claim.range.nbytes - new
-            if moved is not None:
-                moved(new)
 
     def _to_check(self, parts: Sequence[ByteRange | TensorInfo]) -> deque[_Check]:
         """The blocks of these parts, and the transfers that read each, in the order of arrival."""

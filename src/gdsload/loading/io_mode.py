@@ -1,20 +1,15 @@
 """The I/O mode of each byte of a checkpoint, and the descriptors that direct reads need.
 
 cache      wholly in the page cache      partly, or not at all
-"auto"     mapped                        buffered where warm, direct where cold; small
-                                         checkpoints, and others at their second load or with
-                                         page_cache="fill": read into the page cache and mapped
+"auto"     mapped                        read into the page cache and mapped, if there is room;
+                                         otherwise buffered where warm, direct where cold
 others     as the name says, whatever the page cache holds
 
 Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
 
-A load into a mapping leaves the bytes to processes that load them later, or at the same time. It
-takes no more memory than one into buffers, and longer than direct reads: so it is done for
-checkpoints that are loaded more than once. The first load leaves the last page of each file in the
-page cache, as a mark: a load that finds this page is not the first one. The kernel removes the mark
-like all other pages, when memory runs short or when the page cache is dropped. Loads that go on at
-the same time know of one another by a lock (`system.load_locks`), and all of them fill the page
-cache; one that had begun alone reads the rest into it.
+A load into the page cache and a mapping of it leaves the bytes to processes that load them later,
+or at the same time. It takes no more memory than one into buffers, and no longer than direct reads
+(`_native.mapped`).
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -41,10 +36,9 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system import load_locks
 from gdsload.system.available import available_bytes
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import Storage, remote_storage, storage_of
+from gdsload.system.storage import Storage, fill_request_bytes, remote_storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("auto", "keep", "drop", "fill")
@@ -90,7 +84,6 @@ class ShardAccess:
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not self._remote
         self._small = may_fill and self._total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
-        self._first = False  # not filled for this reason alone: it is the first load
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
         self._distant = any(shard.distant for shard in checkpoint.shards)
@@ -172,24 +165,21 @@ class ShardAccess:
         """Whether all reads fill the page cache."""
         return bool(self._fills)
 
-    def fill_if_worthwhile(self, nbytes: int) -> None:
-        """Decides whether all later reads fill the page cache: once, and again in a first load that
-        another one joins. The reason is in the report.
+    def fill_request_bytes(self, nbytes: int, depth: int) -> int:
+        """Bytes of one read into the page cache, if `nbytes` are read, `depth` reads at a time."""
+        return fill_request_bytes(self._checkpoint.shards[0].identity.dev, nbytes, depth)
 
-        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory; and
-        the caller has asked for it, or this is not the first load, or not the only one.
+    def fill_if_worthwhile(self, nbytes: int) -> None:
+        """Decides, once, whether all later reads fill the page cache. The reason is in the report.
+
+        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory.
         """
         if self._fills is not None:
-            self.fill_if_joined()
             return
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not_filled(nbytes)
         if not refusal and nbytes < MOST_SHARE * self._total_bytes and not self._asked:
             refusal = f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
-        if not refusal:
-            self._first = self._is_first() and not self._asked
-            if self._first:
-                refusal = "the first load since it was evicted; the next one fills it"
         self._fills = not refusal
         self.report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
@@ -197,35 +187,8 @@ class ShardAccess:
 
     def do_not_fill(self, reason: str) -> None:
         """Undoes the decision: later reads go to memory of the load."""
-        self._first, self._fills = False, False
+        self._fills = False
         self.report.page_cache = f"not filled: {reason}"
-
-    def fill_if_joined(self) -> bool:
-        """Decides once more during a first load: whether another load has begun meanwhile, so that
-        all later reads fill the page cache for both."""
-        if not self._first or not load_locks.others(self._checkpoint.shards[0].fd):
-            return False
-        self._first, self._fills = False, True
-        self.report.page_cache = "filled in part: another load began during this one"
-        return True
-
-    def _is_first(self) -> bool:
-        """Whether this is the first load, and no other goes on. Others learn of this one. Later
-        sessions of this checkpoint belong to the same load."""
-        others = any([load_locks.announce(each.fd) for each in self._checkpoint.shards])
-        if self._checkpoint.first_load is None:
-            self._checkpoint.first_load = not others and not self._marked()
-        return self._checkpoint.first_load
-
-    def _marked(self) -> bool:
-        """Whether an earlier load has left its mark. Otherwise this one leaves it."""
-        marks = [(each.fd, max(each.size - 1, 0)) for each in self._checkpoint.shards]
-        if all(page_cache.wholly_resident(fd, offset, 1) for fd, offset in marks):
-            return True
-        for fd, offset in marks:
-            with suppress(OSError):  # only a hint
-                os.posix_fadvise(fd, offset, 1, os.POSIX_FADV_WILLNEED)
-        return False
 
     def _why_not_filled(self, nbytes: int) -> str:
         if self._remote:

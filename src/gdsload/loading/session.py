@@ -10,6 +10,7 @@ Not responsible for: memory and requests (`batch`), I/O modes and file descripto
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from gdsload.planning.read_plan import (
     GAP_BYTES,
     REMOTE_GAP_BYTES,
     ByteRange,
+    Limits,
     ReadPlan,
     plan_reads,
 )
@@ -323,6 +325,10 @@ class Session:
             if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
                 self._access.do_not_fill("a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
+        if self._access.fills:
+            nbytes = min(sum(each.nbytes for each in ranges), window_bytes or sys.maxsize)
+            request_bytes = self._access.fill_request_bytes(nbytes, limits.depth)
+            limits = Limits(request_bytes, limits.block, limits.depth)
         return plan_reads(
             ranges,
             [shard.size for shard in self.checkpoint.shards],
@@ -331,13 +337,7 @@ class Session:
             window_bytes=window_bytes,
             gap_bytes=REMOTE_GAP_BYTES if self._remote else GAP_BYTES,
             io_mode_of=self._access.io_mode_of,
-            whole_requests=self._access.fills,
         )
-
-    def fill_if_joined(self) -> bool:
-        """Whether another load of the checkpoint has begun since this one. True once: from then on
-        all reads that are planned fill the page cache for both."""
-        return self._access.fill_if_joined()
 
     def maps_address(self, address: int) -> bool:
         """Whether the memory at an address is a mapping of a shard."""

@@ -288,7 +288,6 @@ def plan_reads(
     window_bytes: int = 0,
     gap_bytes: int = GAP_BYTES,
     io_mode_of: Callable[[int, int, int], str] | None = None,
-    whole_requests: bool = False,
 ) -> ReadPlan:
     """Plans the reads of byte ranges.
 
@@ -301,8 +300,6 @@ def plan_reads(
         gap_bytes: The largest gap in bytes that is read rather than skipped.
         io_mode_of: Returns the I/O mode for (shard, offset, length), None for "direct". If it is
             "mapped", it is that of the whole shard.
-        whole_requests: Transfers start at multiples of the request size in the file, so that each
-            huge page of the page cache is read by one.
 
     Example:
         >>> plan = plan_reads([ByteRange("w", 0, 100, 5000)], [5100], Limits())
@@ -340,7 +337,7 @@ def plan_reads(
             size = sizes[shard]
             # In steps of the target, a read is of whole units of its memory: otherwise each unit
             # belongs to two reads, and none of them can touch it as a huge page.
-            origin = 0 if whole_requests else base if end - start > step else start
+            origin = base if end - start > step else start
             grid = origin + (start - origin) // step * step
             for tag, place in enumerate(range(grid, end, step), number):
                 offset = max(place, start)

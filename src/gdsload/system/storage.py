@@ -8,6 +8,7 @@ suit it. Not responsible for reading, and nothing is read here.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import NamedTuple
 
 from gdsload.system.mountinfo import mount_of
@@ -35,6 +36,12 @@ REMOTE_REQUEST_BYTES = 8 << 20
 REMOTE_DEPTH = 16
 REMOTE_DEPTH_SECONDS = 0.02
 MOST_REMOTE_DEPTH = 64
+# A read into the page cache is of several windows of the read-ahead. Its folios are small in the
+# first window, and too large after many: a huge one can cost milliseconds (`_native.mapped`).
+FILL_WINDOWS = 4
+FILL_REQUEST_BYTES = 8 << 20  # or more
+FILL_UNIT_BYTES = 2 << 20
+_SYSFS = "/sys"
 
 
 class Storage(NamedTuple):
@@ -68,6 +75,28 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
         return ""
     mount = mount_of(path)
     return mount.kind if mount is not None and is_distant(mount.kind) else ""
+
+
+def read_ahead_bytes(device: int) -> int:
+    """The window of the kernel's read-ahead of a device (`st_dev`), or 0 if it is not known."""
+    name = f"{_SYSFS}/dev/block/{os.major(device)}:{os.minor(device)}"
+    for queue in ("queue", "../queue"):  # of a disk, or of the disk of a partition
+        with suppress(OSError, ValueError), open(f"{name}/{queue}/read_ahead_kb") as file:
+            return int(file.read()) << 10
+    return 0
+
+
+def fill_request_bytes(device: int, nbytes: int, depth: int) -> int:
+    """Bytes of one read into the page cache.
+
+    Args:
+        device: The device of the file (`st_dev`).
+        nbytes: Bytes to read in all.
+        depth: Reads in flight: there is one for each of them.
+    """
+    windows = max(FILL_WINDOWS * read_ahead_bytes(device), FILL_REQUEST_BYTES)
+    units = -(-nbytes // (depth * FILL_UNIT_BYTES))
+    return min(windows, max(units, 1) * FILL_UNIT_BYTES)
 
 
 def storage_of(filesystem: str, preferred_bytes: int = 0, latency: float = 0.0) -> Storage:

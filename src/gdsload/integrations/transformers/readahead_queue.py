@@ -74,7 +74,6 @@ class ReadWindow(Batch):
             self._finish_reads()
         elif progress is not None:
             self._require_bytes(progress)
-            self.arrived = self.share_with_others()
 
     def _finish_reads(self) -> None:
         """Releases the request, and returns the pages between the parts that were read.
