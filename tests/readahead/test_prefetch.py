@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import PAGESIZE
@@ -131,6 +132,29 @@ def test_a_load_waits_for_a_prefetch_that_still_opens_the_files(
         )
         gdsload.load_file(checkpoint)
     assert set(gdsload.last_report().paths) == {"prefetched"}
+
+
+def test_each_step_of_opening_is_progress_of_a_prefetch(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def step(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **named: Any) -> Any:
+            (offer,) = claims.offered()
+            found.append(time.monotonic() - offer._progress_time < PATIENCE_SECONDS)
+            offer.note_progress(idle_seconds=2 * PATIENCE_SECONDS)
+            return call(*args, **named)
+
+        return slow
+
+    monkeypatch.setattr(gdsload.Checkpoint, "open", step(gdsload.Checkpoint.open))
+    monkeypatch.setattr(prefetch, "Session", step(Session))
+    without_others = step(prefetch.Prefetch._without_others)
+    monkeypatch.setattr(prefetch.Prefetch, "_without_others", without_others)
+    with gdsload.prefetch(checkpoint, **READ) as ahead:
+        ahead.wait()
+    assert found == [True, True, True]
 
 
 def test_load_does_not_wait_again_for_a_prefetch_without_progress(

@@ -186,6 +186,7 @@ class Prefetch(quiesce.Holder):
             with self.report.phase("open"):
                 opened = self._opened()
             with opened as checkpoint:
+                self._goes_on()
                 if checkpoint.remote and self.tier == "pagecache":
                     raise CheckpointError(
                         f"{self.source}: tier='pagecache' is for files of this machine"
@@ -203,6 +204,7 @@ class Prefetch(quiesce.Holder):
                 verifier = verifier_of(checkpoint, self._verify, self.report, self._goes_on)
                 if device_init is not None and self.tier == "memory" and verifier is None:
                     device = device_init.reached(self._session["backend"])
+                    self._goes_on()
                 with Session(
                     checkpoint,
                     self.report,
@@ -213,6 +215,7 @@ class Prefetch(quiesce.Holder):
                     verifier=verifier,
                     **self._session,
                 ) as session:
+                    self._goes_on()
                     self._read(session, ranges)
                     checkpoint.verify_unchanged()
                     if self.tier == "pagecache":
@@ -306,7 +309,8 @@ class Prefetch(quiesce.Holder):
                 )
 
     def _goes_on(self, *_: object) -> None:
-        """Called while bytes are compared. Raises PrefetchCancelled if it is to end."""
+        """Called after each step of opening, and while bytes are compared: loads go on waiting.
+        Raises PrefetchCancelled if it is to end."""
         if self._state not in (OPENING, READING):
             raise PrefetchCancelled(f"{self.source}: its prefetch was {self._state}")
         self._offer.note_progress()
