@@ -17,6 +17,8 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _IN_TEXT = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^\s\"'<>]+")
 # A host and a port. Anything else may be a part of a password with a "/" that was not escaped.
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
+# A host that is no user: the begin of an IPv6 address, an IPv4 address, or this machine.
+_ADDRESS = re.compile(r"\[|\d+(\.\d+){3}$|localhost$")
 # Parameters of signed URLs: of S3, Google, CloudFront and Azure.
 _SIGNATURE = re.compile(
     "(x-amz-|x-goog-).*|awsaccesskeyid|googleaccessid|signature|expires|policy|key-pair-id|token"
@@ -50,10 +52,10 @@ def without_secrets(url: str) -> str:
 
 
 def may_show_password(parts: SplitResult, url: str) -> bool:
-    """Whether the host is perhaps a user and a part of a password: its name has no dot, and an "@"
-    comes after it."""
-    host = parts.netloc.partition(":")[0]
-    plain = "." not in host and host not in ("localhost", "[")  # "[": an IPv6 address
+    """Whether the host is perhaps a user and a part of a password: an "@" comes after it, and it is
+    neither an address nor a name with a dot and without a port."""
+    host, colon, _ = parts.netloc.partition(":")
+    plain = not _ADDRESS.match(host) and ("." not in host or bool(colon))
     if parts.scheme not in ("http", "https", "nixl") or "@" in parts.netloc or not plain:
         return False
     # The query of a signed URL, which is not shown, may have the address of an account.
