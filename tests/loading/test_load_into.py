@@ -551,7 +551,6 @@ def test_failed_copy_to_vram_tells_what_is_undefined(
     file, _ = same_length(4, tmp_path)
     saved = safetensors.torch.load_file(file)
     targets = device_targets(saved)
-    options = {"engine": "threads", "ring_bytes": 1 << 20, "request_bytes": 4096, "depth": 1}
     loading.fault("cuFileRead", ERRNO, 5, skip=6, times=-1)
     options = {"threads": 1, "ring_bytes": 1 << 20, "request_bytes": 4096}
     with pytest.raises(PartialLoad) as caught:
