@@ -69,7 +69,7 @@ def test_every_rank_receives_each_wanted_byte_once(
             for rank in range(ranks):
                 for message in messages_of(layouts, share, rank):
                     nbytes = 0
-                    for _, rows in message.pieces:
+                    for _, rows in message.parts:
                         box = layouts[rows.tensor].boxes[rank] or ()
                         index = (slice(rows.start, rows.stop), *[slice(*e) for e in box[1:]])
                         got[rank][rows.tensor].append((rows.start, canonical[rows.tensor][index]))

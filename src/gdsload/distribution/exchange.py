@@ -314,12 +314,12 @@ class Exchange:
         received = []
         for reader, share in enumerate(window.shares):
             for message in messages_of(self._layouts, share, self._readers.rank):
-                for _, rows in message.pieces:
+                for _, rows in message.parts:
                     self._rows(rows)
                 if reader == self._readers.rank:
                     continue
-                if len(message.pieces) == 1:
-                    memory = self._rows(message.pieces[0][1]).view(-1)
+                if len(message.parts) == 1:
+                    memory = self._rows(message.parts[0][1]).view(-1)
                 else:
                     with taking(message.nbytes, device, "a message of another rank"):
                         memory = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
@@ -343,11 +343,11 @@ class Exchange:
         for rank in range(self._readers.size):
             for message in messages_of(self._layouts, share, rank):
                 if rank == self._readers.rank:
-                    for piece in message.pieces:
-                        self._copy(self._wanted(sources, piece, rank), piece[1])
+                    for part in message.parts:
+                        self._copy(self._wanted(sources, part, rank), part[1])
                     continue
-                boxes = [self._layouts[rows.tensor].boxes[rank] for _, rows in message.pieces]
-                key = message.pieces, tuple(box and box[1:] for box in boxes)
+                boxes = [self._layouts[rows.tensor].boxes[rank] for _, rows in message.parts]
+                key = message.parts, tuple(box and box[1:] for box in boxes)
                 if key not in packed:
                     packed[key] = self._packed(sources, message, rank)
                 sent.append((rank, packed[key]))
@@ -367,14 +367,14 @@ class Exchange:
             self._unpack(message, memory)
         for share in window.shares:
             for message in messages_of(self._layouts, share, self._readers.rank):
-                for _, rows in message.pieces:
+                for _, rows in message.parts:
                     self._left[rows.tensor] -= rows.stop - rows.start
 
     def _wanted(
-        self, sources: Mapping[Rows, torch.Tensor], piece: tuple[Rows, Rows], rank: int
+        self, sources: Mapping[Rows, torch.Tensor], part: tuple[Rows, Rows], rank: int
     ) -> torch.Tensor:
         """What a rank wants of rows that were read here."""
-        read, rows = piece
+        read, rows = part
         within = slice(rows.start - read.start, rows.stop - read.start)
         box = self._layouts[rows.tensor].boxes[rank] or ()
         return sources[read][(within, *[slice(*ends) for ends in box[1:]])]
@@ -385,14 +385,14 @@ class Exchange:
         import torch
 
         with taking(message.nbytes, self._session.device, "a message to another rank"):
-            pieces = [self._wanted(sources, piece, rank).reshape(-1) for piece in message.pieces]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            parts = [self._wanted(sources, part, rank).reshape(-1) for part in message.parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _unpack(self, message: Message, memory: torch.Tensor) -> None:
-        if len(message.pieces) == 1:  # it was received where it belongs
+        if len(message.parts) == 1:  # it was received where it belongs
             return
         start = 0
-        for _, rows in message.pieces:
+        for _, rows in message.parts:
             into = self._rows(rows)
             self._copy(memory[start : start + into.numel()], rows)
             start += into.numel()

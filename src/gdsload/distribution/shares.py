@@ -91,11 +91,11 @@ class Message(NamedTuple):
     """Bytes from one reader to one rank.
 
     Attributes:
-        pieces: The rows as they were read, and those of them that the rank wants.
+        parts: The rows as they were read, and those of them that the rank wants.
         nbytes: Size of the message.
     """
 
-    pieces: tuple[tuple[Rows, Rows], ...]
+    parts: tuple[tuple[Rows, Rows], ...]
     nbytes: int
 
 
@@ -210,7 +210,7 @@ def info_of(layouts: Sequence[Layout], rows: Rows) -> TensorInfo:
 
 
 def messages_of(layouts: Sequence[Layout], share: Sequence[Rows], rank: int) -> list[Message]:
-    """The messages from the reader of a share to one rank: large pieces first, each by itself, then
+    """The messages from the reader of a share to one rank: large parts first, each by itself, then
     all small ones together."""
     large: list[Message] = []
     small: list[tuple[Rows, Rows]] = []
@@ -222,11 +222,11 @@ def messages_of(layouts: Sequence[Layout], share: Sequence[Rows], rank: int) -> 
         if start >= stop:
             continue
         nbytes = (stop - start) * layout.wanted_row_bytes(rank)
-        piece = rows, Rows(rows.tensor, start, stop)
+        part = rows, Rows(rows.tensor, start, stop)
         if nbytes >= SEPARATE_BYTES:
-            large.append(Message((piece,), nbytes))
+            large.append(Message((part,), nbytes))
         else:
-            small.append(piece)
+            small.append(part)
             small_bytes += nbytes
     return [*large, Message(tuple(small), small_bytes)] if small else large
 

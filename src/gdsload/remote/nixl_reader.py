@@ -41,7 +41,7 @@ main(**json.loads(sys.argv[1]))
 
 
 class RemoteBytes(NamedTuple):
-    """A piece of a peer's memory: `nbytes` at `address`; `device` is the number of the GPU."""
+    """Contiguous bytes of a peer: `nbytes` at `address`; `device` is the number of the GPU."""
 
     address: int
     nbytes: int
@@ -128,15 +128,15 @@ class NixlReader:
 
     @contextmanager
     def read(
-        self, peer: str, metadata: bytes, kind: str, pieces: Sequence[RemoteBytes]
+        self, peer: str, metadata: bytes, kind: str, remote: Sequence[RemoteBytes]
     ) -> Iterator[memoryview]:
-        """Reads pieces of a peer's memory into one slot, one after the other.
+        """Reads bytes of a peer's memory into one slot, one after the other.
 
         Args:
             peer: The name of the peer's agent.
             metadata: What NIXL needs to reach it.
-            kind: "DRAM" or "VRAM", of all pieces.
-            pieces: Up to SLOT_BYTES together.
+            kind: "DRAM" or "VRAM", of all bytes.
+            remote: Where they are; up to SLOT_BYTES together.
 
         Yields:
             The bytes; valid inside the `with` block.
@@ -148,7 +148,7 @@ class NixlReader:
         try:
             if self.broken:
                 raise ReaderFailed("the process that runs NIXL was given up")
-            fields: dict[str, object] = {"peer": peer, "kind": kind, "remote": pieces}
+            fields: dict[str, object] = {"peer": peer, "kind": kind, "remote": remote}
             try:
                 self._ask(slot, fields, metadata)
             except PeerRefused:
@@ -157,7 +157,7 @@ class NixlReader:
                 # The read may still be under way: nothing may write to this slot any more.
                 self.give_up()
                 raise
-            yield slot.view[: sum(piece.nbytes for piece in pieces)]
+            yield slot.view[: sum(part.nbytes for part in remote)]
         finally:
             self._free.put(slot)
 

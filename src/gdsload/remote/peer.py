@@ -55,7 +55,7 @@ _ATTEMPTS = 3
 
 
 class Segment(NamedTuple):
-    """Bytes of a file that lie in one piece of a peer's memory.
+    """Contiguous bytes of a file in a peer's memory.
 
     Attributes:
         offset: The first byte in the file.
@@ -394,7 +394,7 @@ class PeerFile(RemoteFile):
         got = 0
         for _ in range(_ATTEMPTS):
             try:
-                for chunk in self._pieces(offset, length):
+                for chunk in self._read_once(offset, length):
                     got += len(chunk)
                     yield chunk
                 return
@@ -419,19 +419,19 @@ class PeerFile(RemoteFile):
                 return  # the caller asks for the rest
         raise self.error(why, final=bool(self._changed), **facts)
 
-    def _pieces(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Reads a range once. A piece is handed out when the source has confirmed its version."""
+    def _read_once(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Reads a range once. A chunk is handed out when the source has confirmed its version."""
         directory = self._directory
         with directory.lent() as connection:
             source = directory.acquire(connection, self._name, offset, length)
             contents = directory.contents(connection, source, self._name)
             if contents.agent != source.agent:  # it published again after the ticket had expired
                 raise _Refused("expired")
-            pieces = list(_cut(contents, offset, length))
-            for number, (kind, remote) in enumerate(pieces):
+            reads = list(_split(contents, offset, length))
+            for number, (kind, remote) in enumerate(reads):
                 reader = directory.reader().current()
                 with reader.read(source.agent, source.metadata, kind, remote) as view:
-                    connection.ask("renew" if number + 1 < len(pieces) else "release")
+                    connection.ask("renew" if number + 1 < len(reads) else "release")
                     yield view
 
     def verify_unchanged(self) -> None:
@@ -484,8 +484,10 @@ def _segments(found: Any, head: bytes, size: int) -> list[Segment]:
     return segments
 
 
-def _cut(contents: _Contents, offset: int, length: int) -> Iterator[tuple[str, list[RemoteBytes]]]:
-    """The pieces of a range: each fits into a slot, and is in one kind of memory."""
+def _split(
+    contents: _Contents, offset: int, length: int
+) -> Iterator[tuple[str, list[RemoteBytes]]]:
+    """The reads of a range: each fits into a slot, and is from one kind of memory."""
     number = bisect_right(contents.starts, offset) - 1
     kind, remote, room = "", list[RemoteBytes](), SLOT_BYTES
     while length:
