@@ -13,7 +13,8 @@ import torch.distributed as dist
 import gdsload
 import tinymodels
 from equal import NEW
-from gdsload.errors import GdsloadError
+from gdsload.errors import GdsloadError, PlacementError
+from gdsload.system import available
 
 
 @pytest.fixture
@@ -47,3 +48,17 @@ def test_exchange_without_a_thread_is_an_error(
     monkeypatch.undo()
     found = gdsload.from_pretrained(tmp_path, group=one_rank).state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.skipif(not NEW, reason="transformers 4.57 asks for each tensor by itself")
+def test_model_that_has_no_room_is_refused_before_a_byte_is_read(
+    one_rank: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tinymodels.build("llama").save_pretrained(tmp_path)
+    with gdsload.Checkpoint.open(tmp_path) as checkpoint:
+        nbytes = checkpoint.total_bytes
+    room = nbytes + available.SPARE_BYTES - 1
+    monkeypatch.setattr(available, "available_bytes", lambda: room)
+    with pytest.raises(PlacementError, match=f"^{nbytes:,} bytes are to be loaded") as caught:
+        gdsload.from_pretrained(tmp_path, group=one_rank)
+    assert caught.value.missing_bytes == 1 and not gdsload.last_report().read_bytes

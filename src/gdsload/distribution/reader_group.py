@@ -36,6 +36,7 @@ class ReaderGroup:
         rank: The number of this rank among them.
         numbers: The ranks of the caller's group that share the reads, in order.
         whole_size: The number of ranks of the caller's group.
+        of_node: Whether the ranks of each node share the reads, not those of all nodes.
     """
 
     def __init__(self, group: ProcessGroup, readers: str, timeout_seconds: float) -> None:
@@ -66,6 +67,7 @@ class ReaderGroup:
         self.size, self.rank = len(members), members.index(me)
         self.numbers = [everyone.index(member) for member in members]
         self.whole_size = len(everyone)
+        self.of_node = readers == "node"
         self._control = self._connected(members, me)
         self._talks = True  # the next thing that all ranks do is to agree
 

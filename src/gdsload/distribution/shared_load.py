@@ -44,6 +44,24 @@ class Sharing:
         return None if group is None else cls(group, shards or {}, readers)
 
 
+def require_room_of_ranks(readers: ReaderGroup, nbytes: int) -> None:
+    """Checks that `nbytes` of host memory are available to this rank, and what all ranks of a node
+    need together: they take it at the same time. All ranks call it.
+
+    Raises:
+        PlacementError: Too little memory.
+        RankError: Another rank has failed.
+    """
+    if nbytes:
+        require_room(nbytes)
+    if not readers.of_node:
+        return
+    cgroups, needs = zip(*readers.agree((memory_cgroups(), nbytes)), strict=True)
+    if total := sum(needs):
+        require = require_room if len(set(cgroups)) == 1 else require_machine_room
+        require(total, "bytes are to be loaded into memory by the ranks of this node")
+
+
 def shared_tensors(
     sharing: Sharing,
     opened: Callable[[], Opened],
@@ -75,15 +93,8 @@ def shared_tensors(
         layouts, window_bytes = agreed_layouts(readers, session, wanted, window_bytes, arrange)
         wanted_bytes = wanted_bytes_of(layouts, readers.size)
         session.report.wanted_bytes = wanted_bytes[rank]
-        cgroups = readers.agree(memory_cgroups()) if sharing.readers == "node" else []
-        if device == "cpu":
-            held = wanted_bytes
-            if held_bytes is not None:
-                held = [min(nbytes, held_bytes) for nbytes in wanted_bytes]
-            require_room(held[rank])
-            if cgroups:  # the ranks of a node take their memory at the same time
-                require = require_room if len(set(cgroups)) == 1 else require_machine_room
-                require(sum(held), "bytes are to be loaded into memory by the ranks of this node")
+        held = wanted_bytes[rank] if held_bytes is None else min(wanted_bytes[rank], held_bytes)
+        require_room_of_ranks(readers, held if device == "cpu" else 0)
         readers.agree()  # what a rank reads from now on must not count as missing on another one
         exchange = Exchange(readers, session, layouts, window_bytes)
         try:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gdsload.distribution.exchange import Exchange, agreed_layouts
 from gdsload.distribution.reader_group import ReaderGroup
+from gdsload.distribution.shared_load import require_room_of_ranks
 from gdsload.distribution.shares import Box, Layout
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
@@ -54,6 +55,7 @@ class SharedQueue(ReadaheadQueue):
 
         Raises:
             RankError, CheckpointError, ValueError: As `agreed_layouts` does.
+            PlacementError: The machine has too little memory for what the ranks hold.
         """
         super().__init__(alone, (), ahead_bytes=ahead_bytes)
         self._readers, self._kept = readers, kept
@@ -69,7 +71,17 @@ class SharedQueue(ReadaheadQueue):
         boxes = dict(wanted.values())
         with readers.together():
             plan = agreed_layouts(readers, session, boxes, ahead_bytes, in_layers)
+            if session.device == "cpu":
+                require_room_of_ranks(readers, self._most_held_bytes(plan[0]))
             self._exchange = Exchange(readers, session, *plan)
+
+    def _most_held_bytes(self, layouts: Sequence[Layout]) -> int:
+        """The bytes of the kept tensors, and of the others that wait to be taken."""
+        sizes = {True: 0, False: 0}
+        for layout in layouts:
+            kept = self._key_of.get(layout.info.name) in self._kept
+            sizes[kept] += layout.wanted_bytes(self._readers.rank)
+        return sizes[True] + min(sizes[False], self._ahead_bytes)
 
     def start(self) -> None:
         """Starts the thread that reads. Raises GdsloadError if no thread can be started."""
