@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gdsload.checkpoint import Identity, Shard, file_io, shard as shard_module
 from gdsload.checkpoint.file_io import close_files, open_regular
 from gdsload.checkpoint.shard import close_shards, quiesce_shards
 from gdsload.errors import CheckpointError, FileChanged
+from gdsload.system.cancellation import CancelToken, LoadCancelled
 
 PATIENCE_SECONDS = 120.0
 
@@ -204,6 +206,31 @@ def test_file_is_opened_again_from_another_directory(
     assert shard.path == path.name
     shard.quiesce()
     monkeypatch.chdir("/")
+    assert shard.read(0, 3) == bytes(3)
+    shard.close()
+
+
+def test_load_that_opens_a_file_again_ends_though_the_storage_does_not_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, answers, token = threading.Event(), threading.Event(), CancelToken()
+
+    def slow(*args: Any, **named: Any) -> tuple[int, os.stat_result]:
+        opens.set()
+        assert answers.wait(PATIENCE_SECONDS), "the caller waits for the storage"
+        return open_regular(*args, **named)
+
+    shard = opened(path)
+    shard.filesystem = "nfs4"
+    shard.quiesce()
+    with descriptors.none_left(), monkeypatch.context() as patch:
+        patch.setattr(shard_module, "open_regular", slow)
+        cancelling = threading.Thread(target=lambda: (opens.wait(), token.ask()))
+        cancelling.start()
+        with pytest.raises(LoadCancelled):
+            token.run(getattr, shard, "fd")
+        answers.set()
+        cancelling.join()
     assert shard.read(0, 3) == bytes(3)
     shard.close()
 

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from gdsload.errors import CheckpointError, FileChanged
 from gdsload.remote.directory import RemoteDirectory
 from gdsload.remote.file import RemoteFile
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.parallel import parallel_map
 
 _openings = count(1)
 _lock = fork_safe_lock(sys.modules[__name__])
@@ -110,7 +112,16 @@ class Shard:
         return self._fd
 
     def _reopen(self) -> None:
-        fd, status = open_regular(self._reopened_path, shown_as=self.path)
+        opened = partial(open_regular, shown_as=self.path)
+        if self.distant:  # in a thread, so that a hung mount cannot block Ctrl-C
+            ((fd, status),) = parallel_map(
+                opened,
+                [self._reopened_path],
+                path_of=lambda _: self.path,
+                discard=lambda late: close_files([late[0]], distant=True),
+            )
+        else:
+            fd, status = opened(self._reopened_path)
         try:
             self._require_same(status)
             with _lock:  # another thread may have opened it meanwhile
