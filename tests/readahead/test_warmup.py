@@ -229,6 +229,12 @@ def test_the_command_keeps_to_its_limit(checkpoint: Path) -> None:
     assert facts["wanted_bytes"] == 64 << 10
 
 
+def test_the_command_refuses_a_limit_below_one_byte(checkpoint: Path) -> None:
+    result = run("warmup", checkpoint, "--limit", "0.0001K", "--wait")
+    assert result.exit_code == 2 and "less than one byte" in result.output
+    assert run("warmup", checkpoint, "--limit", "0.0K", "--wait").exit_code == 0
+
+
 def test_the_command_fails_where_there_is_nothing(tmp_path: Path) -> None:
     for words in (["--wait"], []):
         result = run("warmup", tmp_path / "nowhere", *words)

@@ -123,6 +123,8 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
         factor = 1000 ** (_UNITS[unit] // 10) if suffix == "B" else 1 << _UNITS[unit]
         # Exact for every size, unlike the product of a float.
         nbytes: int = int(whole + part) * factor // 10 ** len(part)
+        if not nbytes and int(whole + part):  # 0 has a meaning of its own
+            self.fail(f"{value!r} is less than one byte", param, ctx)
         return nbytes
 
 
