@@ -162,11 +162,15 @@ class LoadReport:
 
     @property
     def reading_seconds(self) -> float:
-        """Seconds from the first post of a read to the end of the last read; 0.0 without reads."""
-        reads = [span for span in self.spans if span.track != "phases"]
+        """Seconds in which at least one read was in flight; 0.0 without reads."""
+        reads = [span for span in self.spans if span.track.startswith("requests of ")]
         if not reads:
             return self.phases.get("read", 0.0) if self.read_bytes else 0.0
-        return max(span.end for span in reads) - min(span.start for span in reads)
+        seconds = until = 0.0
+        for span in sorted(reads, key=lambda span: span.start):
+            seconds += max(span.end - max(span.start, until), 0.0)
+            until = max(until, span.end)
+        return seconds
 
     @property
     def rate(self) -> float:

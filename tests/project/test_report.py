@@ -44,6 +44,16 @@ def test_rate_is_that_of_the_reads_without_imports() -> None:
     assert "read: 4.00 GB in 2.000 s, 2.00 GB/s" in others
 
 
+def test_seconds_of_reading_are_those_with_a_read_in_flight() -> None:
+    report = report_of(
+        Span("read 1 KiB at 2048", "requests of b", 8.0, 9.0),  # of the next window
+        Span("read 1 KiB at 0", "requests of a", 1.0, 4.0),
+        Span("read 1 KiB at 1024", "requests of a", 2.0, 3.0),
+        Span("open", "head start", 0.0, 7.0),  # a phase of a prefetch
+    )
+    assert report.reading_seconds == 4.0
+
+
 def test_sum_of_reports_has_all_counts_and_texts() -> None:
     first, second = report_of(seconds=1.0), report_of(seconds=2.0)
     first.tensors, first.paths, first.depth, first.device = 2, {"mapped": 10}, 16, "cpu"
