@@ -20,6 +20,14 @@ _VLLM = {
 class current_platform:
     is_cuda = staticmethod(lambda: False)
 """,
+    "vllm.config": """
+def get_current_vllm_config_or_none():
+    return "configuration"
+
+def get_current_vllm_config():
+    assert (config := get_current_vllm_config_or_none()) is not None
+    return config
+""",
     "vllm.distributed": """
 def get_tp_group():
     raise AssertionError("no group was set up")
@@ -63,6 +71,7 @@ import glob
 from types import SimpleNamespace
 
 from safetensors import safe_open
+from vllm.config import get_current_vllm_config
 
 def safetensors_weights_iterator(
     files,
@@ -96,6 +105,7 @@ class DefaultModelLoader:
         model.load_weights(self.get_all_weights(model_config, model))
 
     def _init_ep_weight_filter(self, model_config):
+        get_current_vllm_config()
         self.local_expert_ids = model_config.local_expert_ids
 
     def get_all_weights(self, model_config, model):

@@ -144,6 +144,23 @@ def test_vllm_reloads_only_the_experts_of_the_rank(vllm: ModuleType, model: Path
     assert gdsload.last_report().tensors == len(WEIGHTS) - 1
 
 
+def test_vllm_reloads_all_weights_outside_of_its_workers(
+    vllm: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.register()
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: None)
+    built = Model()
+    reload_weights(load_config(), built, model_config(model, {1}))
+    assert_same(built.weights, WEIGHTS)
+
+
+def test_vllm_without_a_filter_of_experts_reads_all_weights(vllm: ModuleType, model: Path) -> None:
+    loader, built = vllm.GdsloadModelLoader(load_config()), Model()
+    del loader.local_expert_ids  # as before vLLM had the filter
+    loader._get_weights_iterator = lambda source: iter(WEIGHTS.items())
+    assert_same(dict(loader.get_all_weights(model_config(model), built)), WEIGHTS)
+
+
 def test_vllm_loader_takes_its_options_and_leaves_the_configuration(
     vllm: ModuleType, model: Path
 ) -> None:

@@ -76,9 +76,13 @@ class GdsloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         # For `reload_weights` vLLM makes a new loader and calls nothing else: it would not know the
-        # experts of its rank, and read those of all ranks.
-        if self.local_expert_ids is None:
-            self._init_ep_weight_filter(model_config)
+        # experts of its rank, and read those of all ranks. Versions without this attribute have no
+        # such filter; outside of vLLM's workers there may be no configuration to ask.
+        if getattr(self, "local_expert_ids", ()) is None:
+            from vllm.config import get_current_vllm_config_or_none
+
+            if get_current_vllm_config_or_none() is not None:
+                self._init_ep_weight_filter(model_config)
         yield from super().get_all_weights(model_config, model)
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
