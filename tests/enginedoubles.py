@@ -142,19 +142,31 @@ import pkgutil
 
 class HookType(enum.Enum):
     AROUND = "around"
+    REPLACE = "replace"
+
+def wrapped(original, hook, hook_type):
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        first = () if hook_type is HookType.REPLACE else (original,)
+        return hook(*first, *args, **kwargs)
+
+    return wrapper
 
 class HookRegistry:
+    hooks = []
+
     @classmethod
     def register(cls, target, hook, hook_type):
-        path, name = target.rsplit(".", 1)
-        owner = pkgutil.resolve_name(path)
-        original = getattr(owner, name)
+        cls.hooks.append((target, hook, hook_type))
 
-        @functools.wraps(original)
-        def wrapper(*args, **kwargs):
-            return hook(original, *args, **kwargs)
-
-        setattr(owner, name, wrapper)
+    @classmethod
+    def apply_hooks(cls):
+        for target, hook, hook_type in sorted(
+            cls.hooks, key=lambda each: each[2] is not HookType.REPLACE
+        ):
+            path, name = target.rsplit(".", 1)
+            owner = pkgutil.resolve_name(path)
+            setattr(owner, name, wrapped(getattr(owner, name), hook, hook_type))
 """,
     "sglang.srt.model_loader": "",
     "sglang.srt.model_loader.loader": """

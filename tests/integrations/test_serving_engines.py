@@ -260,7 +260,13 @@ def test_sglang_without_the_variable_reads_itself(
     assert [name for name, _ in loader._get_weights_iterator(source(model))] == ["stock"]
 
 
+def hook_registry() -> Any:
+    return importlib.import_module("sglang.srt.plugins.hook_registry")
+
+
 def sglang_loader(load_format: str, **extra: Any) -> Any:
+    """A loader of SGLang, which applies the hooks after all plugins have registered theirs."""
+    hook_registry().HookRegistry.apply_hooks()
     loaders = importlib.import_module("sglang.srt.model_loader.loader")
     config = SimpleNamespace(
         load_format=SimpleNamespace(value=load_format), model_loader_extra_config=extra
@@ -301,6 +307,25 @@ def test_sglang_keeps_other_load_formats(
     sglang.register()
     loader = sglang_loader("fastsafetensors")
     assert [name for name, _ in loader._get_weights_iterator(source(model))] == ["stock"]
+
+
+def test_sglang_runs_the_hooks_of_other_plugins_around_the_reading(
+    sglang: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GDSLOAD_SGLANG", "1")
+    ran = []
+
+    def around(original: Any, *arguments: Any, **keywords: Any) -> Any:
+        ran.append(original)
+        return original(*arguments, **keywords)
+
+    hooks = hook_registry()
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+    hooks.HookRegistry.register(target, around, hooks.HookType.AROUND)
+    sglang.register()
+    hooks.HookRegistry.register(target, around, hooks.HookType.AROUND)
+    assert_same(dict(sglang_loader("auto")._get_weights_iterator(source(model))), WEIGHTS)
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize("value", ["yes", "[1]", '{"windows": 1}'])

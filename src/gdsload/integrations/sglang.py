@@ -40,7 +40,9 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_LOADER, _Hook(WeightsReader(options)), HookType.AROUND)
+    # Hooks of other plugins run around one that replaces the function, in whatever order they are
+    # registered.
+    HookRegistry.register(_LOADER, _Hook(WeightsReader(options)), HookType.REPLACE)
 
 
 def options_of(environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -60,14 +62,15 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 class _Hook:
-    """Around `DefaultModelLoader._get_weights_iterator`."""
+    """Instead of `DefaultModelLoader._get_weights_iterator`."""
 
     def __init__(self, reader: WeightsReader) -> None:
         self._reader = reader
 
-    def __call__(
-        self, original: Any, loader: Any, source: Any, *arguments: Any, **keywords: Any
-    ) -> Any:
+    def __call__(self, loader: Any, source: Any, *arguments: Any, **keywords: Any) -> Any:
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        stock = inspect.unwrap(DefaultModelLoader._get_weights_iterator)
         called = False
 
         def read(files: Sequence[str], *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,9 +80,8 @@ class _Hook:
 
         format_ = getattr(loader.load_config.load_format, "value", loader.load_config.load_format)
         if format_ not in ("auto", "safetensors", "mistral"):
-            return original(loader, source, *arguments, **keywords)  # asked for another reader
-        copy = with_reader(inspect.unwrap(original), _ITERATORS, read)
-        weights = copy(loader, source, *arguments, **keywords)
+            return stock(loader, source, *arguments, **keywords)  # asked for another reader
+        weights = with_reader(stock, _ITERATORS, read)(loader, source, *arguments, **keywords)
         if not called:
             log.warning(
                 "gdsload: %s has no safetensors files: SGLang reads it itself", source.model_or_path
