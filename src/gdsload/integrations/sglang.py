@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload.integrations.engine_weights import WeightsReader, is_first_rank, with_reader
@@ -33,23 +33,20 @@ log = logging.getLogger("sglang.gdsload")  # SGLang shows what is logged below i
 def register() -> None:
     """Adds the hook to SGLang's registry, if GDSLOAD_SGLANG asks for it.
 
-    Raises:
-        ValueError: The variable has no such value, or an option in it is unknown.
+    The hook raises ValueError if the variable has no such value or an option in it is unknown:
+    SGLang logs errors that are raised here, and would read by itself.
     """
-    if (options := options_of(os.environ)) is None:
+    if (text := os.environ.get(VARIABLE, "").strip()) in ("", "0"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # Hooks of other plugins run around one that replaces the function, in whatever order they are
     # registered.
-    HookRegistry.register(_LOADER, _Hook(WeightsReader(options)), HookType.REPLACE)
+    HookRegistry.register(_LOADER, _Hook(text), HookType.REPLACE)
 
 
-def options_of(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The options in the environment variable. None: gdsload is not asked for."""
-    text = environ.get(VARIABLE, "").strip()
-    if text in ("", "0"):
-        return None
+def options_of(text: str) -> dict[str, Any]:
+    """The options in a value of the environment variable."""
     if text == "1":
         return {}
     try:
@@ -62,21 +59,22 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 class _Hook:
-    """Instead of `DefaultModelLoader._get_weights_iterator`."""
+    """Instead of `DefaultModelLoader._get_weights_iterator`. `text`: the value of the variable."""
 
-    def __init__(self, reader: WeightsReader) -> None:
-        self._reader = reader
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __call__(self, loader: Any, source: Any, *arguments: Any, **keywords: Any) -> Any:
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
+        reader = WeightsReader(options_of(self._text))
         stock = inspect.unwrap(DefaultModelLoader._get_weights_iterator)
         called = False
 
         def read(files: Sequence[str], *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal called
             called = True
-            return self._reader.read(files, _device(), log, progress=is_first_rank())
+            return reader.read(files, _device(), log, progress=is_first_rank())
 
         format_ = getattr(loader.load_config.load_format, "value", loader.load_config.load_format)
         if format_ not in ("auto", "safetensors", "mistral"):
