@@ -368,6 +368,28 @@ def test_reader_refuses_wrong_options(options: dict[str, Any], message: str) -> 
         WeightsReader(options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backend": "floppy"}, gdsload.BackendUnavailable, "floppy.*unknown"),
+        ({"backend": "posix", "options": {"dept": 1}}, TypeError, "no option 'dept'"),
+        ({"backend": "posix", "options": {"pages": "big"}}, ValueError, "pages='big'"),
+        ({"options": {"dept": 1}}, TypeError, "no option 'dept'"),
+        ({"options": {"depth": "1"}}, TypeError, "depth='1'"),
+    ],
+)
+def test_reader_refuses_wrong_backends_and_options_of_them(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        WeightsReader(options)
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix", "gds", "mmap"])
+def test_reader_takes_backends_that_no_device_is_open_for(backend: str) -> None:
+    assert WeightsReader({"backend": backend}).device is None
+
+
 def test_list_of_files_is_streamed_as_one_checkpoint(model: Path) -> None:
     assert_same(dict(gdsload.stream(files_of(model))), WEIGHTS)
     assert gdsload.last_report().source == "2 files"

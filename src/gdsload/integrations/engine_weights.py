@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from gdsload.api import WINDOW_BYTES, ReadSettings, stream
+from gdsload.backends.registry import find
 from gdsload.loading.session import STALL_SECONDS
 from gdsload.report import last_report
 
@@ -76,7 +77,9 @@ class WeightsReader:
 
     Raises:
         ValueError: An option is unknown or has no such value.
+        TypeError: The backend has no such option, or none of this type.
         PlacementError: The device does not exist.
+        BackendUnavailable: There is no such backend, or it cannot work with its options.
     """
 
     def __init__(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
@@ -92,7 +95,7 @@ class WeightsReader:
         self.device: str | None = values.pop("device", None)  # None: the engine's
         self._held_bytes: int = values.pop("held_bytes", HELD_BYTES)
         self._window_bytes: int = values.pop("window_bytes", WINDOW_BYTES)
-        ReadSettings(
+        settings = ReadSettings(
             self.device,
             values.get("backend", "auto"),
             values.get("cache", "auto"),
@@ -100,6 +103,7 @@ class WeightsReader:
             values.get("options"),
             values.get("stall_seconds", STALL_SECONDS),
         )
+        _require_backend(settings.backend, settings.options or {})
         self._keywords = values
 
     def read(
@@ -170,6 +174,18 @@ class WeightsReader:
             )
             yield from pairs("cpu")
             log.info("gdsload: %s", last_report().summary())
+
+
+def _require_backend(name: str, options: Mapping[str, Any]) -> None:
+    """Makes a backend, which checks its options, and opens nothing. Raises as `WeightsReader`."""
+    if name != "auto":
+        with find(name)(**options):
+            return
+    if options:
+        from gdsload.backends.auto.backend import AutoBackend  # imports CUDA
+
+        with AutoBackend("cuda:0", 0, **options):
+            return
 
 
 def _natural_order(path: Any) -> list[str | int]:
