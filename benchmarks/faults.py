@@ -235,7 +235,11 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
 
     def touched(pages: str, cache: str) -> Mapping[str, Any]:
         options = {"pages": pages, "request_bytes": UNIT_BYTES}
-        return gdsload.load_file(large, cache=cache, options=options, **words)
+        settings = {"cache": cache, "page_cache": "keep", "options": options}
+        return gdsload.load_file(large, **settings, **words)
+
+    def filled() -> Mapping[str, Any]:
+        return gdsload.load_file(large, page_cache="fill", **words)
 
     def one() -> Mapping[str, Any]:
         return gdsload.load_file(plain / "model-2-of-3.safetensors", cache="direct", **words)
@@ -277,6 +281,7 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
         found[f"load_file pages={pages} direct"] = partial(touched, pages, "direct")
     found["load_file pages=bounce buffered"] = partial(touched, "bounce", "buffered")
     found["load_file mapped"] = partial(load, "mapped")
+    found["load_file fill"] = filled
     found["load_file buffered drop"] = partial(load, "buffered", "drop")
     found["load_file auto"] = load
     found["load_file auto warm"] = load
@@ -357,7 +362,7 @@ class Server:
         (outcome,) = self.run([Case(load, "", "", 0)])
         if outcome.kind != "exact":
             raise records.Refused(f"{load}, twice without a fault: {outcome.text}")
-        self._clean[load] = outcome.kept_bytes
+        self._clean[load] = max(outcome.kept_bytes, 0)
         names = {number: name for name, number in injector.NUMBERS.items()}
         return {names[number]: count for number, count in outcome.calls.items()}
 
@@ -529,7 +534,7 @@ class Server:
         """One load: exact, error, memory, foreign or violation, and what it said."""
         from gdsload.errors import GdsloadError
 
-        kind = "large" if "pages=" in load else "plain"
+        kind = "large" if "pages=" in load or "fill" in load else "plain"
         truth = self.truth["model" if load.startswith("from_pretrained") else kind]
         try:
             got = self.loads[load]()

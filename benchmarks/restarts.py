@@ -26,7 +26,7 @@ from .layout import several, size
 from .loaded import OURS, PEERS, files_of
 from .records import Refused
 
-ARMS = {"gdsload": OURS, "gdsload:page_cache=fill": OURS, "safetensors-mmap": OURS, "runai": PEERS}
+ARMS = {"gdsload": OURS, "gdsload:page_cache=keep": OURS, "safetensors-mmap": OURS, "runai": PEERS}
 AT_ONCE = (2, 4, 8)
 RESTARTS = 2
 # Memory that the last process freed goes back to the host of a virtual machine meanwhile.
