@@ -27,15 +27,14 @@ ARMS = (
     "bare:pages=huge,memory=backed", "pinned", "fio",
 )  # fmt: skip
 STATE_ARMS = (  # in several states of memory
-    "gdsload", "gdsload:page_cache=keep", "gdsload:page_cache=keep,pages=huge",
-    "gdsload:page_cache=keep,pages=bounce", "bare", "bare:pages=huge",
-    "bare:threads=8,request_kib=2048", "bare:threads=8,request_kib=2048,pages=huge",
-    "safetensors-mmap", "runai", "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
+    "gdsload", "gdsload:page_cache=keep", "gdsload:pages=huge", "gdsload:pages=bounce", "bare",
+    "bare:pages=huge", "bare:threads=8,request_kib=2048",
+    "bare:threads=8,request_kib=2048,pages=huge", "safetensors-mmap", "runai",
+    "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
-ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
-# Past the page cache; "auto" chooses of the others.
-PAGES = tuple(f"page_cache=keep,pages={name}" for name in ("auto", "huge", "small", "bounce"))
+ENGINES = tuple(f"page_cache=keep,engine={name}" for name in ("uring", "linuxaio", "threads"))
+PAGES = tuple(f"pages={name}" for name in ("auto", "huge", "small", "bounce"))  # of fresh memory
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Their fastest settings if cuFile has no native path.
 GPU_ARMS = ("fastsafetensors:nogds=1", "fastsafetensors-parallel:nogds=1")

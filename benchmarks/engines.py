@@ -89,8 +89,7 @@ def grid(options: argparse.Namespace) -> Iterator[str]:
             yield f"gdsload:backend={name},request_bytes={size},{many}={number}"
             continue
         for pages in options.pages if name == "threads" else ("",):
-            # Otherwise it would be read into the page cache, whatever these are.
-            more = f",pages={pages},page_cache=keep" if pages else ""
+            more = f",pages={pages}" if pages else ""
             yield f"gdsload:engine={name},request_bytes={size},depth={number}{more}"
 
 

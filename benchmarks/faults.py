@@ -235,8 +235,7 @@ def loads_of(plain: Path, large: Path, model: Path) -> dict[str, Load]:
 
     def touched(pages: str, cache: str) -> Mapping[str, Any]:
         options = {"pages": pages, "request_bytes": UNIT_BYTES}
-        settings = {"cache": cache, "page_cache": "keep", "options": options}
-        return gdsload.load_file(large, **settings, **words)
+        return gdsload.load_file(large, cache=cache, options=options, **words)
 
     def filled() -> Mapping[str, Any]:
         return gdsload.load_file(large, page_cache="fill", **words)

@@ -180,11 +180,12 @@ def load_file(
         page_cache: What stays in the page cache, for later loads and other processes. "auto" reads
             into it and maps it, if the checkpoint has room in memory, is on local storage, is
             loaded into host memory with `cache` "auto", and at least 0.9 of it is wanted; later
-            loads read nothing. Other loads read past it. "fill" does the same, also for a smaller
-            part; "keep" never does. "drop" removes at the end of the load what was read through
-            the page cache, except for bytes that were there before, and for mapped files. The
-            kernel allows it only for files that the user owns or may write to; `report.refusals`
-            names others. `report.page_cache` tells what was decided, and why.
+            loads read nothing. Other loads read past it, and those with the options "pages" or
+            "request_bytes" of the backend. "fill" does the same, also for a smaller part and with
+            these options; "keep" never does. "drop" removes at the end of the load what was read
+            through the page cache, except for bytes that were there before, and for mapped files.
+            The kernel allows it only for files that the user owns or may write to;
+            `report.refusals` names others. `report.page_cache` tells what was decided, and why.
         options: Options of the backend, such as `{"engine": "threads"}`.
         group: A group of torch.distributed whose ranks load this checkpoint together: each of them
             reads a share, and they exchange the bytes. All its ranks make the same call; `device`,
@@ -306,7 +307,7 @@ def load_into(
         backend: As for `load_file`. For tensors in DRAM, a backend that cannot read there is
             "auto".
         cache: As for `load_file`.
-        page_cache: As for `load_file`.
+        page_cache: As for `load_file`, but "auto" is "keep": the tensors have memory of their own.
         options: As for `load_file`.
         progress: As for `load_file`.
         stall_seconds: Seconds without a new byte after which the load fails.
@@ -347,6 +348,8 @@ def load_into(
     from gdsload.loading import destinations, into
     from gdsload.planning.tensor_slices import wanted_tensors
 
+    if page_cache == "auto":
+        page_cache = "keep"
     how = backend, cache, page_cache, options, stall_seconds, verify
     checked = ReadSettings("cpu" if device is None else device, *how)
     only = None if device is None else checked.device

@@ -190,7 +190,7 @@ class safe_open:
             if self._left and not self._slices:
                 self.close()
 
-    def _read(self, infos: list[TensorInfo]) -> dict[str, torch.Tensor]:
+    def _read(self, infos: list[TensorInfo], *, parts: bool = False) -> dict[str, torch.Tensor]:
         with self._lock:
             if self._checkpoint.closed and self._checkpoint.shards:
                 raise CheckpointError(f"{self._checkpoint.source}: the file is closed")
@@ -198,6 +198,7 @@ class safe_open:
                 self._checkpoint.source, device=self._device, on_event=self._on_event
             )
             self._session.report_to(report)
+            self._session.expect_parts(parts)
             report.tensors, report.wanted_bytes = len(infos), bytes_of(infos)
             with report.whole():
                 tensors = load(self._session, infos, report.wanted_bytes, self._device)
@@ -283,7 +284,8 @@ class Slice:
         elif type(first) is int and -count <= first < count:
             row = first % count
             info, rest = rows_of(info, row, row + 1), (0, *others)
-        tensor = self._opened._read([info])[info.name]
+        parts = info.nbytes < self._info.nbytes
+        tensor = self._opened._read([info], parts=parts)[info.name]
         part = tensor[rest]
         views = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         if views and part.numel() < tensor.numel() and not self._opened._is_mapped(tensor):

@@ -44,7 +44,7 @@ def test_engines_arms_have_only_applicable_settings() -> None:
     options = engines.arguments(["x", "--request", "1M", "--in-flight", "4", "8"])
     assert list(engines.grid(options)) == [
         *(
-            f"gdsload:engine=threads,request_bytes=1048576,depth={depth},pages=auto,page_cache=keep"
+            f"gdsload:engine=threads,request_bytes=1048576,depth={depth},pages=auto"
             for depth in (4, 8)
         ),
         *(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -40,7 +41,7 @@ def io_modes(report: LoadReport) -> set[str]:
 
 
 def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
-    got = gdsload.load_file(path, page_cache="fill")
+    got = gdsload.load_file(path)
     assert page_cache.resident_bytes(path) >= path.stat().st_size // 2
     with kept_warm(path):
         report = gdsload.last_report()
@@ -66,10 +67,63 @@ def test_second_load_reads_nothing(path: Path) -> None:
 def test_loads_at_the_same_time_share_what_they_read(path: Path) -> None:
     with closing(gdsload.stream(path, window_bytes=1 << 20)) as first:
         next(first)
+        before = bytes_from_disk()
         with closing(gdsload.stream(path, window_bytes=1 << 20)) as second:
             for loaded in (first, second):
                 assert all(bool((tensor == int(name[1:])).all()) for name, tensor in loaded)
                 assert io_modes(gdsload.last_report()) == {"mapped"}
+        assert bytes_from_disk() - before < 1.5 * path.stat().st_size
+
+
+def bytes_from_disk() -> int:
+    """Bytes that this process has made the kernel read from a disk."""
+    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.M)[0])
+
+
+@pytest.mark.parametrize("options", [{"request_bytes": 1 << 20}, {"pages": "small"}])
+def test_options_of_reads_past_the_page_cache_are_kept(path: Path, options: Any) -> None:
+    gdsload.load_file(path, options=options)
+    report = gdsload.last_report()
+    assert io_modes(report) <= {"direct", "direct bounced"}
+    assert (
+        report.page_cache == f"not filled: {next(iter(options))} in `options` are of reads past it"
+    )
+    gdsload.load_file(path, options=options, page_cache="fill")
+    assert io_modes(gdsload.last_report()) == {"mapped"}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "mode"), [(4096, "direct"), (128 << 10, "mapped"), (None, "mapped")]
+)
+def test_disk_with_a_short_read_ahead_is_read_past_the_page_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int | None, mode: str
+) -> None:
+    monkeypatch.setattr(io_mode, "read_ahead_bytes", lambda _: nbytes)
+    gdsload.load_file(path)
+    assert mode in io_modes(gdsload.last_report())
+    page_cache.evict(path)
+    gdsload.load_file(path, page_cache="fill")
+    assert io_modes(gdsload.last_report()) == {"mapped"}
+
+
+def test_tensors_with_memory_of_their_own_are_read_past_the_page_cache(path: Path) -> None:
+    tensors = {f"t{i}": torch.zeros(500_000, dtype=torch.int16) for i in range(10)}
+    report = gdsload.load_into(tensors, path)
+    assert io_modes(report) <= {"direct", "direct bounced"}
+    assert all(bool((tensors[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_slices_of_an_open_file_are_read_past_the_page_cache(path: Path) -> None:
+    with gdsload.safe_open(path) as opened:
+        assert bool((opened.get_slice("t3")[1000:5000] == 3).all())
+        assert "mapped" not in io_modes(gdsload.last_report())
+        opened.get_tensor("t3")
+        assert io_modes(gdsload.last_report()) == {"mapped"}
+        assert bool((opened.get_slice("t7")[1000:5000] == 7).all())
+    page_cache.evict(path)
+    with gdsload.safe_open(path, page_cache="fill") as opened:
+        assert bool((opened.get_slice("t3")[1000:5000] == 3).all())
+        assert io_modes(gdsload.last_report()) == {"mapped"}
 
 
 def test_file_that_cannot_be_opened_again_is_read(
@@ -109,6 +163,9 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
 
 
 def test_loads_of_a_part_read_their_share_past_the_page_cache(path: Path) -> None:
+    gdsload.load_file(path, names=["t1", "t7"], page_cache="fill")
+    assert io_modes(gdsload.last_report()) == {"mapped"}
+    page_cache.evict(path)
     for _ in range(2):
         gdsload.load_file(path, names=["t1", "t7"])
         report = gdsload.last_report()
@@ -129,7 +186,7 @@ def test_page_cache_is_not_filled_if_the_caller_asks_for_other_reads(
 
 
 def test_stream_fills_the_page_cache_window_by_window(path: Path) -> None:
-    for name, tensor in gdsload.stream(path, page_cache="fill", window_bytes=1 << 20):
+    for name, tensor in gdsload.stream(path, window_bytes=1 << 20):
         assert bool((tensor == int(name[1:])).all())
     report = gdsload.last_report()
     assert io_modes(report) == {"mapped"}
@@ -147,7 +204,7 @@ def test_pool_that_is_opened_during_a_stream_takes_no_mapped_bytes(path: Path) -
 
 
 def test_prefetch_fills_the_page_cache_and_a_load_takes_it(path: Path) -> None:
-    with gdsload.prefetch(path, page_cache="fill") as ahead:
+    with gdsload.prefetch(path) as ahead:
         ahead.wait()
         assert ahead.report.page_cache.startswith("filled: ")
         got = gdsload.load_file(path)

@@ -84,12 +84,13 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ((8, 0), "128\n", 128 << 10),
         ((8, 17), "128\n", 4 << 20),
-        ((8, 0), "", 0),
-        ((0, 45), "128\n", 0),
+        ((8, 0), "0\n", 0),
+        ((8, 0), "", None),
+        ((0, 45), "128\n", None),
     ],
 )
 def test_read_ahead_is_that_of_the_disk(
-    sysfs: Path, numbers: tuple[int, int], text: str, nbytes: int
+    sysfs: Path, numbers: tuple[int, int], text: str, nbytes: int | None
 ) -> None:
     (sysfs / "devices" / "disk" / "queue" / "read_ahead_kb").write_text(text)
     assert storage.read_ahead_bytes(os.makedev(*numbers)) == nbytes

@@ -16,7 +16,7 @@ Not responsible for: choosing between this and direct reads (`loading.io_mode`).
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
-from posix.fcntl cimport O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
+from posix.fcntl cimport O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
 from posix.mman cimport MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap
 from posix.unistd cimport close, pread
 
@@ -28,6 +28,9 @@ from gdsload._native.pthreads cimport monotonic_ns
 
 cdef extern from "<fcntl.h>" nogil:
     int O_CLOEXEC
+
+cdef extern from "<sys/mman.h>" nogil:
+    int MADV_DONTFORK
 
 cdef enum:
     MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
@@ -50,7 +53,7 @@ cdef Window open_window(const Read *read) noexcept nogil:
     cdef int fd
     window.base = NULL
     snprintf(name, sizeof(name), b"/proc/self/fd/%d", read.fd)
-    fd = open(name, O_RDONLY | O_CLOEXEC)
+    fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)
     if fd < 0:
         return window
     window.offset = <uint64_t>page_floor(<uintptr_t>read.offset)
@@ -61,6 +64,7 @@ cdef Window open_window(const Read *read) noexcept nogil:
     close(fd)  # the mapping keeps the open file
     if mapped != MAP_FAILED:
         window.base = mapped
+        madvise(mapped, window.length, MADV_DONTFORK)
     return window
 
 

@@ -9,7 +9,7 @@ Files elsewhere, such as in an object store, are not in the page cache and are n
 
 A load into the page cache and a mapping of it leaves the bytes to processes that load them later,
 or at the same time. It takes no more memory than one into buffers, and no longer than direct reads
-(`_native.mapped`).
+(`_native.mapped`), where the read-ahead of the disk is not too short.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from gdsload._native import system
@@ -38,7 +38,13 @@ from gdsload.planning.read_plan import (
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import Storage, fill_request_bytes, remote_storage, storage_of
+from gdsload.system.storage import (
+    Storage,
+    fill_request_bytes,
+    read_ahead_bytes,
+    remote_storage,
+    storage_of,
+)
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("auto", "keep", "drop", "fill")
@@ -55,13 +61,23 @@ SMALL_BYTES = 2 << 20
 # Timeouts of Python's threads and of torch.distributed overflow above 9e9 seconds.
 MOST_STALL_SECONDS = 1e9
 _COPY_BYTES = 128 << 10
+# With a read-ahead of less than Linux's default the disk is asked for so little at a time that
+# direct reads are faster: twice with 16 KiB.
+LEAST_READ_AHEAD = 128 << 10
+# Options of the backend posix that only reads past the page cache have.
+PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
 
 class ShardAccess:
     """The shards of one checkpoint: their I/O modes, and their registrations with a backend."""
 
     def __init__(
-        self, checkpoint: Checkpoint, report: LoadReport, cache: str, page_cache: str = "keep"
+        self,
+        checkpoint: Checkpoint,
+        report: LoadReport,
+        cache: str,
+        page_cache: str = "keep",
+        options: Collection[str] = (),
     ) -> None:
         require_cache(cache, page_cache)
         self._remote = checkpoint.remote
@@ -80,10 +96,13 @@ class ShardAccess:
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop" and not self._remote
         self._asked = page_cache == "fill"
+        self._past = sorted(PAST_OPTIONS.intersection(options))
         self._total_bytes = sum(shard.size for shard in checkpoint.shards)
         may_fill = cache == "auto" and page_cache in ("auto", "fill") and not self._remote
         self._small = may_fill and self._total_bytes <= SMALL_BYTES
         self._fills: bool | None = None  # None: not decided yet
+        # Whether the next reads are of parts of tensors: the read-ahead would read beyond them.
+        self.of_parts = False
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
         self._distant = any(shard.distant for shard in checkpoint.shards)
@@ -145,7 +164,7 @@ class ShardAccess:
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest I/O mode for a transfer."""
-        if self._fills:
+        if self.fills:
             return "mapped"
         if self._remote:
             return "buffered"
@@ -163,7 +182,7 @@ class ShardAccess:
     @property
     def fills(self) -> bool:
         """Whether all reads fill the page cache."""
-        return bool(self._fills)
+        return bool(self._fills) and (self._asked or not self.of_parts)
 
     def fill_request_bytes(self, nbytes: int, depth: int) -> int:
         """Bytes of one read into the page cache, if `nbytes` are read, `depth` reads at a time."""
@@ -178,8 +197,11 @@ class ShardAccess:
             return
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not_filled(nbytes)
-        if not refusal and nbytes < MOST_SHARE * self._total_bytes and not self._asked:
-            refusal = f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+        if not refusal and not self._asked:
+            if nbytes < MOST_SHARE * self._total_bytes:
+                refusal = f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+            elif self._past:
+                refusal = f"{', '.join(self._past)} in `options` are of reads past it"
         self._fills = not refusal
         self.report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
@@ -201,6 +223,9 @@ class ShardAccess:
         available = available_bytes()
         if available is not None and nbytes * ROOM_SHARE > available:
             return f"{nbytes:,} bytes leave too little of {available:,} available bytes"
+        ahead = read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
+        if ahead is not None and ahead < LEAST_READ_AHEAD and not self._asked:
+            return f"a read-ahead of {ahead:,} bytes is too short for the disk"
         return ""
 
     def register(self, backend: Backend, shard: int) -> None:

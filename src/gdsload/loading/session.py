@@ -135,7 +135,7 @@ class Session:
             BackendUnavailable: A backend that was asked for by name does not work here.
             CheckpointError: Files elsewhere are to be mapped.
         """
-        self._access = ShardAccess(checkpoint, report, cache, page_cache)
+        self._access = ShardAccess(checkpoint, report, cache, page_cache, options or ())
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
@@ -179,6 +179,11 @@ class Session:
         """Notes the bytes that will be read in all, if that is known only after other ranks have
         opened the checkpoint, too."""
         self._expected_bytes = nbytes
+
+    def expect_parts(self, parts: bool) -> None:
+        """Notes whether the next reads are of parts of tensors: unless the caller asked for it,
+        these do not fill the page cache."""
+        self._access.of_parts = parts
 
     def open(self) -> Backend:
         """The backend; the first call opens it. Raises BackendUnavailable."""

@@ -39,7 +39,7 @@ MOST_REMOTE_DEPTH = 64
 # A read into the page cache is of several windows of the read-ahead. Its folios are small in the
 # first window, and too large after many: a huge one can cost milliseconds (`_native.mapped`).
 FILL_WINDOWS = 4
-FILL_REQUEST_BYTES = 8 << 20  # or more
+FILL_REQUEST_BYTES, MOST_FILL_REQUEST_BYTES = 8 << 20, 64 << 20
 FILL_UNIT_BYTES = 2 << 20
 _SYSFS = "/sys"
 
@@ -77,13 +77,13 @@ def distant_filesystem_of(path: str, status: os.stat_result) -> str:
     return mount.kind if mount is not None and is_distant(mount.kind) else ""
 
 
-def read_ahead_bytes(device: int) -> int:
-    """The window of the kernel's read-ahead of a device (`st_dev`), or 0 if it is not known."""
+def read_ahead_bytes(device: int) -> int | None:
+    """The window of the kernel's read-ahead of a device (`st_dev`); None if it is not known."""
     name = f"{_SYSFS}/dev/block/{os.major(device)}:{os.minor(device)}"
     for queue in ("queue", "../queue"):  # of a disk, or of the disk of a partition
         with suppress(OSError, ValueError), open(f"{name}/{queue}/read_ahead_kb") as file:
             return int(file.read()) << 10
-    return 0
+    return None
 
 
 def fill_request_bytes(device: int, nbytes: int, depth: int) -> int:
@@ -94,7 +94,8 @@ def fill_request_bytes(device: int, nbytes: int, depth: int) -> int:
         nbytes: Bytes to read in all.
         depth: Reads in flight: there is one for each of them.
     """
-    windows = max(FILL_WINDOWS * read_ahead_bytes(device), FILL_REQUEST_BYTES)
+    windows = max(FILL_WINDOWS * (read_ahead_bytes(device) or 0), FILL_REQUEST_BYTES)
+    windows = min(windows, MOST_FILL_REQUEST_BYTES)
     units = -(-nbytes // (depth * FILL_UNIT_BYTES))
     return min(windows, max(units, 1) * FILL_UNIT_BYTES)
 

@@ -85,7 +85,9 @@ class PosixBackend(PumpBackend):
     def options(cls) -> tuple[Option, ...]:
         return (
             Option("engine", "auto", f"one of {', '.join(ENGINES)}, or auto: the first that works"),
-            Option("request_bytes", REQUEST_BYTES, "bytes of one read, at most"),
+            Option(
+                "request_bytes", REQUEST_BYTES, "bytes of one read past the page cache, at most"
+            ),
             Option("depth", DEPTH, "reads in flight"),
             Option(
                 "pages",

@@ -163,6 +163,11 @@ class ModelReader:
                 " not on this machine"
             )
         self.plan, options = plan, self.options
+        written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
+        to_host = plan.slices.get("cpu", [])
+        self.session.expect(
+            sum(one.nbytes for one in to_host) + sum(info.nbytes for info in written)
+        )
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
         if not devices and not reaches(options.backend, DRAM):
@@ -188,12 +193,11 @@ class ModelReader:
         self.queue = (
             self._shared_queue(self.session)
             if shared == "cpu"
-            else self._queue(self.session, plan.slices.get("cpu", []))
+            else self._queue(self.session, to_host)
         )
         self._begin(self.queue)
         with self.report.phase("prepare"):
             self.buffers = self._stack.enter_context(ParameterBuffers(plan.buffers))
-        written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
         self.writer = self._stack.enter_context(
             ParameterWriter(
                 self.session,

@@ -1,3 +1,0 @@
-LOAD_LOCK_OFFSET: int
-
-def is_shared(fd: int) -> bool: ...
