@@ -33,7 +33,7 @@ STATE_ARMS = (  # in several states of memory
     "runai:NUMPY_MADVISE_HUGEPAGE=0", "fastsafetensors",
 )  # fmt: skip
 MODEL_ARMS = ("transformers", "gdsload-model")  # where the checkpoint is a model's
-ENGINES = tuple(f"page_cache=keep,engine={name}" for name in ("uring", "linuxaio", "threads"))
+ENGINES = tuple(f"engine={name}" for name in ("uring", "linuxaio", "threads"))
 PAGES = tuple(f"pages={name}" for name in ("auto", "huge", "small", "bounce"))  # of fresh memory
 CUFILE = ("backend=gds", "backend=gds_mt")
 # Their fastest settings if cuFile has no native path.

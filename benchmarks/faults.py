@@ -154,6 +154,11 @@ SHARDS = (
 LARGE = ({"rest": ("U8", [700_001]), "long": ("F32", [1500, 1024])},)
 
 
+def is_of_large(load: str) -> bool:
+    """Whether a load is of the checkpoint with large tensors."""
+    return "pages=" in load or load == "load_file fill"
+
+
 def write_checkpoint(
     folder: Path, shards: Sequence[Mapping[str, tuple[str, list[int]]]]
 ) -> dict[str, bytes]:
@@ -533,7 +538,7 @@ class Server:
         """One load: exact, error, memory, foreign or violation, and what it said."""
         from gdsload.errors import GdsloadError
 
-        kind = "large" if "pages=" in load or "fill" in load else "plain"
+        kind = "large" if is_of_large(load) else "plain"
         truth = self.truth["model" if load.startswith("from_pretrained") else kind]
         try:
             got = self.loads[load]()

@@ -174,7 +174,7 @@ class Kinds:
         if not name.endswith("warm") and self.chance.random() < 0.25:
             self.evict()
         source = self.model if name.startswith("from_pretrained") else self.plain
-        source = self.large if "pages=" in name else source
+        source = self.large if faults.is_of_large(name) else source
         wanted = self.truth[source]
         if name.endswith("one file"):
             wanted = {each: wanted[each] for each in ("odd", "off", "none", "c")}
