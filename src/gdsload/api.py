@@ -423,7 +423,8 @@ def stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields tensors one by one while the next ones are read.
 
-    Memory is bounded by two windows and the tensors that the caller keeps. Arguments are checked by
+    Memory is bounded by two windows and the tensors that the caller keeps; into host memory by the
+    page cache as well, which the kernel takes back if it needs memory. Arguments are checked by
     the call; files are opened with the first tensor. Closing the iterator ends the reads.
 
     Args:

@@ -8,8 +8,8 @@ others     as the name says, whatever the page cache holds
 Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
 
 A load into the page cache and a mapping of it leaves the bytes to processes that load them later,
-or at the same time. It takes no more memory than one into buffers, and no longer than direct reads
-(`_native.mapped`), where the read-ahead of the disk is not too short.
+or at the same time. It takes no more memory than one into buffers, and hardly longer than direct
+reads (`_native.mapped`), where the read-ahead of the disk is not too short.
 
 Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
 """
