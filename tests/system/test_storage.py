@@ -108,5 +108,6 @@ def test_read_ahead_is_that_of_the_disk(
 def test_reads_into_the_page_cache_are_of_several_windows(
     sysfs: Path, device: tuple[int, int], nbytes: int, request_mib: int
 ) -> None:
-    found = storage.fill_request_bytes(os.makedev(*device), nbytes, 16)
+    read_ahead = storage.read_ahead_bytes(os.makedev(*device))
+    found = storage.fill_request_bytes(read_ahead, nbytes, 16)
     assert found == request_mib << 20

@@ -21,6 +21,7 @@ import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -186,7 +187,11 @@ class ShardAccess:
 
     def fill_request_bytes(self, nbytes: int, depth: int) -> int:
         """Bytes of one read into the page cache, if `nbytes` are read, `depth` reads at a time."""
-        return fill_request_bytes(self._checkpoint.shards[0].identity.dev, nbytes, depth)
+        return fill_request_bytes(self._read_ahead, nbytes, depth)
+
+    @cached_property
+    def _read_ahead(self) -> int | None:
+        return read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
 
     def fill_if_worthwhile(self, nbytes: int) -> None:
         """Decides, once, whether all later reads fill the page cache. The reason is in the report.
@@ -198,10 +203,7 @@ class ShardAccess:
         nbytes = nbytes or self._total_bytes
         refusal = self._why_not_filled(nbytes)
         if not refusal and not self._asked:
-            if nbytes < MOST_SHARE * self._total_bytes:
-                refusal = f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
-            elif self._past:
-                refusal = f"{', '.join(self._past)} in `options` are of reads past it"
+            refusal = self._why_only_if_asked(nbytes)
         self._fills = not refusal
         self.report.page_cache = (
             f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
@@ -223,9 +225,15 @@ class ShardAccess:
         available = available_bytes()
         if available is not None and nbytes * ROOM_SHARE > available:
             return f"{nbytes:,} bytes leave too little of {available:,} available bytes"
-        ahead = read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
-        if ahead is not None and ahead < LEAST_READ_AHEAD and not self._asked:
-            return f"a read-ahead of {ahead:,} bytes is too short for the disk"
+        return ""
+
+    def _why_only_if_asked(self, nbytes: int) -> str:
+        if self._read_ahead is not None and self._read_ahead < LEAST_READ_AHEAD:
+            return f"a read-ahead of {self._read_ahead:,} bytes is too short for the disk"
+        if nbytes < MOST_SHARE * self._total_bytes:
+            return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+        if self._past:
+            return f"{', '.join(self._past)} in `options` are of reads past it"
         return ""
 
     def register(self, backend: Backend, shard: int) -> None:

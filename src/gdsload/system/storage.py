@@ -86,15 +86,15 @@ def read_ahead_bytes(device: int) -> int | None:
     return None
 
 
-def fill_request_bytes(device: int, nbytes: int, depth: int) -> int:
+def fill_request_bytes(read_ahead: int | None, nbytes: int, depth: int) -> int:
     """Bytes of one read into the page cache.
 
     Args:
-        device: The device of the file (`st_dev`).
+        read_ahead: Of `read_ahead_bytes`.
         nbytes: Bytes to read in all.
         depth: Reads in flight: there is one for each of them.
     """
-    windows = max(FILL_WINDOWS * (read_ahead_bytes(device) or 0), FILL_REQUEST_BYTES)
+    windows = max(FILL_WINDOWS * (read_ahead or 0), FILL_REQUEST_BYTES)
     windows = min(windows, MOST_FILL_REQUEST_BYTES)
     units = -(-nbytes // (depth * FILL_UNIT_BYTES))
     return min(windows, max(units, 1) * FILL_UNIT_BYTES)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, choose, reaches
 from gdsload.checkpoint import Checkpoint, Identity
 from gdsload.distribution.reader_group import ReaderGroup, require_readers
@@ -165,9 +166,7 @@ class ModelReader:
         self.plan, options = plan, self.options
         written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
         to_host = plan.slices.get("cpu", [])
-        self.session.expect(
-            sum(one.nbytes for one in to_host) + sum(info.nbytes for info in written)
-        )
+        self.session.expect(sum(one.nbytes for one in to_host) + bytes_of(written))
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
         if not devices and not reaches(options.backend, DRAM):
