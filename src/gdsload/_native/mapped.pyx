@@ -3,10 +3,16 @@
 The page cache holds a file in folios. Small ones are slow on a virtual disk, whose host maps each of
 them separately, and cost more to allocate and to map. A huge one can cost milliseconds where a
 hypervisor must find the memory. The kernel's own read-ahead makes folios in between: it follows who
-reads a file in order, and each window that it reads has larger folios than the one before. But it
-follows one reader per open file. So each read here opens the file again, and the folios begin small:
+reads a file in order, and each window that it reads has folios four times the size of those of the
+window before. But it follows one reader per open file. So each read here opens the file again, and
+the folios begin small:
 
-    open again ─► map the range ─► populate (the read-ahead of this reader) ─► populate the mapping
+    leave a mark ─► open again, map the range ─► populate (the read-ahead of this reader)
+                 ─► populate the mapping of the load
+
+A reader that comes to a page which is not there begins with single pages, half of them before that
+page. One that comes to a page with the mark of read-ahead, left there by whoever read before, begins
+behind it with a whole window of four pages to a folio.
 
 Reads of several windows each, at different places of the file, are the fastest
 (`system.storage.fill_request_bytes`). Filesystems without large folios take the same way with small ones.
@@ -23,7 +29,7 @@ from posix.unistd cimport close, pread
 from gdsload._native.atomics cimport gds_load
 from gdsload._native.engine cimport Read
 from gdsload._native.memory cimport UNIT_BYTES
-from gdsload._native.pages cimport page_floor
+from gdsload._native.pages cimport page_bytes, page_floor
 from gdsload._native.pthreads cimport monotonic_ns
 
 cdef extern from "<fcntl.h>" nogil:
@@ -45,15 +51,33 @@ cdef struct Window:
     uint64_t offset              # of `base` in the file
 
 
+cdef int open_again(const Read *read) noexcept nogil:
+    """The file of a read with a read-ahead of its own, or -1."""
+    cdef char[32] name
+    snprintf(name, sizeof(name), b"/proc/self/fd/%d", read.fd)
+    return open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)
+
+
+cdef void leave_mark(const Read *read) noexcept nogil:
+    """Reads two pages at the begin of a range: the second makes a read-ahead of a few pages more."""
+    cdef char first, second
+    cdef int fd
+    fd = open_again(read) if read.length >= UNIT_BYTES else -1
+    if fd < 0:
+        return
+    if pread(fd, &first, 1, <int64_t>read.offset) == 1:
+        pread(fd, &second, 1, <int64_t>(read.offset + page_bytes()))
+    close(fd)
+
+
 cdef Window open_window(const Read *read) noexcept nogil:
     """Without /proc or memory there is none: the mapping of the load is populated alone then."""
     cdef Window window
-    cdef char[32] name
     cdef char *mapped
     cdef int fd
     window.base = NULL
-    snprintf(name, sizeof(name), b"/proc/self/fd/%d", read.fd)
-    fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)
+    leave_mark(read)
+    fd = open_again(read)
     if fd < 0:
         return window
     window.offset = <uint64_t>page_floor(<uintptr_t>read.offset)
