@@ -229,6 +229,18 @@ def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> Non
             batch.release()
 
 
+def test_order_of_use_does_not_cut_reads_into_the_page_cache(path: Path) -> None:
+    with (
+        Checkpoint.open(path) as checkpoint,
+        Session(checkpoint, LoadReport(str(path)), page_cache="fill") as session,
+    ):
+        ranges = byte_ranges_of(checkpoint)
+        whole = session.plan(ranges).transfers
+        in_other_order = session.plan([*ranges[1::2], *ranges[::2]], window_bytes=1 << 20)
+        assert in_other_order.transfers == whole
+        assert session.report.page_cache.startswith("filled: ")
+
+
 def test_report_of_an_open_file_says_what_its_reads_leave(path: Path) -> None:
     with gdsload.safe_open(path) as opened:
         for name in ("t0", "t1"):

@@ -102,7 +102,8 @@ def test_read_ahead_is_that_of_the_disk(
         ((8, 0), 1 << 40, 16),  # four windows
         ((0, 45), 1 << 40, 8),  # not known
         ((8, 0), 100 << 20, 8),  # one for each of 16 reads, in whole units
-        ((8, 0), 1, 2),
+        ((8, 0), 1, 4),  # one window
+        ((0, 45), 1, 2),
     ],
 )
 def test_reads_into_the_page_cache_are_of_several_windows(

@@ -10,7 +10,6 @@ Not responsible for: memory and requests (`batch`), I/O modes and file descripto
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -221,7 +220,8 @@ class Session:
         """The reads for ranges that are not in memory, and views of those that are.
 
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
-        are there. `window_bytes` limits the bytes of a window of the plan; 0: one window.
+        are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads into
+        the page cache are one window in any case.
         """
         with self.report.phase("plan"):
             try:
@@ -330,8 +330,9 @@ class Session:
             if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
                 self._access.do_not_fill("a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
-        if self._access.fills:
-            nbytes = min(sum(each.nbytes for each in ranges), window_bytes or sys.maxsize)
+        if self._access.fills:  # in file order, whatever is wanted first: so the read-ahead goes
+            window_bytes = 0
+            nbytes = sum(each.nbytes for each in ranges)
             request_bytes = self._access.fill_request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
         return plan_reads(

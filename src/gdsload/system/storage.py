@@ -92,12 +92,14 @@ def fill_request_bytes(read_ahead: int | None, nbytes: int, depth: int) -> int:
     Args:
         read_ahead: Of `read_ahead_bytes`.
         nbytes: Bytes to read in all.
-        depth: Reads in flight: there is one for each of them.
+        depth: Reads in flight: there is one for each of them, where each has a whole window of the
+            read-ahead to read.
     """
-    windows = max(FILL_WINDOWS * (read_ahead or 0), FILL_REQUEST_BYTES)
-    windows = min(windows, MOST_FILL_REQUEST_BYTES)
+    window = read_ahead or 0
+    least = min(max(window, FILL_UNIT_BYTES), FILL_REQUEST_BYTES)
+    most = min(max(FILL_WINDOWS * window, FILL_REQUEST_BYTES), MOST_FILL_REQUEST_BYTES)
     units = -(-nbytes // (depth * FILL_UNIT_BYTES))
-    return min(windows, max(units, 1) * FILL_UNIT_BYTES)
+    return min(max(units * FILL_UNIT_BYTES, least), most)
 
 
 def storage_of(filesystem: str, preferred_bytes: int = 0, latency: float = 0.0) -> Storage:
