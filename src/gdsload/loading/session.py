@@ -220,8 +220,8 @@ class Session:
         """The reads for ranges that are not in memory, and views of those that are.
 
         A view may belong to a prefetch that is still reading: `Batch.settle` tells when its bytes
-        are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads into
-        the page cache are one window in any case.
+        are there. `window_bytes` limits the bytes of a window of the plan; 0: one window. Reads
+        into the page cache are one window in any case.
         """
         with self.report.phase("plan"):
             try:
@@ -330,8 +330,8 @@ class Session:
             if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
                 self._access.do_not_fill("a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
-        if self._access.fills:  # in file order, whatever is wanted first: so the read-ahead goes
-            window_bytes = 0
+        if self._access.fills:
+            window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
             nbytes = sum(each.nbytes for each in ranges)
             request_bytes = self._access.fill_request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
