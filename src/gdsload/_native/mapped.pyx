@@ -10,9 +10,9 @@ the folios begin small:
     leave a mark ─► open again, map the range ─► populate (the read-ahead of this reader)
                  ─► populate the mapping of the load
 
-A reader that comes to a page which is not there begins with single pages, half of them before that
-page. One that comes to a page with the mark of read-ahead, left there by whoever read before, begins
-behind it with a whole window of four pages to a folio.
+The kernel marks a page of each window: whoever reads this page makes it read the next window. A
+reader that finds its first page missing begins with folios of one page, and half of its window lies
+before that page. A reader that finds a marked page reads ahead from there, in folios of four pages.
 
 Reads of several windows each, at different places of the file, are the fastest
 (`system.storage.fill_request_bytes`). Filesystems without large folios take the same way with small ones.
@@ -59,7 +59,7 @@ cdef int open_again(const Read *read) noexcept nogil:
 
 
 cdef void leave_mark(const Read *read) noexcept nogil:
-    """Reads two pages at the begin of a range: the second makes a read-ahead of a few pages more."""
+    """Reads the first two pages of a range: the kernel reads a few more and marks one of them."""
     cdef char first, second
     cdef int fd
     fd = open_again(read) if read.length >= UNIT_BYTES else -1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
+from gdsload._native.ranges import bytes_of
 from gdsload.backends import Backend, Registration, choose
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError
@@ -322,7 +323,8 @@ class Session:
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
         limits = self.open().limits(self.device)
-        reads = sum(each.nbytes for each in ranges) // limits.max_request
+        nbytes = bytes_of(list(ranges))
+        reads = nbytes // limits.max_request
         if reads > _FEW_READS:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
@@ -332,7 +334,6 @@ class Session:
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
         if self._access.fills:
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
-            nbytes = sum(each.nbytes for each in ranges)
             request_bytes = self._access.fill_request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
         return plan_reads(
