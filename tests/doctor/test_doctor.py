@@ -139,6 +139,27 @@ def test_huge_pages_reports_the_state_of_the_kernel(
     assert (found.verdict, found.detail) == (verdict, detail)
 
 
+def test_idle_page_cache_is_kept_or_returned_by_damon(tmp_path: Path) -> None:
+    assert limits.idle_page_cache(str(tmp_path)).verdict == "yes"
+    kdamond = "sys/kernel/mm/damon/admin/kdamonds/0"
+    context, scheme = f"{kdamond}/contexts/0", f"{kdamond}/contexts/0/schemes/0"
+    files = {
+        f"{kdamond}/state": "off\n",
+        f"{context}/monitoring_attrs/intervals/aggr_us": "5000000\n",
+        f"{scheme}/action": "pageout\n",
+        f"{scheme}/access_pattern/age/min": "12\n",
+    }
+    assert limits.idle_page_cache(machine(tmp_path, files)).verdict == "yes"
+    files[f"{kdamond}/state"] = "on\n"
+    found = limits.idle_page_cache(machine(tmp_path, files))
+    assert (found.verdict, found.detail[:20]) == ("partly", "is returned 60 s aft")
+    module = "sys/module/damon_reclaim/parameters"
+    reclaims = {f"{module}/enabled": "Y\n", f"{module}/min_age": "30000000\n"}
+    assert "returned 30 s" in limits.idle_page_cache(machine(tmp_path, reclaims)).detail
+    others = {f"{module}/enabled": "N\n", f"{scheme}/action": "stat\n"}
+    assert limits.idle_page_cache(machine(tmp_path, others)).verdict == "yes"
+
+
 def refuse(code: int) -> Callable[..., int]:
     def refused(*_: object) -> int:
         raise OSError(code, os.strerror(code))

@@ -54,6 +54,16 @@ def test_cold_file_is_read_into_the_page_cache_and_mapped(path: Path) -> None:
         assert gdsload.last_report().page_cache == ""
 
 
+def test_report_tells_how_much_was_in_the_page_cache_before(path: Path) -> None:
+    half = path.stat().st_size // 2
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        file.read(half)
+    gdsload.load_file(path)
+    found = re.search(r"about (\d+)% of the files were in it$", gdsload.last_report().page_cache)
+    assert found and 40 <= int(found[1]) <= 70
+
+
 def test_second_load_reads_nothing(path: Path) -> None:
     gdsload.load_file(path)
     first = gdsload.last_report()

@@ -189,6 +189,16 @@ def test_residency_asked_by_another_user_is_refused(tmp_path: Path) -> None:
     assert ran.stdout.strip() == "refused"
 
 
+def test_resident_share_is_of_the_bytes_of_all_files(fd: int, tmp_path: Path) -> None:
+    size = PAGES * PAGE
+    assert page_cache.resident_share([]) == page_cache.resident_share([(fd, size)]) == 0
+    warm = tmp_path / "warm"
+    warm.write_bytes(bytes(3 * size))
+    with open(warm, "rb") as file:
+        assert page_cache.resident_share([(file.fileno(), 3 * size)]) == 1
+        assert page_cache.resident_share([(file.fileno(), 3 * size), (fd, size), (fd, 0)]) == 0.75
+
+
 def test_residency_of_a_large_file_asks_about_samples_only(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def examine(path: str | os.PathLike[str] | None = None, root: str = "/") -> Diag
         limits.locked_memory(root),
         limits.huge_pages(root),
         limits.page_cache(),
+        limits.idle_page_cache(root),
         limits.memory(),
     ]
     if path is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import glob
 import mmap
 import os
 import re
 import resource
+from collections.abc import Iterator
 
 from gdsload._native import system
 from gdsload.backends.posix.backend import RING_BYTES
@@ -62,6 +64,40 @@ def page_cache() -> Finding:
             return Finding("page cache", NO, detail)
     hint = "kernel 6.5 has cachestat" if missing else "let the sandbox allow cachestat"
     return Finding("page cache", PARTLY, f"mincore, which is slower ({why})", hint)
+
+
+def idle_page_cache(root: str = "/") -> Finding:
+    """Whether the kernel keeps pages that nobody uses until memory is short.
+
+    Some hosts of virtual machines have the kernel return pages that were not accessed for a while
+    (DAMON), also with much memory free.
+    """
+    seconds = [*_damon_schemes(root)]
+    if not seconds:
+        return Finding("idle page cache", YES, "stays until memory is short")
+    detail = f"is returned {min(seconds):.0f} s after the last access, unless it is mapped (DAMON)"
+    return Finding("idle page cache", PARTLY, detail, "keep a process that has loaded the weights")
+
+
+def _damon_schemes(root: str) -> Iterator[float]:
+    """The age in seconds at which each active scheme of DAMON returns pages."""
+    module = "sys/module/damon_reclaim/parameters/"
+    if read_text(root, module + "enabled") == "Y":
+        yield _number(root, module + "min_age") / 1e6
+    base = "sys/kernel/mm/damon/admin/kdamonds"
+    pattern = os.path.join(root, base, "*", "contexts", "*", "schemes", "*")
+    for scheme in glob.iglob(pattern):
+        context = os.path.dirname(os.path.dirname(scheme))
+        kdamond = os.path.dirname(os.path.dirname(context))
+        if read_text(kdamond, "state") == "on" and read_text(scheme, "action") == "pageout":
+            interval = _number(context, "monitoring_attrs/intervals/aggr_us")
+            yield _number(scheme, "access_pattern/age/min") * interval / 1e6
+
+
+def _number(root: str, path: str) -> int:
+    """The number in a file; 0 if there is none."""
+    text = read_text(root, path)
+    return int(text) if text.isdigit() else 0
 
 
 def memory() -> Finding:

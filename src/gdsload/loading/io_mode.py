@@ -205,9 +205,13 @@ class ShardAccess:
         if not refusal and not self._asked:
             refusal = self._why_only_if_asked(nbytes)
         self._fills = not refusal
-        self.report.page_cache = (
-            f"not filled: {refusal}" if refusal else f"filled: it has room for {nbytes:,} bytes"
-        )
+        if refusal:
+            self.report.page_cache = f"not filled: {refusal}"
+            return
+        self.report.page_cache = f"filled: it has room for {nbytes:,} bytes"
+        files = [(each.fd, each.size) for each in self._checkpoint.shards]
+        if found := page_cache.resident_share(files):
+            self.report.page_cache += f", about {found:.0%} of the files were in it"
 
     def do_not_fill(self, reason: str) -> None:
         """Undoes the decision: later reads go to memory of the load."""

