@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,9 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
+from gdsload.loading import io_mode
 from gdsload.loading.session import Session
+from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from pagemap import resident_pages
 
@@ -298,3 +301,23 @@ def test_transformers_concatenates_rows_without_copying(
     assert gdsload.last_report().integration == "hook"
     assert 8 not in concatenated
     assert tinymodels.differences(stock, ours) == []
+
+
+def test_page_cache_is_not_filled_where_casts_leave_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=6000, num_hidden_layers=1, **sizes)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    monkeypatch.setattr(io_mode, "available_bytes", lambda: 2 * size)
+    decisions = []
+    for dtype in (torch.bfloat16, torch.float32):
+        if page_cache.evict(file):
+            pytest.skip(f"{tmp_path}: its pages cannot be evicted (a file system in memory)")
+        model = gdsload.from_pretrained(tmp_path, dtype=dtype)
+        decisions.append(gdsload.last_report().page_cache)
+        del model
+    assert decisions[0].startswith("filled: ")
+    assert re.search("^not filled: .* bytes, beside .* of parameters, leave too", decisions[1])

@@ -22,6 +22,7 @@ from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
+from gdsload.system.mountinfo import Mount
 from storage import kept_warm
 
 
@@ -170,6 +171,16 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     assert report.page_cache.startswith("not filled: 10,000,000 bytes leave too little of 12,")
     assert page_cache.resident_bytes(path) < report.wanted_bytes // 2
     assert all(bool((got[f"t{i}"] == i).all()) for i in range(10))
+
+
+def test_fuse_on_a_disk_is_read_past_the_page_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_mode, "mount_of", lambda _: Mount("/", "fuseblk", "/dev/sdb1", "8:17"))
+    gdsload.load_file(path, page_cache="fill")
+    report = gdsload.last_report()
+    assert io_modes(report) <= {"direct", "direct bounced"}
+    assert report.page_cache.startswith("not filled: fuseblk may drop the pages")
 
 
 def test_loads_of_a_part_read_their_share_past_the_page_cache(path: Path) -> None:

@@ -38,6 +38,7 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.report import LoadReport
 from gdsload.system.available import available_bytes
+from gdsload.system.mountinfo import mount_of
 from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import (
     Storage,
@@ -193,15 +194,16 @@ class ShardAccess:
     def _read_ahead(self) -> int | None:
         return read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
 
-    def fill_if_worthwhile(self, nbytes: int) -> None:
+    def fill_if_worthwhile(self, nbytes: int, beside_bytes: int = 0) -> None:
         """Decides, once, whether all later reads fill the page cache. The reason is in the report.
 
-        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory.
+        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory, beside
+        memory that the load takes for copies.
         """
         if self._fills is not None:
             return
         nbytes = nbytes or self._total_bytes
-        refusal = self._why_not_filled(nbytes)
+        refusal = self._why_not_filled(nbytes, beside_bytes)
         if not refusal and not self._asked:
             refusal = self._why_only_if_asked(nbytes)
         self._fills = not refusal
@@ -218,7 +220,7 @@ class ShardAccess:
         self._fills = False
         self.report.page_cache = f"not filled: {reason}"
 
-    def _why_not_filled(self, nbytes: int) -> str:
+    def _why_not_filled(self, nbytes: int, beside_bytes: int) -> str:
         if self._remote:
             return "the files are not on this machine"
         if self.cache != "auto":
@@ -226,9 +228,13 @@ class ShardAccess:
         kinds = {self._storage_of(shard).kind for shard in range(len(self._registered))}
         if distant := next(filter(None, kinds), ""):
             return f"the files are on {distant}"
+        mount = mount_of(self._checkpoint.shards[0].path)
+        if mount is not None and mount.kind == "fuseblk":
+            return "fuseblk may drop the pages of a file that is opened again"
         available = available_bytes()
-        if available is not None and nbytes * ROOM_SHARE > available:
-            return f"{nbytes:,} bytes leave too little of {available:,} available bytes"
+        if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
+            beside = f", beside {beside_bytes:,} of parameters," if beside_bytes else ""
+            return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
         return ""
 
     def _why_only_if_asked(self, nbytes: int) -> str:

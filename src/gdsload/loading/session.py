@@ -146,7 +146,7 @@ class Session:
         self._wanted = backend
         self._remote = remote_backend_of(checkpoint)
         self._options = dict(options or {})
-        self._expected_bytes = expected_bytes
+        self._expected_bytes, self._beside_bytes = expected_bytes, 0
         self._claiming = claim and cache != "mapped"
         self.uses_pool = pool
         self.verifier = verifier
@@ -175,10 +175,10 @@ class Session:
         report.refusals.update(before.refusals)
         self._access.report = report
 
-    def expect(self, nbytes: int) -> None:
-        """Notes the bytes that will be read in all, if that is known only after other ranks have
-        opened the checkpoint, too."""
-        self._expected_bytes = nbytes
+    def expect(self, nbytes: int, beside_bytes: int = 0) -> None:
+        """Notes the bytes that will be read in all, if that is known only after the checkpoint was
+        opened, and those of memory that they will be copied to."""
+        self._expected_bytes, self._beside_bytes = nbytes, beside_bytes
 
     def expect_parts(self, parts: bool) -> None:
         """Notes whether the next reads are of parts of tensors: unless the caller asked for it,
@@ -328,7 +328,8 @@ class Session:
         if reads > _FEW_READS:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
-            self._access.fill_if_worthwhile(self._expected_bytes or self.report.wanted_bytes)
+            expected_bytes = self._expected_bytes or self.report.wanted_bytes
+            self._access.fill_if_worthwhile(expected_bytes, self._beside_bytes)
             if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
                 self._access.do_not_fill("a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth

@@ -166,7 +166,10 @@ class ModelReader:
         self.plan, options = plan, self.options
         written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
         to_host = plan.slices.get("cpu", [])
-        self.session.expect(sum(one.nbytes for one in to_host) + bytes_of(written))
+        self.session.expect(
+            sum(one.nbytes for one in to_host) + bytes_of(written),
+            sum(buffer.nbytes for buffer in plan.buffers),
+        )
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
         if not devices and not reaches(options.backend, DRAM):
