@@ -30,7 +30,7 @@ from gdsload.integrations.transformers.parameter_buffers import (
 )
 from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
-from gdsload.loading import io_mode
+from gdsload.loading import page_cache_fill
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
 from gdsload.report import LoadReport
@@ -311,7 +311,7 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     size = file.stat().st_size
-    monkeypatch.setattr(io_mode, "available_bytes", lambda: 2 * size)
+    monkeypatch.setattr(page_cache_fill, "available_bytes", lambda: 2 * size)
     decisions = []
     for dtype in (torch.bfloat16, torch.float32):
         if page_cache.evict(file):

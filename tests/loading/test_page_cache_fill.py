@@ -16,7 +16,7 @@ import torch
 import gdsload
 from gdsload.checkpoint import Checkpoint
 from gdsload.errors import CheckpointError, ReadError
-from gdsload.loading import io_mode, session as session_module
+from gdsload.loading import page_cache_fill, session as session_module
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import page_cache
@@ -109,7 +109,7 @@ def test_options_of_reads_past_the_page_cache_are_kept(path: Path, options: Any)
 def test_disk_with_a_short_read_ahead_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int | None, mode: str
 ) -> None:
-    monkeypatch.setattr(io_mode, "read_ahead_bytes", lambda _: nbytes)
+    monkeypatch.setattr(page_cache_fill, "read_ahead_bytes", lambda _: nbytes)
     gdsload.load_file(path)
     assert mode in io_modes(gdsload.last_report())
     page_cache.evict(path)
@@ -164,7 +164,7 @@ def test_tensors_of_a_mapping_can_be_written_and_the_file_stays(path: Path) -> N
 def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_mode, "available_bytes", lambda: 12_000_000)
+    monkeypatch.setattr(page_cache_fill, "available_bytes", lambda: 12_000_000)
     got = gdsload.load_file(path, page_cache="fill")
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}
@@ -176,7 +176,8 @@ def test_file_that_leaves_too_little_memory_is_read_past_the_page_cache(
 def test_fuse_on_a_disk_is_read_past_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_mode, "mount_of", lambda _: Mount("/", "fuseblk", "/dev/sdb1", "8:17"))
+    mount = Mount("/", "fuseblk", "/dev/sdb1", "8:17")
+    monkeypatch.setattr(page_cache_fill, "mount_of", lambda _: mount)
     gdsload.load_file(path, page_cache="fill")
     report = gdsload.last_report()
     assert io_modes(report) <= {"direct", "direct bounced"}

@@ -7,11 +7,8 @@ others     as the name says, whatever the page cache holds
 
 Files elsewhere, such as in an object store, are not in the page cache and are never mapped.
 
-A load into the page cache and a mapping of it leaves the bytes to processes that load them later,
-or at the same time. It takes no more memory than one into buffers, and hardly longer than direct
-reads (`_native.mapped`), where the read-ahead of the disk is not too short.
-
-Not responsible for: which bytes are read (`session`), and mapping them (`memory.host_buffers`).
+Not responsible for: whether reads fill the page cache (`page_cache_fill`), which bytes are read
+(`session`), and mapping them (`memory.host_buffers`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 
 from gdsload._native import system
 from gdsload.backends import Backend, OpenFile, Registration
@@ -29,6 +25,7 @@ from gdsload.backends.base import NO_FILE
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.checkpoint.file_io import close_files
 from gdsload.errors import CheckpointError, ReadError
+from gdsload.loading.page_cache_fill import SMALL_BYTES, PageCacheFill
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -37,41 +34,26 @@ from gdsload.planning.read_plan import (
     merged_ranges_of,
 )
 from gdsload.report import LoadReport
-from gdsload.system.available import available_bytes
-from gdsload.system.mountinfo import mount_of
 from gdsload.system.parallel import parallel_map
-from gdsload.system.storage import (
-    Storage,
-    fill_request_bytes,
-    read_ahead_bytes,
-    remote_storage,
-    storage_of,
-)
+from gdsload.system.storage import Storage, remote_storage, storage_of
 
 CACHES = ("auto", "direct", "buffered", "mapped")
 PAGE_CACHES = ("auto", "keep", "drop", "fill")
 VERIFY_METHODS = ("size", "checksum", "sha256")
-# Room in memory that is wanted for a load into the page cache, as a multiple of its size: the page
-# cache of others should not be evicted for it.
-ROOM_SHARE = 1.25
-# A load of less than this share of a checkpoint does not fill the page cache unless it is asked to:
-# ranks and filters read their share, and no byte beside it.
-MOST_SHARE = 0.9
-# Up to this size a cold checkpoint is read into the page cache and mapped: opening a backend and
-# its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
-SMALL_BYTES = 2 << 20
 # Timeouts of Python's threads and of torch.distributed overflow above 9e9 seconds.
 MOST_STALL_SECONDS = 1e9
 _COPY_BYTES = 128 << 10
-# With a read-ahead of less than Linux's default the disk is asked for so little at a time that
-# direct reads are faster: twice with 16 KiB.
-LEAST_READ_AHEAD = 128 << 10
-# Options of the backend posix that only reads past the page cache have.
-PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
 
 class ShardAccess:
-    """The shards of one checkpoint: their I/O modes, and their registrations with a backend."""
+    """The shards of one checkpoint: their I/O modes, and their registrations with a backend.
+
+    Attributes:
+        cache: One of `CACHES`.
+        blocks: By shard, the alignment in bytes of direct reads.
+        report: Gets the reasons for refusals.
+        fill: Whether reads fill the page cache.
+    """
 
     def __init__(
         self,
@@ -88,7 +70,7 @@ class ShardAccess:
                 f"{checkpoint.source}: cache='mapped', but only files of this machine can be mapped"
             )
         self.cache = cache
-        self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)  # alignment of direct reads
+        self.blocks = [DEFAULT_BLOCK_BYTES] * len(checkpoint.shards)
         self._checkpoint = checkpoint
         self.report = report
         self._registered: list[Registration | None] = [None] * len(checkpoint.shards)
@@ -97,14 +79,7 @@ class ShardAccess:
         self._unreadable: set[int] = set()  # shards that did not get into the page cache
         self._storage: dict[int, Storage] = {}  # by device number
         self._drops = page_cache == "drop" and not self._remote
-        self._asked = page_cache == "fill"
-        self._past = sorted(PAST_OPTIONS.intersection(options))
-        self._total_bytes = sum(shard.size for shard in checkpoint.shards)
-        may_fill = cache == "auto" and page_cache in ("auto", "fill") and not self._remote
-        self._small = may_fill and self._total_bytes <= SMALL_BYTES
-        self._fills: bool | None = None  # None: not decided yet
-        # Whether the next reads are of parts of tensors: the read-ahead would read beyond them.
-        self.of_parts = False
+        self.fill = PageCacheFill(checkpoint, cache, page_cache, options)
         # What was not in the page cache: a descriptor that is closed here, and (offset, length).
         self._absent: list[tuple[int, list[tuple[int, int]]]] = []
         self._distant = any(shard.distant for shard in checkpoint.shards)
@@ -121,13 +96,13 @@ class ShardAccess:
     def fill_if_small(self, ranges_of: Mapping[int, Sequence[ByteRange]]) -> None:
         """Reads cold ranges of a small checkpoint on local storage into the page cache, so that
         they are mapped. A shard that fails is left to a backend. `ranges_of`: ranges by shard."""
-        if not self._small:
+        if not self.fill.small:
             return
         shards = self._checkpoint.shards
         cold = [
             (shard, merged_ranges_of(ranges))
             for shard, ranges in ranges_of.items()
-            if not self._storage_of(shard).distant and not self.mapped(shard, ranges)
+            if not shards[shard].distant and not self.mapped(shard, ranges)
         ]
 
         def fill(cold: Sequence[tuple[int, Sequence[MergedRange]]]) -> None:
@@ -166,7 +141,7 @@ class ShardAccess:
 
     def io_mode_of(self, shard: int, offset: int, length: int) -> str:
         """The cheapest I/O mode for a transfer."""
-        if self.fills:
+        if self.fill.active:
             return "mapped"
         if self._remote:
             return "buffered"
@@ -180,71 +155,6 @@ class ShardAccess:
         length = min(length, opened.size - offset)
         warm = page_cache.wholly_resident(opened.fd, offset, length)
         return "buffered" if warm else "direct"
-
-    @property
-    def fills(self) -> bool:
-        """Whether all reads fill the page cache."""
-        return bool(self._fills) and (self._asked or not self.of_parts)
-
-    def fill_request_bytes(self, nbytes: int, depth: int) -> int:
-        """Bytes of one read into the page cache, if `nbytes` are read, `depth` reads at a time."""
-        return fill_request_bytes(self._read_ahead, nbytes, depth)
-
-    @cached_property
-    def _read_ahead(self) -> int | None:
-        return read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
-
-    def fill_if_worthwhile(self, nbytes: int, beside_bytes: int = 0) -> None:
-        """Decides, once, whether all later reads fill the page cache. The reason is in the report.
-
-        It must be local storage with room for `nbytes` (0: all of the checkpoint) in memory, beside
-        memory that the load takes for copies.
-        """
-        if self._fills is not None:
-            return
-        nbytes = nbytes or self._total_bytes
-        refusal = self._why_not_filled(nbytes, beside_bytes)
-        if not refusal and not self._asked:
-            refusal = self._why_only_if_asked(nbytes)
-        self._fills = not refusal
-        if refusal:
-            self.report.page_cache = f"not filled: {refusal}"
-            return
-        self.report.page_cache = f"filled: it has room for {nbytes:,} bytes"
-        files = [(each.fd, each.size) for each in self._checkpoint.shards]
-        if found := page_cache.resident_share(files):
-            self.report.page_cache += f", about {found:.0%} of the files were in it"
-
-    def do_not_fill(self, reason: str) -> None:
-        """Undoes the decision: later reads go to memory of the load."""
-        self._fills = False
-        self.report.page_cache = f"not filled: {reason}"
-
-    def _why_not_filled(self, nbytes: int, beside_bytes: int) -> str:
-        if self._remote:
-            return "the files are not on this machine"
-        if self.cache != "auto":
-            return f"cache={self.cache!r}"
-        kinds = {self._storage_of(shard).kind for shard in range(len(self._registered))}
-        if distant := next(filter(None, kinds), ""):
-            return f"the files are on {distant}"
-        mount = mount_of(self._checkpoint.shards[0].path)
-        if mount is not None and mount.kind == "fuseblk":
-            return "fuseblk may drop the pages of a file that is opened again"
-        available = available_bytes()
-        if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
-            beside = f", beside {beside_bytes:,} of parameters," if beside_bytes else ""
-            return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
-        return ""
-
-    def _why_only_if_asked(self, nbytes: int) -> str:
-        if self._read_ahead is not None and self._read_ahead < LEAST_READ_AHEAD:
-            return f"a read-ahead of {self._read_ahead:,} bytes is too short for the disk"
-        if nbytes < MOST_SHARE * self._total_bytes:
-            return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
-        if self._past:
-            return f"{', '.join(self._past)} in `options` are of reads past it"
-        return ""
 
     def register(self, backend: Backend, shard: int) -> None:
         """Registers a shard with the backend, once. Raises ReadError if cache="direct" and the

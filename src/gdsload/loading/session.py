@@ -183,7 +183,7 @@ class Session:
     def expect_parts(self, parts: bool) -> None:
         """Notes whether the next reads are of parts of tensors: unless the caller asked for it,
         these do not fill the page cache."""
-        self._access.of_parts = parts
+        self._access.fill.of_parts = parts
 
     def open(self) -> Backend:
         """The backend; the first call opens it. Raises BackendUnavailable."""
@@ -322,20 +322,20 @@ class Session:
         """
         for shard in sorted({each.shard for each in ranges}):
             self.register(shard)
-        limits = self.open().limits(self.device)
+        limits, fill = self.open().limits(self.device), self._access.fill
         nbytes = bytes_of(list(ranges))
         reads = nbytes // limits.max_request
         if reads > _FEW_READS:
             require_room(reads * READ_BYTES, "bytes are needed to plan the reads")
         if self._may_fill and "mapped" in limits.io_modes and current_pool() is None:
             expected_bytes = self._expected_bytes or self.report.wanted_bytes
-            self._access.fill_if_worthwhile(expected_bytes, self._beside_bytes)
-            if self._access.fills and not all(map(self._can_map, {one.shard for one in ranges})):
-                self._access.do_not_fill("a file cannot be mapped")
+            fill.decide(self.report, expected_bytes, self._beside_bytes)
+            if fill.active and not all(map(self._can_map, {one.shard for one in ranges})):
+                fill.refuse(self.report, "a file cannot be mapped")
         self.report.filesystem, self.report.depth = self._access.filesystem, limits.depth
-        if self._access.fills:
+        if fill.active:
             window_bytes = 0  # the kernel reads ahead in file order, whatever is wanted first
-            request_bytes = self._access.fill_request_bytes(nbytes, limits.depth)
+            request_bytes = fill.request_bytes(nbytes, limits.depth)
             limits = Limits(request_bytes, limits.block, limits.depth)
         return plan_reads(
             ranges,

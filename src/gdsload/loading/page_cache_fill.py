@@ -1,0 +1,131 @@
+"""Whether a load reads into the page cache and maps it, or reads past it.
+
+page_cache   fills the page cache
+"fill"       if the files are on local storage and leave room in memory
+"auto"       also only if most of the checkpoint is wanted, the read-ahead of the disk is long
+             enough, and no option is of reads past the page cache
+others       never
+
+A load that fills it leaves the bytes to processes that load them later, or at the same time. It
+takes no more memory than one into buffers, and hardly longer than direct reads (`_native.mapped`).
+
+Not responsible for: the I/O modes of reads that do not fill it (`io_mode`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+from gdsload.checkpoint import Checkpoint
+from gdsload.memory import page_cache
+from gdsload.report import LoadReport
+from gdsload.system.available import available_bytes
+from gdsload.system.mountinfo import mount_of
+from gdsload.system.storage import fill_request_bytes, read_ahead_bytes
+
+# Room in memory that is wanted, as a multiple of the bytes to load: the page cache of others should
+# not be evicted for it.
+ROOM_SHARE = 1.25
+# A load of less than this share of a checkpoint does not fill the page cache unless it is asked to:
+# ranks and filters read their share, and no byte beside it.
+MOST_SHARE = 0.9
+# Up to this size a cold checkpoint is read into the page cache without a backend: opening one and
+# its threads takes longer (benchmarks/test_micro.py: equal at 2 MB).
+SMALL_BYTES = 2 << 20
+# With a read-ahead of less than Linux's default the disk is asked for so little at a time that
+# direct reads are faster: twice with 16 KiB.
+LEAST_READ_AHEAD = 128 << 10
+# Options of the backend posix that only reads past the page cache have.
+PAST_OPTIONS = frozenset({"pages", "request_bytes"})
+
+
+class PageCacheFill:
+    """The decision for one checkpoint.
+
+    Attributes:
+        small: Whether the checkpoint is so small that it is filled without a backend.
+        of_parts: Whether the next reads are of parts of tensors. Unless the caller asked for it,
+            these do not fill the page cache: the read-ahead would read beyond them.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, cache: str, page_cache: str, options: Collection[str] = ()
+    ) -> None:
+        """Decides nothing yet. `options` are the names of those for the backend."""
+        self._checkpoint = checkpoint
+        self._cache = cache
+        self._asked = page_cache == "fill"
+        self._past = sorted(PAST_OPTIONS.intersection(options))
+        self._total_bytes = sum(shard.size for shard in checkpoint.shards)
+        may_fill = cache == "auto" and page_cache in ("auto", "fill") and not checkpoint.remote
+        self.small = may_fill and self._total_bytes <= SMALL_BYTES
+        self.of_parts = False
+        self._decided: bool | None = None  # None: not yet
+
+    @property
+    def active(self) -> bool:
+        """Whether the next reads fill the page cache."""
+        return bool(self._decided) and (self._asked or not self.of_parts)
+
+    def decide(self, report: LoadReport, nbytes: int, beside_bytes: int = 0) -> None:
+        """Decides, once, for all later reads.
+
+        Args:
+            report: Gets the reason.
+            nbytes: Bytes to load, for which memory must have room; 0: all of the checkpoint.
+            beside_bytes: Bytes of memory that the load copies to, beside these.
+        """
+        if self._decided is not None:
+            return
+        nbytes = nbytes or self._total_bytes
+        refusal = self._why_not(nbytes, beside_bytes)
+        if not refusal and not self._asked:
+            refusal = self._why_only_if_asked(nbytes)
+        if refusal:
+            self.refuse(report, refusal)
+            return
+        self._decided = True
+        report.page_cache = f"filled: it has room for {nbytes:,} bytes"
+        files = [(each.fd, each.size) for each in self._checkpoint.shards]
+        if found := page_cache.resident_share(files):
+            report.page_cache += f", about {found:.0%} of the files were in it"
+
+    def refuse(self, report: LoadReport, reason: str) -> None:
+        """Decides that later reads go to memory of the load."""
+        self._decided = False
+        report.page_cache = f"not filled: {reason}"
+
+    def request_bytes(self, nbytes: int, depth: int) -> int:
+        """Bytes of one read, if `nbytes` are read, `depth` reads at a time."""
+        return fill_request_bytes(self._read_ahead, nbytes, depth)
+
+    @cached_property
+    def _read_ahead(self) -> int | None:
+        return read_ahead_bytes(self._checkpoint.shards[0].identity.dev)
+
+    def _why_not(self, nbytes: int, beside_bytes: int) -> str:
+        shards = self._checkpoint.shards
+        if self._checkpoint.remote:
+            return "the files are not on this machine"
+        if self._cache != "auto":
+            return f"cache={self._cache!r}"
+        if distant := next((each.filesystem for each in shards if each.distant), ""):
+            return f"the files are on {distant}"
+        mount = mount_of(shards[0].path)
+        if mount is not None and mount.kind == "fuseblk":
+            return "fuseblk may drop the pages of a file that is opened again"
+        available = available_bytes()
+        if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
+            beside = f", beside {beside_bytes:,} of parameters," if beside_bytes else ""
+            return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
+        return ""
+
+    def _why_only_if_asked(self, nbytes: int) -> str:
+        if self._read_ahead is not None and self._read_ahead < LEAST_READ_AHEAD:
+            return f"a read-ahead of {self._read_ahead:,} bytes is too short for the disk"
+        if nbytes < MOST_SHARE * self._total_bytes:
+            return f"{nbytes:,} of {self._total_bytes:,} bytes are loaded"
+        if self._past:
+            return f"{', '.join(self._past)} in `options` are of reads past it"
+        return ""
