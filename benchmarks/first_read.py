@@ -29,14 +29,14 @@ from unittest import mock
 
 import torch
 
-from gdsload import api, last_report, load_file
+from gdsload import last_report, load_file
 from gdsload._native import system
 from gdsload.backends.posix import engines
 from gdsload.loading import device_batch
 from gdsload.loading.batch import Batch
 from gdsload.memory import page_cache
 from gdsload.memory.staging_ring import release_rings
-from gdsload.system import gpu, shared_libraries
+from gdsload.system import device_name, gpu, shared_libraries
 
 from . import records, tables, values
 from .pipeline import built, capsule, met
@@ -109,7 +109,7 @@ def doubles(folder: Path) -> Iterator[Any]:
         patched = stack.enter_context
         patched(mock.patch.object(shared_libraries, "candidates", lambda soname: [path]))
         patched(mock.patch.object(page_cache, "system", Warm(fd)))
-        patched(mock.patch.object(api, "require_target", str))  # torch sees no device here
+        patched(mock.patch.object(device_name, "require_target", str))  # torch sees no device here
         engine = capsule(instant)
         patched(mock.patch.object(engines, "engine_capsule", lambda *words: engine))
         gpu.device(0)

@@ -19,6 +19,7 @@ from typing import Any
 from gdsload.checkpoint import Checkpoint
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.planning.read_plan import GAP_BYTES, ByteRange, ReadPlan, byte_ranges_of, plan_reads
 from gdsload.report import LoadReport
 
@@ -33,7 +34,7 @@ MOST_BYTES = 256 << 20  # of a file, for one measurement
 
 def read(checkpoint: Checkpoint, ranges: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
     """Seconds from the first request to the last byte, in memory that was touched before."""
-    with Session(checkpoint, LoadReport(""), cache="direct") as session:
+    with Session(checkpoint, LoadReport(""), ReadSettings(cache="direct")) as session:
         session.plan(ranges[:1])  # opens the backend and registers the file, before the clock
         plan = plan_reads(
             ranges,

@@ -70,6 +70,7 @@ def step_engine(source: Path) -> Callable[[], object]:
     from gdsload.checkpoint import Checkpoint
     from gdsload.loading.batch import Batch
     from gdsload.loading.session import Session
+    from gdsload.loading.settings import ReadSettings
     from gdsload.planning.read_plan import byte_ranges_of
     from gdsload.report import LoadReport
 
@@ -78,7 +79,9 @@ def step_engine(source: Path) -> Callable[[], object]:
         with (
             Checkpoint.open(source) as checkpoint,
             Session(
-                checkpoint, LoadReport(""), cache="buffered", backend="posix", options=options
+                checkpoint,
+                LoadReport(""),
+                ReadSettings(cache="buffered", backend="posix", options=options),
             ) as session,
         ):
             batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))

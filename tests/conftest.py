@@ -97,11 +97,11 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
 def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     """The doubles for whole loads, with device tensors that are not torch's."""
     from devicetensors import device_tensor
-    from gdsload import api
     from gdsload.loading import device_batch
+    from gdsload.system import device_name
 
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_target", str)
+    monkeypatch.setattr(device_name, "require_target", str)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 

@@ -28,8 +28,8 @@ import torch
 import forked
 import gpudoubles
 from devicetensors import TorchCuda, device_tensor
-from gdsload import api
 from gdsload.loading import device_batch
+from gdsload.system import device_name
 
 
 def gpu(base: type[Any], device: str) -> Any:
@@ -39,7 +39,7 @@ def gpu(base: type[Any], device: str) -> Any:
         patch.setattr(gpudoubles, "built", lambda name: Path(libraries, f"lib{name}.so"))
     patch.setattr(device_batch, "empty", device_tensor)
     patch.setattr(device_batch, "_torch_cuda", TorchCuda)
-    patch.setattr(api, "require_target", str)
+    patch.setattr(device_name, "require_target", str)
     root = Path(tempfile.mkdtemp(prefix="gdsload-double-", dir=os.environ.get("GPU_DOUBLE_ROOT")))
     installed = gpudoubles.installed(patch, root, patience=0)
     doubles = installed.__enter__()

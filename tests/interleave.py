@@ -512,6 +512,7 @@ def modules() -> SimpleNamespace:
     from gdsload.loading import claims
     from gdsload.loading.batch import Batch
     from gdsload.loading.session import Session
+    from gdsload.loading.settings import ReadSettings
     from gdsload.planning.read_plan import byte_ranges_of
     from gdsload.readahead.prefetch_batch import PrefetchBatch
     from gdsload.report import LoadReport
@@ -522,7 +523,7 @@ def modules() -> SimpleNamespace:
     return SimpleNamespace(
         Checkpoint=Checkpoint, BackendUnavailable=BackendUnavailable, ReadError=ReadError,
         claims=claims, Batch=Batch, Session=Session, byte_ranges_of=byte_ranges_of,
-        PrefetchBatch=PrefetchBatch, LoadReport=LoadReport,
+        PrefetchBatch=PrefetchBatch, LoadReport=LoadReport, ReadSettings=ReadSettings,
     )  # fmt: skip
 
 
@@ -570,9 +571,12 @@ class LoadsRun(Run):
         return modules().Session(
             checkpoint()[0],
             report,
-            backend="posix",
-            cache=program.choice(("buffered", "direct", "auto")),
-            options={"request_bytes": 4096 * program.randint(1, 4), "depth": program.randint(1, 6)},
+            modules().ReadSettings(
+                "posix",
+                program.choice(("buffered", "direct", "auto")),
+                "keep",
+                {"request_bytes": 4096 * program.randint(1, 4), "depth": program.randint(1, 6)},
+            ),
             claim=claim,
             maps=False,
         )

@@ -23,11 +23,10 @@ import torch
 import forked
 import gdsload
 from devicetensors import device_tensor, raw
-from gdsload import api
 from gdsload.backends.cufile import library as library_module
 from gdsload.loading import device_batch
 from gdsload.memory import staging_ring
-from gdsload.system import shared_libraries
+from gdsload.system import device_name, shared_libraries
 
 
 def facts_of(library: str, backend: str, request_bytes: int, sources: list[str]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def facts_of(library: str, backend: str, request_bytes: int, sources: list[str])
         lambda name: [name if name == shared_libraries.CUDA else library],
     )
     patch.setattr(device_batch, "empty", device_tensor)
-    patch.setattr(api, "require_target", str)
+    patch.setattr(device_name, "require_target", str)
     facts: dict[str, Any] = {"version": library_module.library().version, "paths": [], "equal": 0}
     options = {"allow_compat": True, "ring_bytes": 32 << 20, "request_bytes": request_bytes}
     for source in sources:

@@ -17,9 +17,9 @@ from gdsload.api import WINDOW_BYTES, stream
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import GdsloadError
 from gdsload.integrations.transformers.model import from_pretrained
-from gdsload.loading.session import STALL_SECONDS
 from gdsload.system.cancellation import CancelToken, check
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     import torch

@@ -15,22 +15,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
-from gdsload.backends import DRAM, reaches
 from gdsload.backends.registry import find, names as registered
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import safetensors_errors
 from gdsload.loading.batch import assembled
-from gdsload.loading.session import (
-    STALL_SECONDS,
-    Session,
-    remote_backend_of,
-    require_cache,
-    require_stall_seconds,
-    require_verify,
-    verifier_of,
-)
+from gdsload.loading.session import Session, remote_backend_of, verifier_of
+from gdsload.loading.settings import ReadSettings
 from gdsload.loading.whole_tensors import load, load_in_windows
 from gdsload.planning.read_plan import (
     DEFAULT_BLOCK_BYTES,
@@ -43,8 +35,9 @@ from gdsload.planning.read_plan import (
 )
 from gdsload.remote.urls import shown_source
 from gdsload.report import LoadReport
-from gdsload.system.device_name import require_target
+from gdsload.system import device_name
 from gdsload.system.progress_bar import progress_bar
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -64,66 +57,33 @@ WINDOW_BYTES = 256 << 20
 _SAFETENSORS_MODES = {"mmap": "mapped", "pread": "buffered"}
 
 
-class ReadSettings:
-    """The checked keywords that all loads share: where the bytes go and how they are read."""
+def native_mode(backend: str, cache: str) -> tuple[str, str]:
+    """The backend and the `cache` that read like a backend of safetensors; others as they are.
+    Raises ValueError if `cache` contradicts that backend."""
+    mode = _SAFETENSORS_MODES.get(backend)
+    if mode is None or backend in registered():  # a plugin may have this name
+        return backend, cache
+    if cache not in ("auto", mode):
+        raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
+    return "auto", mode
 
-    def __init__(
-        self,
-        device: str | int | torch.device | None,
-        backend: str,
-        cache: str,
-        page_cache: str,
-        options: Mapping[str, Any] | None,
-        stall_seconds: float,
-        verify: str | os.PathLike[str] = "size",
-        on_event: OnEvent | None = None,
-    ) -> None:
-        """Checks the values. A backend of safetensors becomes the `cache` that reads like it.
 
-        Raises:
-            PlacementError: The device does not exist.
-            ValueError: `cache`, `page_cache`, `verify` or `stall_seconds` has no such value, or
-                `cache` contradicts `verify` or the backend of safetensors.
-        """
-        mode = _SAFETENSORS_MODES.get(backend)
-        if mode is not None and backend not in registered():  # a plugin may have this name
-            if cache not in ("auto", mode):
-                raise ValueError(f"backend={backend!r} reads by cache={mode!r}, not {cache!r}")
-            backend, cache = "auto", mode
-        require_cache(cache, page_cache)
-        require_stall_seconds(stall_seconds)
-        require_verify(verify, cache)
-        self.verify = verify
-        self.device, self.backend, self.cache = require_target(device), backend, cache
-        self.page_cache, self.options, self.stall_seconds = page_cache, options, stall_seconds
-        self.on_event = on_event
+def open_session(
+    checkpoint: Checkpoint,
+    report: LoadReport,
+    settings: ReadSettings,
+    device: str,
+    nbytes: int,
+    verifier: Verifier | None,
+) -> Session:
+    """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
+    if device != "cpu":
+        from gdsload.loading.device_batch import reached
 
-    def session(
-        self,
-        checkpoint: Checkpoint,
-        report: LoadReport,
-        nbytes: int,
-        verifier: Verifier | None,
-    ) -> Session:
-        """A session for reads of about `nbytes` bytes in all, as near to the device as they get."""
-        device = self.device
-        if device != "cpu":
-            from gdsload.loading.device_batch import reached
-
-            device = reached(device, self.backend)
-        return Session(
-            checkpoint,
-            report,
-            device=device,
-            backend=self.backend,
-            cache=self.cache,
-            page_cache=self.page_cache,
-            options=self.options,
-            stall_seconds=self.stall_seconds,
-            maps=self.verify == "size",
-            expected_bytes=nbytes,
-            verifier=verifier,
-        )
+        device = reached(device, settings.backend)
+    return Session(
+        checkpoint, report, settings, device=device, expected_bytes=nbytes, verifier=verifier
+    )
 
 
 @safetensors_errors()
@@ -234,22 +194,23 @@ def load_file(
         >>> tensors = gdsload.load_file("model", device="cuda:0")
         >>> print(gdsload.last_report().summary())
     """
-    how = backend, cache, page_cache, options, stall_seconds, verify, on_event
-    settings = ReadSettings(device, *how)
-    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
-    lookup = Lookup(*files)
-    opened = partial(_opened, filename, settings, lookup, names, slices, progress)
+    backend, cache = native_mode(backend, cache)
+    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
+    target = device_name.require_target(device)
+    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
+    opened = partial(_opened, filename, settings, target, lookup, names, slices, progress)
     sharing = _sharing(group, shards, readers)
     if sharing is not None:
         found: list[str] = []
-        shared = dict(_shared(sharing, opened, slices, settings, "file", WINDOW_BYTES, found))
+        pairs = _shared(sharing, opened, slices, settings, target, "file", WINDOW_BYTES, found)
+        shared = dict(pairs)
         return {name: shared[name] for name in found}
     with opened() as (session, wanted, advance):
         infos = wanted.parts
-        if session.device != settings.device:  # torch moves the tensors there
-            pairs = load_in_windows(session, infos, WINDOW_BYTES, settings.device, advance)
+        if session.device != target:  # torch moves the tensors there
+            pairs = load_in_windows(session, infos, WINDOW_BYTES, target, advance)
             return dict(wanted.assembled(pairs))
-        tensors = load(session, infos, wanted.read_bytes, settings.device, advance)
+        tensors = load(session, infos, wanted.read_bytes, target, advance)
         if wanted.whole:
             return tensors
         return dict(wanted.assembled((name, tensors.pop(name)) for name in list(tensors)))
@@ -350,15 +311,14 @@ def load_into(
 
     if page_cache == "auto":
         page_cache = "keep"
-    how = backend, cache, page_cache, options, stall_seconds, verify
-    checked = ReadSettings("cpu" if device is None else device, *how)
-    only = None if device is None else checked.device
+    backend, cache = native_mode(backend, cache)
+    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
+    only = None if device is None else device_name.require_target(device)
+    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     targets = destinations.named_tensors(tensors)
     report = LoadReport(shown_source(os.fspath(source)), on_event=on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
-            files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
-            lookup = Lookup(*files)
             checkpoint = stack.enter_context(lookup.open(source))
         verifier = verifier_of(checkpoint, verify, report)
         with report.phase("match"):
@@ -377,11 +337,10 @@ def load_into(
         state = into.WriteProgress(found.destinations)
         try:
             for where, group in by_device.items():
-                settings = ReadSettings(where, *how)
-                if settings.device == "cpu" and not reaches(settings.backend, DRAM):
-                    settings.backend, settings.options = "auto", None
+                target = device_name.require_target(where)
+                how = settings.for_host() if target == "cpu" else settings
                 nbytes = sum(each.wanted.slice.nbytes for each in group)
-                with settings.session(checkpoint, report, nbytes, verifier) as session:
+                with open_session(checkpoint, report, how, target, nbytes, verifier) as session:
                     into.write_all(session, group, state, advance)
         except BaseException as error:
             partial = into.partial_load(checkpoint.source, error, state, found.aliases)
@@ -471,19 +430,19 @@ def stream(
         raise ValueError(f'order={order!r} must be "file" or "layers"')
     if window_bytes < 1:
         raise ValueError(f"window_bytes={window_bytes!r} must be at least 1")
-    how = backend, cache, page_cache, options, stall_seconds, verify, on_event
-    settings = ReadSettings(device, *how)
-    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
-    lookup = Lookup(*files)
+    backend, cache = native_mode(backend, cache)
+    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
+    target = device_name.require_target(device)
+    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
 
     sharing = _sharing(group, shards, readers)
-    opened = partial(_opened, source, settings, lookup, names, slices, progress, order)
+    opened = partial(_opened, source, settings, target, lookup, names, slices, progress, order)
     if sharing is not None:
-        return _shared(sharing, opened, slices, settings, order, window_bytes)
+        return _shared(sharing, opened, slices, settings, target, order, window_bytes)
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         with opened() as (session, wanted, advance):
-            pairs = load_in_windows(session, wanted.parts, window_bytes, settings.device, advance)
+            pairs = load_in_windows(session, wanted.parts, window_bytes, target, advance)
             with closing(pairs):
                 yield from wanted.assembled(pairs)
 
@@ -535,6 +494,7 @@ class _Wanted:
 def _opened(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     settings: ReadSettings,
+    target: str,
     lookup: Lookup,
     names: Names,
     slices: Mapping[str, Any] | None,
@@ -544,7 +504,7 @@ def _opened(
     """A session for one load, what it reads, and the function for its progress bar."""
     single = isinstance(source, (str, bytes, os.PathLike))
     title = shown_source(os.fspath(source)) if single else f"{len(source)} files"  # type: ignore[arg-type]
-    report = LoadReport(title, device=settings.device, on_event=settings.on_event)
+    report = LoadReport(title, device=target, on_event=settings.on_event)
     with report.whole(), ExitStack() as stack:
         with report.phase("open"):
             checkpoint = stack.enter_context(lookup.open(source))
@@ -552,7 +512,7 @@ def _opened(
         report.tensors, report.wanted_bytes = wanted.number, wanted.nbytes
         verifier = verifier_of(checkpoint, settings.verify, report)
         session = stack.enter_context(
-            settings.session(checkpoint, report, report.wanted_bytes, verifier)
+            open_session(checkpoint, report, settings, target, report.wanted_bytes, verifier)
         )
         advance = stack.enter_context(progress_bar(progress, report.wanted_bytes))
         yield session, wanted, advance
@@ -581,6 +541,7 @@ def _shared(
     opened: Callable[[], AbstractContextManager[tuple[Session, _Wanted, Callable[[int], None]]]],
     slices: Mapping[str, Any] | None,
     settings: ReadSettings,
+    target: str,
     order: str,
     window_bytes: int,
     found: list[str] | None = None,
@@ -606,7 +567,7 @@ def _shared(
         whole,
         partial(_arranged, order),
         window_bytes,
-        settings.device,
+        target,
         settings.stall_seconds,
         held_bytes=window_bytes if found is None else None,
     )

@@ -12,18 +12,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.ranges import bytes_of
-from gdsload.api import ReadSettings
+from gdsload.api import native_mode, open_session
 from gdsload.checkpoint import Checkpoint, TensorInfo
 from gdsload.checkpoint.checkpoint import Lookup
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.errors import CheckpointError, also_safetensors, safetensors_errors, shown
-from gdsload.loading.session import STALL_SECONDS, verifier_of
+from gdsload.loading.session import verifier_of
+from gdsload.loading.settings import ReadSettings
 from gdsload.loading.torch_memory import copied, moved
 from gdsload.loading.whole_tensors import load
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.tensor_slices import rows_of
 from gdsload.report import LoadReport
+from gdsload.system import device_name
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +94,9 @@ class safe_open:
                 f"framework {framework!r}: gdsload gives torch or numpy tensors"
             )
         self._numpy = framework in ("np", "numpy")
-        settings = ReadSettings(device, backend, cache, page_cache, options, stall_seconds, verify)
-        self._device, self._on_event = settings.device, on_event
+        backend, cache = native_mode(backend, cache)
+        settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify)
+        self._device, self._on_event = device_name.require_target(device), on_event
         if self._numpy and self._device != "cpu":
             raise also_safetensors(ValueError)(f"numpy has no tensors on {self._device}")
         # A session serves one reader at a time. Reentrant, so that a signal handler may close it.
@@ -100,14 +104,16 @@ class safe_open:
         self._slices = 0  # slices that exist; they may be read after the `with` block
         self._left = False
         lookup = Lookup(
-            *(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
+            revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
         )
         self._checkpoint = lookup.open(filename)
         try:
             report = LoadReport(self._checkpoint.source, device=self._device)
             verifier = verifier_of(self._checkpoint, verify, report)
             nbytes = self._checkpoint.total_bytes
-            self._session = settings.session(self._checkpoint, report, nbytes, verifier)
+            self._session = open_session(
+                self._checkpoint, report, settings, self._device, nbytes, verifier
+            )
         except BaseException:
             self._checkpoint.close()
             raise

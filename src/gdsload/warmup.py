@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
-from gdsload.loading.session import STALL_SECONDS
 from gdsload.memory.host_buffers import current_pool
 from gdsload.memory.host_pool import HostPool
 from gdsload.readahead.prefetch import CANCELLED, CLOSED, TIERS, Prefetch, prefetch, started
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from gdsload import api
 from gdsload.checkpoint import Checkpoint
 from gdsload.cli.loading import checksum, load, settings_of
 from gdsload.doctor.storage import filesystem
-from gdsload.loading.session import CACHES
+from gdsload.loading.settings import CACHES
 from gdsload.memory import page_cache
 from storage import kept_warm
 

@@ -15,6 +15,7 @@ from gdsload.distribution.exchange import Exchange, box_of
 from gdsload.distribution.reader_group import ReaderGroup
 from gdsload.distribution.shares import layout_of
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.report import LoadReport
 from gdsload.system import gpu
 from gpudoubles import Doubles
@@ -58,9 +59,8 @@ def test_exchange_does_not_break_a_graph_of_another_thread(
         Session(
             checkpoint,
             LoadReport(checkpoint.source),
+            ReadSettings(backend="posix", options=SMALL),
             device="cuda:0",
-            backend="posix",
-            options=SMALL,
         ) as session,
     ):
         infos = list(checkpoint.tensors.values())

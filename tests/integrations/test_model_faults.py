@@ -155,10 +155,10 @@ def test_accelerated_entered_and_left_in_any_order_restores_transformers(mixture
     outer = gdsload.accelerated(cache="buffered")
     with outer:
         with gdsload.accelerated(cache="direct"):
-            assert hooks.active().cache == "direct"
-        assert hooks.active().cache == "buffered"
+            assert hooks.active().reading.cache == "direct"
+        assert hooks.active().reading.cache == "buffered"
         gdsload.install(cache="auto")
-    assert hooks.active().cache == "auto"
+    assert hooks.active().reading.cache == "auto"
     assert hooks.patcher.in_place
     with gdsload.accelerated(cache="buffered"):
         gdsload.uninstall()

@@ -32,6 +32,7 @@ from gdsload.integrations.transformers.parameter_writer import ParameterWriter
 from gdsload.integrations.transformers.readahead_queue import QueueClosed
 from gdsload.loading import page_cache_fill
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.report import LoadReport
 from pagemap import resident_pages
@@ -177,7 +178,7 @@ def test_writer_copies_each_tensor_to_its_parameter(
     monkeypatch.setattr("gdsload.loading.window_writer._MOVED_BYTES", elements)
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+        Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
     ):
         expected = safetensors_of(tiny_moe_checkpoint)
         infos = list(checkpoint.tensors.values())
@@ -206,7 +207,7 @@ def test_writer_close_wakes_waiting_threads(
     waiting = threading.Event()
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+        Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
     ):
         info = next(iter(checkpoint.tensors.values()))
         target = buffer_of([Kind((info.name,), info.shape)], torch.float32, CAST)

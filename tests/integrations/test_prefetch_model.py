@@ -15,6 +15,7 @@ from gated import gated
 from gdsload.checkpoint import Checkpoint
 from gdsload.integrations.transformers.readahead_queue import QueueClosed, ReadaheadQueue
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.planning.tensor_slices import TensorSlice, whole
 from gdsload.readahead.prefetch import prefetches
 from gdsload.report import LoadReport
@@ -62,7 +63,9 @@ def test_queue_goes_on_while_bytes_that_a_prefetch_lost_are_read_anew(
         gated() as gate,
         gdsload.prefetch(source, names=[lost], backend="gated", cache="buffered") as ahead,
         Checkpoint.open(source) as checkpoint,
-        Session(checkpoint, LoadReport("model"), backend="gated", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("model"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
         ThreadPoolExecutor() as pool,
     ):
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
@@ -97,7 +100,9 @@ def test_queue_hands_out_what_a_prefetch_lost(
         gated() as gate,
         gdsload.prefetch(source, backend="gated", cache="buffered") as ahead,
         Checkpoint.open(source) as checkpoint,
-        Session(checkpoint, LoadReport("model"), backend="gated", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("model"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
         ThreadPoolExecutor() as pool,
     ):
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}
@@ -143,7 +148,9 @@ def test_model_waits_for_a_prefetch_in_progress(
         gated() as gate,
         gdsload.prefetch(source, names=names, backend="gated", cache="direct"),
         Checkpoint.open(source) as checkpoint,
-        Session(checkpoint, LoadReport("model"), backend="posix", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("model"), ReadSettings(backend="posix", cache="buffered")
+        ) as session,
     ):
         gate.request()
         slices = {name: whole(info) for name, info in checkpoint.tensors.items()}

@@ -22,6 +22,7 @@ from gdsload.integrations.transformers.readahead_queue import (
     ReadWindow,
 )
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.planning.tensor_slices import TensorSlice, slice_of, whole
 from gdsload.report import LoadReport
 
@@ -30,7 +31,7 @@ from gdsload.report import LoadReport
 def session(tiny_moe_checkpoint: Path) -> Iterator[Session]:
     with (
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport("tiny"), cache="buffered") as session,
+        Session(checkpoint, LoadReport("tiny"), ReadSettings(cache="buffered")) as session,
     ):
         yield session
 
@@ -115,7 +116,9 @@ def test_queue_in_a_stopped_process_does_not_report_a_stall(
     with (
         gated() as gate,
         Checkpoint.open(tiny_moe_checkpoint) as checkpoint,
-        Session(checkpoint, LoadReport("tiny"), backend="gated", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("tiny"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
         ReadaheadQueue(session, wholes(session), window_bytes=0) as feed,
     ):
         feed.start()
@@ -152,7 +155,7 @@ def test_queue_slices_of_the_same_rows_have_bytes_of_their_own(tmp_path: Path, c
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     with (
         Checkpoint.open(tmp_path) as checkpoint,
-        Session(checkpoint, LoadReport("w"), cache=cache) as session,
+        Session(checkpoint, LoadReport("w"), ReadSettings(cache=cache)) as session,
     ):
         info = checkpoint.tensors["w"]
         columns = [(slice(None), slice(0, 8)), (slice(None), slice(32, 40))]

@@ -15,6 +15,7 @@ import gdsload
 from gdsload.checkpoint import checkpoint as checkpoint_module
 from gdsload.integrations.transformers import speculative_prefetch
 from gdsload.integrations.transformers.model_reader import Options
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.readahead.prefetch import prefetches
 
@@ -32,7 +33,7 @@ def cold(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def first_names(source: Path, cache: str = "direct", **kwargs: Any) -> list[str]:
     """Direct, because the headers of so small a file bring half of it into the page cache."""
-    checkpoint = speculative_prefetch._open(source, Options(cache=cache), kwargs)
+    checkpoint = speculative_prefetch._open(source, Options(ReadSettings(cache=cache)), kwargs)
     if checkpoint is None:
         return []
     with checkpoint:

@@ -15,14 +15,13 @@ import gdsload
 import gpudoubles
 from contract import BLOCK
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
-from gdsload import api
 from gdsload.backends.auto import backend as backend_module
 from gdsload.errors import BackendUnavailable, CuFileError, PlacementError, ReadError, ShortRead
 from gdsload.loading import device_batch
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
 from gdsload.memory import staging_ring
-from gdsload.system import gpu
+from gdsload.system import device_name, gpu
 from gpuauto import keep
 from gpudoubles import CODE, ERRNO, NEGATIVE, Doubles
 from storage import kept_warm
@@ -33,7 +32,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles
     monkeypatch.setattr(device_batch, "empty", device_tensor)
     # torch knows nothing of the double.
     monkeypatch.setattr(
-        api, "require_target", lambda device: f"cuda:{device}" if device == 0 else device
+        device_name, "require_target", lambda device: f"cuda:{device}" if device == 0 else device
     )
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles

@@ -18,7 +18,7 @@ import torch
 import gdsload
 import gpudoubles
 from devicetensors import BACKENDS, Allocator, Block, TorchCuda, device_tensor, raw
-from gdsload import api, safetensors_file
+from gdsload import safetensors_file
 from gdsload._native.cuda import Cuda, Device
 from gdsload.backends import host_copies
 from gdsload.backends.cufile.gds import GdsBackend
@@ -28,10 +28,11 @@ from gdsload.errors import PlacementError
 from gdsload.integrations.transformers.readahead_queue import ReadaheadQueue
 from gdsload.loading import device_batch
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import late_copies, staging_ring
 from gdsload.planning.tensor_slices import whole
 from gdsload.report import LoadReport
-from gdsload.system import gpu
+from gdsload.system import device_name, gpu
 from gpudoubles import CODE, Doubles
 from gpuloads import PATIENCE_SECONDS
 
@@ -39,7 +40,7 @@ from gpuloads import PATIENCE_SECONDS
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_target", str)  # torch knows nothing of the double
+    monkeypatch.setattr(device_name, "require_target", str)  # torch knows nothing of the double
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 
@@ -305,7 +306,10 @@ def test_queue_closed_while_device_is_busy_holds_memory_until_copies_end(
     with (
         gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint,
         Session(
-            checkpoint, LoadReport("m"), device="cuda:0", backend=backend, options=options
+            checkpoint,
+            LoadReport("m"),
+            ReadSettings(backend=backend, options=options, page_cache="keep"),
+            device="cuda:0",
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]
@@ -349,7 +353,9 @@ def test_memory_that_late_copies_used_makes_room_for_a_load(
     with gdsload.Checkpoint.open(tiny_checkpoint) as checkpoint:
         infos = list(checkpoint.tensors.values())
         nbytes = sum(info.nbytes for info in infos)
-        with Session(checkpoint, LoadReport("m"), device="cuda:0") as session:
+        with Session(
+            checkpoint, LoadReport("m"), ReadSettings(page_cache="keep"), device="cuda:0"
+        ) as session:
             for has_ended in (False, True):
                 with contextlib.nullcontext() if has_ended else pytest.raises(PlacementError):
                     next(device_batch.starting_windows(session, infos, nbytes))

@@ -38,6 +38,7 @@ from gdsload.loading import io_mode
 from gdsload.loading.batch import Batch
 from gdsload.loading.claims import LOST, READ
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import make_tensors
 from gdsload.planning.read_plan import Transfer, byte_ranges_of
@@ -70,7 +71,9 @@ def gate() -> Iterator[Gate]:
 def session(path: Path, gate: Gate) -> Iterator[Session]:
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport("t"), backend="gated", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("t"), ReadSettings(backend="gated", cache="buffered")
+        ) as session,
     ):
         yield session
 
@@ -316,7 +319,9 @@ def test_batch_that_cannot_be_posted_gives_back_all_it_took(
     monkeypatch.setattr(refusing, "error", error)
     with warmup.HostPool(POOL_BYTES) as pool, Checkpoint.open(path) as checkpoint:
         ranges = byte_ranges_of(checkpoint, None)
-        with Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session:
+        with Session(
+            checkpoint, LoadReport("t"), ReadSettings(backend="refusing", cache="buffered")
+        ) as session:
             files = 0
             for _ in range(3):
                 monkeypatch.setattr(refusing, "step", step)
@@ -345,7 +350,9 @@ def test_batch_whose_report_cannot_be_written_is_released(
 
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("t"), ReadSettings(backend="refusing", cache="buffered")
+        ) as session,
     ):
         plan, views = session.arrange(byte_ranges_of(checkpoint, None))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -360,7 +367,9 @@ def test_queue_whose_next_window_cannot_be_posted_raises_again(
 ) -> None:
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport("t"), backend="refusing", cache="buffered") as session,
+        Session(
+            checkpoint, LoadReport("t"), ReadSettings(backend="refusing", cache="buffered")
+        ) as session,
     ):
         infos = list(checkpoint.tensors.values())
         monkeypatch.setattr(refusing, "error", PlacementError)
@@ -389,7 +398,7 @@ def test_session_that_cannot_record_its_backend_closes_it(
     monkeypatch.setattr(refusing, "close", lambda _: closed.append(1))
     monkeypatch.setattr("gdsload.loading.session.record_backend", broken)
     with Checkpoint.open(path) as checkpoint, pytest.raises(KeyboardInterrupt):
-        Session(checkpoint, LoadReport("t"), backend="refusing")
+        Session(checkpoint, LoadReport("t"), ReadSettings(backend="refusing", page_cache="keep"))
     assert len(closed) == 1
 
 
@@ -413,7 +422,9 @@ def test_register_that_fails_closes_the_direct_descriptor(
     monkeypatch.setattr(refusing, "register", broken)
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport("t"), backend="refusing") as session,
+        Session(
+            checkpoint, LoadReport("t"), ReadSettings(backend="refusing", page_cache="keep")
+        ) as session,
         descriptors.none_left(),
     ):
         for _ in range(2):

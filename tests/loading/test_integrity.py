@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ import gdsload
 import gpudoubles
 from command import answer, run
 from devicetensors import BACKENDS, device_tensor, odd_tensors, raw
-from gdsload import api, warmup
+from gdsload import warmup
 from gdsload.checkpoint import Checkpoint, Shard, manifest as manifest_module
 from gdsload.errors import (
     CheckpointError,
@@ -34,11 +33,11 @@ from gdsload.errors import (
 from gdsload.loading import device_batch, integrity, into
 from gdsload.loading.claims import Offer
 from gdsload.loading.integrity import Verifier
-from gdsload.loading.session import Session
 from gdsload.planning.read_plan import FILE_ORDER
 from gdsload.planning.tensor_slices import PartName, rows_of
 from gdsload.readahead.prefetch import PrefetchCancelled
 from gdsload.report import LoadReport
+from gdsload.system import device_name
 from gpudoubles import Doubles
 
 NORM = "model.norm.weight"
@@ -333,7 +332,7 @@ def test_bytes_of_a_pool_are_compared(source: Path) -> None:
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Doubles]:
     monkeypatch.setattr(device_batch, "empty", device_tensor)
-    monkeypatch.setattr(api, "require_target", lambda device: device)
+    monkeypatch.setattr(device_name, "require_target", lambda device: device)
     with gpudoubles.installed(monkeypatch, tmp_path / "root") as doubles:
         yield doubles
 
@@ -648,11 +647,10 @@ def test_hub_blobs_count_beside_a_manifest_of_other_checksums(hub: Path) -> None
 
 def test_verified_load_into_existing_tensors_maps_no_file(hub: Path) -> None:
     target = {"w": torch.zeros(5000)}
-    with mock.patch.object(Session, "__init__", autospec=True) as made:
-        made.side_effect = KeyboardInterrupt
-        with pytest.raises(KeyboardInterrupt):
-            gdsload.load_into(target, "org/model", cache_dir=hub, verify="sha256")
-    assert made.call_args.kwargs["maps"] is False
+    gdsload.load_into(target, "org/model", cache_dir=hub)
+    assert "mapped" in gdsload.last_report().paths  # it is warm
+    gdsload.load_into(target, "org/model", cache_dir=hub, verify="sha256")
+    assert "mapped" not in gdsload.last_report().paths
 
 
 def test_manifest_of_other_checksums_is_no_sha256(source: Path) -> None:

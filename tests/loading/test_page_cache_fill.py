@@ -19,6 +19,7 @@ from gdsload.errors import CheckpointError, ReadError
 from gdsload.loading import page_cache_fill, session as session_module
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
@@ -238,7 +239,7 @@ def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> Non
     report = LoadReport(str(path))
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, report, page_cache="fill") as session,
+        Session(checkpoint, report, ReadSettings(page_cache="fill")) as session,
     ):
         ranges = byte_ranges_of(checkpoint)
         os.truncate(path, path.stat().st_size // 2)
@@ -254,7 +255,7 @@ def test_file_that_was_truncated_is_an_error_and_not_a_signal(path: Path) -> Non
 def test_order_of_use_does_not_cut_reads_into_the_page_cache(path: Path) -> None:
     with (
         Checkpoint.open(path) as checkpoint,
-        Session(checkpoint, LoadReport(str(path)), page_cache="fill") as session,
+        Session(checkpoint, LoadReport(str(path)), ReadSettings(page_cache="fill")) as session,
     ):
         ranges = byte_ranges_of(checkpoint)
         whole = session.plan(ranges).transfers

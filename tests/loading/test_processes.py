@@ -83,12 +83,14 @@ def test_child_forked_during_a_load_cannot_wait_for_it(
         import gc, json, os, sys, gdsload
         from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
+        from gdsload.loading.settings import ReadSettings
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         options = json.loads(sys.argv[2])
         for _ in range(10):
             with gdsload.Checkpoint.open(sys.argv[1]) as checkpoint:
-                session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
+                settings = ReadSettings(cache="direct", options=options)
+                session = Session(checkpoint, LoadReport(""), settings)
                 ranges = byte_ranges_of(checkpoint)
                 batch = Batch(session, *session.arrange(ranges))
                 child = os.fork()
@@ -120,11 +122,13 @@ def test_process_exit_during_a_load_is_clean(path: Path) -> None:
         import sys, gdsload
         from gdsload.loading.batch import Batch
         from gdsload.loading.session import Session
+        from gdsload.loading.settings import ReadSettings
         from gdsload.planning.read_plan import byte_ranges_of
         from gdsload.report import LoadReport
         checkpoint = gdsload.Checkpoint.open(sys.argv[1])
         options = {"engine": sys.argv[2], "request_bytes": 4096}
-        session = Session(checkpoint, LoadReport(""), cache="direct", options=options)
+        settings = ReadSettings(cache="direct", options=options)
+        session = Session(checkpoint, LoadReport(""), settings)
         batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))
         sys.exit(7)
     """

@@ -26,6 +26,7 @@ import ctypes, json, sys
 from gdsload import Checkpoint
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.report import LoadReport
 
@@ -35,7 +36,8 @@ byte = ctypes.create_string_buffer(1)
 sys.setswitchinterval(1000.0)  # no other thread of this process gets a turn unless it is given one
 report = LoadReport(source)
 with Checkpoint.open(source) as checkpoint:
-    with Session(checkpoint, report, cache="buffered", options={"engine": engine}) as session:
+    settings = ReadSettings(cache="buffered", options={"engine": engine})
+    with Session(checkpoint, report, settings) as session:
         ranges = byte_ranges_of(checkpoint)
         Batch(session, *session.arrange(ranges[:1])).release()  # opens the engine
         batch = Batch(session, *session.arrange(ranges))

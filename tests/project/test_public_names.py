@@ -12,6 +12,7 @@ import pytest
 
 import gdsload
 from gdsload import backends, events, telemetry, warmup
+from gdsload.loading.settings import ReadSettings
 
 NAMES = {
     gdsload: [
@@ -70,6 +71,10 @@ def test_parameters_are_explicit(function: Any) -> None:
         assert set(READING) - NOT_OF.get(function, set()) <= parameters.keys()
     for parameter in parameters.values():
         assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
+def test_read_settings_are_the_keywords_that_loads_share() -> None:
+    assert list(inspect.signature(ReadSettings).parameters) == READING
 
 
 def test_parameters_of_astream_and_hook_are_those_they_pass_on() -> None:

@@ -28,6 +28,7 @@ from gdsload.backends.auto import benchmark
 from gdsload.backends.host_copies import HostCopy, shares_and_reads
 from gdsload.errors import FileChanged, GdsloadError, PlacementError, ReadError
 from gdsload.loading import claims, device_batch, session as session_module
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import device_buffers, late_copies, staging_ring
 from gdsload.readahead.prefetch import PrefetchCancelled, prefetches
 from gdsload.system import gpu
@@ -366,7 +367,10 @@ def test_rows_and_columns(doubles: Doubles, tmp_path: Path) -> None:
             ahead_of(path, names=held) as ahead,
             gdsload.Checkpoint.open(path) as checkpoint,
             session_module.Session(
-                checkpoint, LoadReport("m"), device="cuda:0", options=SMALL
+                checkpoint,
+                LoadReport("m"),
+                ReadSettings(options=SMALL, page_cache="keep"),
+                device="cuda:0",
             ) as session,
         ):
             assert ahead.wait(PATIENCE_SECONDS)
@@ -392,7 +396,10 @@ def test_feed_to_a_device_after_a_failed_read_raises_the_same_for_every_taker(
     with (
         gdsload.Checkpoint.open(path) as checkpoint,
         session_module.Session(
-            checkpoint, LoadReport("m"), device="cuda:0", backend="gds_mt", cache="direct"
+            checkpoint,
+            LoadReport("m"),
+            ReadSettings(backend="gds_mt", cache="direct"),
+            device="cuda:0",
         ) as session,
     ):
         slices = [whole(info) for info in checkpoint.tensors.values()]

@@ -31,6 +31,7 @@ from gdsload.errors import CheckpointError, FileChanged, PlacementError, ReadErr
 from gdsload.loading import claims
 from gdsload.loading.batch import Batch
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.planning.read_plan import byte_ranges_of
 from gdsload.readahead import prefetch, prefetch_batch
@@ -286,7 +287,7 @@ def test_interrupted_load_leaves_no_claim_behind(
     with (
         gdsload.prefetch(checkpoint, **READ) as ahead,
         Checkpoint.open(checkpoint) as opened,
-        Session(opened, LoadReport("")) as session,
+        Session(opened, LoadReport(""), ReadSettings(page_cache="keep")) as session,
     ):
         ahead.wait()
         monkeypatch.setattr(Session, "_in_page_cache", interrupt)
@@ -395,8 +396,10 @@ def test_prefetch_of_a_stopped_process_does_not_report_a_stall(
 def test_claim_in_a_stopped_process_does_not_report_a_stall(checkpoint: Path, gate: Gate) -> None:
     with (
         Checkpoint.open(checkpoint) as opened,
-        Session(opened, LoadReport("ahead"), backend="gated", claim=False, **READ) as first,
-        Session(opened, LoadReport("load"), **READ) as second,
+        Session(
+            opened, LoadReport("ahead"), ReadSettings(backend="gated", **READ), claim=False
+        ) as first,
+        Session(opened, LoadReport("load"), ReadSettings(**READ)) as second,
     ):
         ranges = byte_ranges_of(opened, None)
         ahead = PrefetchBatch.of(first, ranges)
@@ -414,7 +417,9 @@ def test_claim_in_a_stopped_process_does_not_report_a_stall(checkpoint: Path, ga
 def test_look_that_another_thread_prevents_tells_no_silence(checkpoint: Path, gate: Gate) -> None:
     with (
         Checkpoint.open(checkpoint) as opened,
-        Session(opened, LoadReport("ahead"), backend="gated", claim=False, **READ) as session,
+        Session(
+            opened, LoadReport("ahead"), ReadSettings(backend="gated", **READ), claim=False
+        ) as session,
     ):
         ahead = PrefetchBatch.of(session, byte_ranges_of(opened, None))
         gate.stopped = True

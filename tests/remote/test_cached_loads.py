@@ -16,6 +16,7 @@ import gdsload
 from gdsload import Checkpoint, CheckpointError, events
 from gdsload.distribution.exchange import agreed_layouts
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.remote.cache import LocalCache
 from gdsload.remote.cache_entry import Entry
 from gdsload.report import LoadReport
@@ -313,7 +314,7 @@ class RanksInTurn:
     def open(self, url: str, cache: Path | None) -> bool:
         """Whether this rank has a copy."""
         with Checkpoint.open(url, cache_dir=cache) as checkpoint:
-            with Session(checkpoint, LoadReport(url)) as session:
+            with Session(checkpoint, LoadReport(url), ReadSettings(page_cache="keep")) as session:
                 agreed_layouts(self, session, {}, 1)  # type: ignore[arg-type]
             return not checkpoint.remote
 

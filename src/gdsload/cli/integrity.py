@@ -25,6 +25,7 @@ from gdsload.errors import GdsloadError, IntegrityError, one_line
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Recorder, Verifier, open_verifier
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.planning.read_plan import ByteRange, grouped
 from gdsload.report import LoadReport, count, size
 from gdsload.system.progress_bar import progress_bar, stderr_is_terminal
@@ -111,7 +112,8 @@ def _bar(checkpoint: Checkpoint, title: str) -> Any:
 def _read(checkpoint: Checkpoint, verifier: Verifier, advance: Callable[[int], None]) -> None:
     """Reads all tensors, window by window, and lets the verifier check them."""
     report = LoadReport(checkpoint.source)
-    with Session(checkpoint, report, claim=False, verifier=verifier) as session:
+    settings = ReadSettings(page_cache="keep")
+    with Session(checkpoint, report, settings, claim=False, verifier=verifier) as session:
         for window in grouped(_parts(checkpoint, verifier.block_bytes), _WINDOW_BYTES):
             batch = Batch(session, *session.arrange(window))
             try:

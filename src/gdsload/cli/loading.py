@@ -18,7 +18,7 @@ from gdsload import api
 from gdsload.checkpoint import Checkpoint, Shard
 from gdsload.cli import terminal
 from gdsload.errors import GdsloadError, one_line, shown
-from gdsload.loading.session import CACHES
+from gdsload.loading.settings import CACHES
 from gdsload.memory import page_cache
 from gdsload.remote.urls import shown_source
 from gdsload.report import count, last_report, size

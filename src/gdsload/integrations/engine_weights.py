@@ -16,10 +16,11 @@ from contextlib import closing
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from gdsload.api import WINDOW_BYTES, ReadSettings, stream
+from gdsload.api import WINDOW_BYTES, native_mode, stream
 from gdsload.backends.registry import find
-from gdsload.loading.session import STALL_SECONDS
+from gdsload.loading.settings import ReadSettings
 from gdsload.report import last_report
+from gdsload.system import device_name
 
 if TYPE_CHECKING:
     import torch
@@ -95,15 +96,10 @@ class WeightsReader:
         self.device: str | None = values.pop("device", None)  # None: the engine's
         self._held_bytes: int = values.pop("held_bytes", HELD_BYTES)
         self._window_bytes: int = values.pop("window_bytes", WINDOW_BYTES)
-        settings = ReadSettings(
-            self.device,
-            values.get("backend", "auto"),
-            values.get("cache", "auto"),
-            values.get("page_cache", "auto"),
-            values.get("options"),
-            values.get("stall_seconds", STALL_SECONDS),
-        )
-        _require_backend(settings.backend, settings.options or {})
+        backend, cache = native_mode(values.get("backend", "auto"), values.get("cache", "auto"))
+        settings = ReadSettings(**{**values, "backend": backend, "cache": cache})
+        device_name.require_target(self.device)
+        _require_backend(settings.backend, settings.options)
         self._keywords = values
 
     def read(

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -87,8 +86,9 @@ def _reader(name: str, file: str) -> Patch:
 def _mapped(options: Options, source: Any) -> Options:
     """The options for tensors that are mostly written to other files and dropped: their files may
     be larger than the memory of the machine."""
-    fits = options.cache == "auto" and options.verify == "size" and original_of(source) == source
-    return replace(options, cache="mapped") if fits else options
+    reading = options.reading
+    fits = reading.cache == "auto" and reading.verify == "size" and original_of(source) == source
+    return options.with_reading(cache="mapped") if fits else options
 
 
 def _patch_from_pretrained(module: ModuleType) -> Iterator[Replacement]:
@@ -167,16 +167,7 @@ def _arguments(backend: Any = "mmap", **unknown: Any) -> dict[str, Any] | None:
     options = active()
     if options is None or unknown or backend not in ("mmap", "pread"):
         return None
-    cache = "buffered" if backend == "pread" and options.cache == "auto" else options.cache
-    return {
-        "backend": options.backend,
-        "cache": cache,
-        "page_cache": options.page_cache,
-        "options": options.options,
-        "stall_seconds": options.stall_seconds,
-        "verify": options.verify,
-        "on_event": options.on_event,
-    }
+    return (unmapped(options) if backend == "pread" else options).reading.keywords()
 
 
 PATCHES: dict[str, tuple[Patch, ...]] = {

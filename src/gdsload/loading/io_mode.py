@@ -37,11 +37,6 @@ from gdsload.report import LoadReport
 from gdsload.system.parallel import parallel_map
 from gdsload.system.storage import Storage, remote_storage, storage_of
 
-CACHES = ("auto", "direct", "buffered", "mapped")
-PAGE_CACHES = ("auto", "keep", "drop", "fill")
-VERIFY_METHODS = ("size", "checksum", "sha256")
-# Timeouts of Python's threads and of torch.distributed overflow above 9e9 seconds.
-MOST_STALL_SECONDS = 1e9
 _COPY_BYTES = 128 << 10
 
 
@@ -63,7 +58,6 @@ class ShardAccess:
         page_cache: str = "keep",
         options: Collection[str] = (),
     ) -> None:
-        require_cache(cache, page_cache)
         self._remote = checkpoint.remote
         if self._remote and cache == "mapped":
             raise CheckpointError(
@@ -274,35 +268,6 @@ def _will_need(fd: int, ranges: Sequence[MergedRange]) -> None:
     for each in ranges:
         with suppress(OSError):  # only a hint
             os.posix_fadvise(fd, each.offset, each.length, os.POSIX_FADV_WILLNEED)
-
-
-def require_cache(cache: str, page_cache: str) -> None:
-    """Raises ValueError if one of them has no such value."""
-    if cache not in CACHES:
-        raise ValueError(f"cache={cache!r} must be one of {', '.join(CACHES)}")
-    if page_cache not in PAGE_CACHES:
-        raise ValueError(f"page_cache={page_cache!r} must be one of {', '.join(PAGE_CACHES)}")
-
-
-def require_stall_seconds(stall_seconds: float) -> None:
-    """Raises ValueError for a limit that every load exceeds, or none."""
-    if not 0 < stall_seconds <= MOST_STALL_SECONDS:
-        most = f"{MOST_STALL_SECONDS:.0e}"
-        raise ValueError(f"stall_seconds={stall_seconds!r} must be greater than 0, at most {most}")
-
-
-def require_verify(verify: str | os.PathLike[str], cache: str = "auto") -> None:
-    """Raises ValueError if `verify` has no such value, or contradicts `cache`."""
-    if isinstance(verify, str) and verify not in VERIFY_METHODS:
-        raise ValueError(
-            f"verify={verify!r} must be one of {', '.join(VERIFY_METHODS)}, or the Path of a"
-            " manifest"
-        )
-    if verify != "size" and cache == "mapped":
-        raise ValueError(
-            f"cache='mapped' contradicts verify={verify!r}: a mapped file may change after it was"
-            " compared"
-        )
 
 
 def _close_direct(found: tuple[int | None, int, str, int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdsload._native.memory import Region
@@ -22,13 +22,8 @@ from gdsload.checkpoint import Checkpoint
 from gdsload.errors import BackendUnavailable, CheckpointError
 from gdsload.loading.accounting import record_backend
 from gdsload.loading.claims import Claim, Offer, claim_ranges, withdraw
-from gdsload.loading.io_mode import (
-    CACHES,
-    ShardAccess,
-    require_cache,
-    require_stall_seconds,
-    require_verify,
-)
+from gdsload.loading.io_mode import ShardAccess
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView, current_pool, map_shard
 from gdsload.planning.read_plan import (
     GAP_BYTES,
@@ -43,22 +38,11 @@ from gdsload.system import quiesce
 from gdsload.system.available import require_room
 from gdsload.system.gc_control import collector_paused
 from gdsload.system.lifecycle import fork_safe_lock
-from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     from gdsload.loading.batch import Batch
     from gdsload.loading.integrity import Verifier
     from gdsload.memory.host_pool import HostPool
-
-__all__ = [
-    "CACHES",
-    "STALL_SECONDS",
-    "Session",
-    "require_cache",
-    "require_stall_seconds",
-    "require_verify",
-    "verifier_of",
-]
 
 # Memory of one read in a plan, and the number of reads that fits everywhere.
 READ_BYTES = 256
@@ -96,13 +80,9 @@ class Session:
         self,
         checkpoint: Checkpoint,
         report: LoadReport,
+        settings: ReadSettings,
         *,
         device: str = "cpu",
-        backend: str = "auto",
-        cache: str = "auto",
-        page_cache: str = "keep",
-        options: Mapping[str, Any] | None = None,
-        stall_seconds: float = STALL_SECONDS,
         claim: bool = True,
         pool: bool = True,
         maps: bool = True,
@@ -114,12 +94,8 @@ class Session:
         Args:
             checkpoint: The checkpoint. It must stay open as long as the session.
             report: Where the session counts bytes and notes its choices.
+            settings: How they are read. If `verify` is not "size", nothing is mapped.
             device: Where the reads go: "cpu" or "cuda:N".
-            backend: The name of a backend, or "auto".
-            cache: One of `CACHES`, as for `load_file`.
-            page_cache: One of `PAGE_CACHES`, as for `load_file`.
-            options: Options of the backend.
-            stall_seconds: Without a byte for this long, a read has failed.
             claim: Take over what a prefetch has read of these files, or is reading.
             pool: Take over what the host pool holds, and memory of it. Its tensors view another
                 mapping of the memory than reads write to.
@@ -131,26 +107,25 @@ class Session:
                 file may change after it was compared.
 
         Raises:
-            ValueError: `cache` or `page_cache` is unknown.
             BackendUnavailable: A backend that was asked for by name does not work here.
             CheckpointError: Files elsewhere are to be mapped.
         """
-        self._access = ShardAccess(checkpoint, report, cache, page_cache, options or ())
+        cache, page_cache = settings.cache, settings.page_cache
+        self._access = ShardAccess(checkpoint, report, cache, page_cache, settings.options)
         self._opening = fork_safe_lock(self, "_opening")
         self.checkpoint = checkpoint
         self.report = report
         self.device = device
         self.cache = cache
-        self.stall_seconds = stall_seconds
+        self.stall_seconds = settings.stall_seconds
         self.backend: Backend | None = None  # while it is open
-        self._wanted = backend
+        self._settings = settings
         self._remote = remote_backend_of(checkpoint)
-        self._options = dict(options or {})
         self._expected_bytes, self._beside_bytes = expected_bytes, 0
         self._claiming = claim and cache != "mapped"
         self.uses_pool = pool
         self.verifier = verifier
-        self._maps = maps and verifier is None
+        self._maps = maps and settings.verify == "size" and verifier is None
         self._may_fill = page_cache in ("auto", "fill") and self._maps and device == "cpu"
         self._mapped: dict[int, Region] = {}  # by shard
         self._pooled: dict[Any, Region] = {}  # by segment of the host pool
@@ -159,7 +134,7 @@ class Session:
         # Batches whose reads may be in flight. A batch that is collected does not count any more.
         self.posted: weakref.WeakSet[Batch] = weakref.WeakSet()
         quiesce.register(self)
-        if backend != "auto" or self._options:
+        if settings.backend != "auto" or settings.options:
             try:
                 self.open()  # it must work, even if the page cache holds everything
             except BaseException:
@@ -196,7 +171,7 @@ class Session:
     def _opened_backend(self) -> Backend:
         """A new backend. "auto" is, into a CUDA device, the backend that measures and fails over;
         into DRAM, the first backend that works."""
-        device, wanted, options = self.device, self._wanted, self._options
+        device, wanted, options = self.device, self._settings.backend, self._settings.options
         if self._remote:
             if wanted not in ("auto", self._remote):
                 why = f"these files are not on this machine: backend {self._remote!r} reads them"

@@ -24,6 +24,7 @@ from gdsload.errors import CheckpointError, CheckpointNotFound, GdsloadError
 from gdsload.loading.batch import Batch
 from gdsload.loading.integrity import Block, Verifier
 from gdsload.loading.session import Session
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory.host_buffers import BufferView
 from gdsload.memory.tensors import bytes_at, packed_shape, torch_dtype_of
 from gdsload.planning.read_plan import ranges_of
@@ -105,8 +106,7 @@ class Receiving:
             session = Session(
                 checkpoint,
                 report,
-                cache="buffered",
-                page_cache="drop",
+                ReadSettings(cache="buffered", page_cache="drop"),
                 claim=False,
                 pool=False,  # registered before its bytes arrive, pool memory would not show them
                 maps=False,  # what is served must not change with the file

@@ -26,14 +26,8 @@ from gdsload.checkpoint.header import HEADER_LIMIT_BYTES
 from gdsload.checkpoint.selection import is_single
 from gdsload.errors import CheckpointError, GdsloadError, StallError
 from gdsload.loading import claims
-from gdsload.loading.session import (
-    STALL_SECONDS,
-    Session,
-    require_cache,
-    require_stall_seconds,
-    require_verify,
-    verifier_of,
-)
+from gdsload.loading.session import Session, verifier_of
+from gdsload.loading.settings import ReadSettings
 from gdsload.memory import page_cache
 from gdsload.memory.host_buffers import current_pool
 from gdsload.planning.read_plan import ByteRange, byte_ranges_of
@@ -43,7 +37,7 @@ from gdsload.report import LoadReport, peak_rss_bytes
 from gdsload.system import lifecycle, quiesce
 from gdsload.system.device_name import require_name
 from gdsload.system.gc_control import ease_imports, imports_done
-from gdsload.system.stall import StallWatch
+from gdsload.system.stall import STALL_SECONDS, StallWatch
 from gdsload.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -115,21 +109,18 @@ class Prefetch(quiesce.Holder):
         source: str,
         device: str,
         tier: str,
-        session: dict[str, Any],
+        settings: ReadSettings,
         names: Names,
         limit_bytes: int | None,
         keep: bool,
-        where: dict[str, Any],
+        lookup: Lookup,
         checkpoint: Checkpoint | None = None,
-        verify: str | os.PathLike[str] = "size",
-        on_event: OnEvent | None = None,
     ) -> None:
-        self._verify = verify
         self._opens = source
         self.source = source = shown_source(source)
         self.tier = tier
-        self.report = LoadReport(source, device=device, on_event=on_event, kind="prefetch")
-        self._session, self._where = session, where
+        self.report = LoadReport(source, device=device, on_event=settings.on_event, kind="prefetch")
+        self._settings, self._lookup = settings, lookup
         # A load follows that wants all of a checkpoint that it has opened already.
         self._whole_bytes = 0 if checkpoint is None else checkpoint.total_bytes
         # A list may change, and an iterator end, before the thread reads it.
@@ -201,19 +192,20 @@ class Prefetch(quiesce.Holder):
                 if self.tier == "pool" and (pool := current_pool()) is not None:
                     pool.require(ranges)
                 device = "cpu"
-                verifier = verifier_of(checkpoint, self._verify, self.report, self._goes_on)
+                verify, backend = self._settings.verify, self._settings.backend
+                verifier = verifier_of(checkpoint, verify, self.report, self._goes_on)
                 if device_init is not None and self.tier == "memory" and verifier is None:
-                    device = device_init.reached(self._session["backend"])
+                    device = device_init.reached(backend)
                     self._goes_on()
                 with Session(
                     checkpoint,
                     self.report,
+                    self._settings,
                     device=device,
                     claim=False,
-                    maps=self.tier != "pool" and self._verify == "size",
+                    maps=self.tier != "pool",
                     expected_bytes=self._whole_bytes or sum(one.nbytes for one in ranges),
                     verifier=verifier,
-                    **self._session,
                 ) as session:
                     self._goes_on()
                     self._read(session, ranges)
@@ -242,7 +234,7 @@ class Prefetch(quiesce.Holder):
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
             return nullcontext(checkpoint)
-        return Checkpoint.open(self._opens, **self._where)
+        return self._lookup.open(self._opens)
 
     def _open_device(self) -> DeviceInit | None:
         """Starts to open the GPU, and to pin the ring that only the load will need."""
@@ -250,8 +242,8 @@ class Prefetch(quiesce.Holder):
             return None
         from gdsload.readahead.device_init import DeviceInit  # only needed for a GPU
 
-        ring = self.tier == "pagecache" and self._session["backend"] in ("auto", "posix")
-        return DeviceInit(self.report.device, self._session["options"] or {}, ring=ring)
+        ring = self.tier == "pagecache" and self._settings.backend in ("auto", "posix")
+        return DeviceInit(self.report.device, self._settings.options, ring=ring)
 
     def _read(self, session: Session, ranges: Sequence[ByteRange]) -> None:
         """Posts the reads, offers the byte ranges, and waits without the GIL."""
@@ -615,11 +607,9 @@ def prefetch(
         raise ValueError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
     if tier == "pool" and current_pool() is None:
         raise ValueError("tier='pool' needs an open gdsload.warmup.HostPool")
-    require_cache(cache, page_cache)
+    settings = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
     if tier == "pagecache" and page_cache == "drop":
         raise ValueError("tier='pagecache' fills the page cache: page_cache='drop' contradicts it")
-    require_stall_seconds(stall_seconds)
-    require_verify(verify, cache)
     if tier == "pagecache" and verify != "size":
         raise ValueError(
             f"tier='pagecache' keeps no bytes in this process: verify={verify!r} is for the load"
@@ -627,20 +617,10 @@ def prefetch(
     if limit_bytes is not None and (tier != "pagecache" or limit_bytes < 1):
         raise ValueError("limit_bytes is for tier='pagecache', and at least 1")
     name = require_name(device)
-    session = dict(
-        backend=backend,
-        cache=cache,
-        page_cache=page_cache,
-        options=options,
-        stall_seconds=stall_seconds,
-    )
-    files = revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds
-    where = Lookup(*files)._asdict()
+    lookup = Lookup(revision, subfolder, variant, cache_dir, strict, header_limit, stall_seconds)
     opened = source if isinstance(source, Checkpoint) else None
     title = source.source if isinstance(source, Checkpoint) else os.fspath(source)
-    made = Prefetch(
-        title, name, tier, session, names, limit_bytes, keep, where, opened, verify, on_event
-    )
+    made = Prefetch(title, name, tier, settings, names, limit_bytes, keep, lookup, opened)
     if "torch" not in sys.modules:
         ease_imports()  # before the thread begins, which pauses the collector now and then
     made._begin()

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -109,7 +108,7 @@ def note(report: LoadReport, path: str, reason: str = "") -> None:
 
 def unmapped(options: Options) -> Options:
     """The options for a caller that wants no file mapped."""
-    return replace(options, cache="buffered") if options.cache == "auto" else options
+    return options.with_reading(cache="buffered") if options.reading.cache == "auto" else options
 
 
 @contextmanager
@@ -120,7 +119,7 @@ def reported(source: str) -> Iterator[LoadReport]:
         yield outer
         return
     options = active()
-    report = LoadReport(source, on_event=None if options is None else options.on_event)
+    report = LoadReport(source, on_event=None if options is None else options.reading.on_event)
     with report.whole():
         yield report
 
@@ -152,7 +151,7 @@ def _load(
                 reader.start(model, config)
             stack.pop_all()
     except BackendUnavailable as error:
-        if options.backend != "auto" or original_of(files[0]) != files[0]:
+        if options.reading.backend != "auto" or original_of(files[0]) != files[0]:
             raise
         note(report, STOCK, str(error))
         return load(None)

@@ -22,12 +22,13 @@ from gdsload.integrations.transformers.module_callbacks import ModuleCallbacks, 
 from gdsload.integrations.transformers.monkeypatch import held
 from gdsload.integrations.transformers.speculative_prefetch import speculative_prefetch
 from gdsload.integrations.transformers.stand_ins import rename, stand_in
-from gdsload.loading.session import STALL_SECONDS
+from gdsload.loading.settings import ReadSettings
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.remote.urls import is_url, shown_source
 from gdsload.report import LoadReport, enclosing
 from gdsload.system import cancellation
 from gdsload.system.lifecycle import fork_safe_lock
+from gdsload.system.stall import STALL_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,16 +106,16 @@ def from_pretrained(
     """
     inherited = hooks.active() or Options()
     if backend != "auto":
-        inherited = replace(inherited, backend=backend)
+        inherited = inherited.with_reading(backend=backend)
     if page_cache != "auto":
-        inherited = replace(inherited, page_cache=page_cache)
+        inherited = inherited.with_reading(page_cache=page_cache)
     if group is not None:
         inherited = replace(inherited, group=group, readers=readers)
     if verify != "size":
-        inherited = replace(inherited, verify=verify)
+        inherited = inherited.with_reading(verify=verify)
     if on_event is not None:
-        inherited = replace(inherited, on_event=on_event)
-    report = LoadReport(shown_source(str(source)), on_event=inherited.on_event)
+        inherited = inherited.with_reading(on_event=on_event)
+    report = LoadReport(shown_source(str(source)), on_event=inherited.reading.on_event)
     callbacks = (
         None if on_module_ready is None else ModuleCallbacks(on_module_ready, report.source, report)
     )
@@ -269,17 +270,8 @@ def accelerated(
             model = AutoModelForCausalLM.from_pretrained("model")
         print(report.summary())
     """
-    wanted = Options(
-        backend,
-        cache,
-        page_cache,
-        dict(options or {}),
-        stall_seconds,
-        window_bytes,
-        ahead_bytes,
-        verify=verify,
-        on_event=on_event,
-    )
+    reading = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
+    wanted = Options(reading, window_bytes, ahead_bytes)
     report = LoadReport("accelerated")
     with _entered(wanted), held(enclosing, report):
         yield report
@@ -321,17 +313,8 @@ def install(
         model = AutoModelForCausalLM.from_pretrained("model")
         gdsload.uninstall()
     """
-    wanted = Options(
-        backend,
-        cache,
-        page_cache,
-        dict(options or {}),
-        stall_seconds,
-        window_bytes,
-        ahead_bytes,
-        verify=verify,
-        on_event=on_event,
-    )
+    reading = ReadSettings(backend, cache, page_cache, options, stall_seconds, verify, on_event)
+    wanted = Options(reading, window_bytes, ahead_bytes)
     with _lock:
         try:
             hooks.patcher.enter("install")

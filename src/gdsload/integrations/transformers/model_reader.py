@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gdsload._native.ranges import bytes_of
 from gdsload.backends import DRAM, choose, reaches
@@ -37,14 +37,8 @@ from gdsload.integrations.transformers.shared_queue import SharedQueue
 from gdsload.integrations.transformers.stand_ins import opened_as, opened_before, original
 from gdsload.loading import device_batch
 from gdsload.loading.claims import waiting_on
-from gdsload.loading.session import (
-    STALL_SECONDS,
-    Session,
-    require_cache,
-    require_stall_seconds,
-    require_verify,
-    verifier_of,
-)
+from gdsload.loading.session import Session, verifier_of
+from gdsload.loading.settings import ReadSettings
 from gdsload.loading.window_writer import AHEAD_BYTES, WINDOW_BYTES
 from gdsload.planning.tensor_slices import TensorSlice, part_ranges, whole
 from gdsload.report import LoadReport
@@ -52,37 +46,29 @@ from gdsload.system import cancellation, gpu
 from gdsload.system.device_name import plain_name
 from gdsload.system.gc_control import collector_paused
 
-if TYPE_CHECKING:
-    from gdsload.events import OnEvent
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How weights are read: the arguments of `accelerated`. Raises ValueError, and
-    BackendUnavailable for an unknown backend."""
+    """How weights are read: the arguments of `accelerated`, and the group of `from_pretrained`.
+    Raises ValueError, and BackendUnavailable for an unknown backend."""
 
-    backend: str = "auto"
-    cache: str = "auto"
-    page_cache: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    stall_seconds: float = STALL_SECONDS
+    reading: ReadSettings = field(default_factory=ReadSettings)
     window_bytes: int = WINDOW_BYTES
     ahead_bytes: int = AHEAD_BYTES
     group: Any = None  # of torch.distributed: its ranks share the reads
     readers: str = "node"
-    verify: str | os.PathLike[str] = "size"
-    on_event: OnEvent | None = None
 
     def __post_init__(self) -> None:
-        require_cache(self.cache, self.page_cache)
-        require_stall_seconds(self.stall_seconds)
         require_readers(self.readers)
-        reaches(self.backend, DRAM)  # raises for an unknown name
-        require_verify(self.verify, self.cache)
-        if self.group is not None and self.verify != "size":
+        reaches(self.reading.backend, DRAM)  # raises for an unknown name
+        if self.group is not None and self.reading.verify != "size":
             raise ValueError(NOT_COMPARED)
         if self.window_bytes < 1 or self.ahead_bytes < 1:
             raise ValueError("window_bytes and ahead_bytes are at least 1")
+
+    def with_reading(self, **changes: Any) -> Options:
+        """The same options but for these settings. Raises ValueError."""
+        return replace(self, reading=self.reading.changed(**changes))
 
 
 @contextmanager
@@ -126,16 +112,10 @@ class ModelReader:
         self._devices: dict[str, str] = {}  # the device that reads go to, by wanted device
         with ExitStack() as stack:
             with report.phase("open"):
-                self.checkpoint = stack.enter_context(_checkpoint_of(files, options.stall_seconds))
-            self.verifier = verifier_of(self.checkpoint, options.verify, report)
-            # A backend for devices only cannot read to the host.
-            to_host = reaches(options.backend, DRAM)
-            self.session = stack.enter_context(
-                self._session(
-                    backend=options.backend if to_host else "auto",
-                    options=options.options if to_host else {},
-                )
-            )
+                seconds = options.reading.stall_seconds
+                self.checkpoint = stack.enter_context(_checkpoint_of(files, seconds))
+            self.verifier = verifier_of(self.checkpoint, options.reading.verify, report)
+            self.session = stack.enter_context(self._session("cpu"))
             self.queue = ReadaheadQueue(self.session)
             self.writer = ParameterWriter(self.session, self.buffers)
             self._stack = stack.pop_all()
@@ -164,6 +144,7 @@ class ModelReader:
                 " not on this machine"
             )
         self.plan, options = plan, self.options
+        reading = options.reading
         written = [info for name, info in self.checkpoint.tensors.items() if name in plan.written]
         to_host = plan.slices.get("cpu", [])
         self.session.expect(
@@ -172,19 +153,11 @@ class ModelReader:
         )
         devices = sorted(set(plan.devices.values()))
         shared = self._shared_device()
-        if not devices and not reaches(options.backend, DRAM):
-            choose("cpu", options.backend, options.options)  # raises with the reasons
+        if not devices and not reaches(reading.backend, DRAM):
+            choose("cpu", reading.backend, reading.options)  # raises with the reasons
         for device in devices:
             slices = plan.slices.get(device, [])
-            expected = sum(one.nbytes for one in slices)
-            session = self._stack.enter_context(
-                self._session(
-                    device=device,
-                    backend=options.backend,
-                    expected_bytes=expected,
-                    options=options.options,
-                )
-            )
+            session = self._stack.enter_context(self._session(device, slices))
             session.open()  # its reads begin after transformers has warmed up the allocator
             self._device_queues[device] = (
                 self._shared_queue(session) if device == shared else self._queue(session, slices)
@@ -214,20 +187,19 @@ class ModelReader:
 
     def _reached(self, device: str) -> str:
         if device not in self._devices:
-            self._devices[device] = device_batch.reached(device, self.options.backend)
+            self._devices[device] = device_batch.reached(device, self.options.reading.backend)
         return self._devices[device]
 
-    def _session(self, **how: Any) -> Session:
-        options = self.options
+    def _session(self, device: str, slices: Sequence[TensorSlice] = ()) -> Session:
+        """A session for reads to a device, and for these slices if they are known."""
+        reading = self.options.reading
         return Session(
             self.checkpoint,
             self.report,
-            cache=options.cache,
-            page_cache=options.page_cache,
-            stall_seconds=options.stall_seconds,
-            maps=options.verify == "size",
+            reading.for_host() if device == "cpu" else reading,
+            device=device,
+            expected_bytes=sum(one.nbytes for one in slices),
             verifier=self.verifier,
-            **how,
         )
 
     def _queue(self, session: Session, slices: Sequence[TensorSlice]) -> ReadaheadQueue:
@@ -256,20 +228,14 @@ class ModelReader:
         plan, options = self.plan, self.options
         wanted: dict[str, tuple[str, Box]] = {}
         names: set[str] = set()
-        for one in plan.slices.get(alone.device, ()):
+        slices = plan.slices.get(alone.device, ())
+        for one in slices:
             name, box = plan.boxes.get(one.key, ("", ()))
             if name and name not in names:  # of another box of it this rank reads its own bytes
                 names.add(name)
                 wanted[one.key] = name, box
-        session = self._stack.enter_context(
-            self._session(
-                device=alone.device,
-                backend=options.backend,
-                options=options.options,
-                expected_bytes=sum(one.nbytes for one in plan.slices.get(alone.device, ())),
-            )
-        )
-        readers = ReaderGroup(options.group, options.readers, options.stall_seconds)
+        session = self._stack.enter_context(self._session(alone.device, slices))
+        readers = ReaderGroup(options.group, options.readers, options.reading.stall_seconds)
         try:
             queue = SharedQueue(
                 session,
@@ -300,7 +266,7 @@ class ModelReader:
         """Parameters that need no memory of torch's allocator: they are prefetched to their
         device."""
         found: set[str] = set()
-        plan, seconds = self.plan, self.options.stall_seconds
+        plan, seconds = self.plan, self.options.reading.stall_seconds
         for device in self._device_queues:
             keys = [key for key in plan.parameters if plan.devices.get(key) == device]
             ranges = part_ranges(whole(self.checkpoint.tensors[key]) for key in keys)

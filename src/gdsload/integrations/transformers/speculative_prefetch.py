@@ -59,17 +59,18 @@ def speculative_prefetch(
         return
     own = checkpoint is not opened_before.get()
     with checkpoint if own else nullcontext(), held(opened_before, checkpoint):
-        if options.verify != "size" and current_pool() is not None:
+        reading = options.reading
+        if reading.verify != "size" and current_pool() is not None:
             yield  # no byte enters the pool before it was compared
             return
         with prefetch(
             checkpoint,
             names=_first_names(checkpoint, kwargs),
-            backend=options.backend,
-            cache=options.cache,
-            page_cache=options.page_cache,
-            options=options.options,
-            stall_seconds=options.stall_seconds,
+            backend=reading.backend,
+            cache=reading.cache,
+            page_cache=reading.page_cache,
+            options=reading.options,
+            stall_seconds=reading.stall_seconds,
         ) as reads:
             yield
         _add(report, reads)
@@ -102,7 +103,7 @@ def _open(
         kwargs.get("device_map") not in (None, "cpu")
         or kwargs.get("use_safetensors") is False
         or any(kwargs.get(word) is not None for word in _UNKNOWN)
-        or options.cache not in ("auto", "direct")
+        or options.reading.cache not in ("auto", "direct")
         or options.group is not None  # the ranks share the reads
     ):
         return None
@@ -113,10 +114,10 @@ def _open(
     try:
         files = [shard.path for shard in locate(source, **location).shards]
         if sum(map(os.path.getsize, files)) < SMALL_BYTES or (
-            options.cache == "auto" and any(map(_is_warm, files))
+            options.reading.cache == "auto" and any(map(_is_warm, files))
         ):
             return None
-        return Checkpoint.of(files, strict=False, stall_seconds=options.stall_seconds)
+        return Checkpoint.of(files, strict=False, stall_seconds=options.reading.stall_seconds)
     except (GdsloadError, OSError, TypeError):
         return None  # transformers raises the error, or finds other files
 
