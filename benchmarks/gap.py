@@ -34,7 +34,9 @@ MOST_BYTES = 256 << 20  # of a file, for one measurement
 
 def read(checkpoint: Checkpoint, ranges: list[ByteRange], gap: int) -> tuple[float, ReadPlan]:
     """Seconds from the first request to the last byte, in memory that was touched before."""
-    with Session(checkpoint, LoadReport(""), ReadSettings(cache="direct")) as session:
+    with Session(
+        checkpoint, LoadReport(""), ReadSettings(cache="direct", page_cache="keep")
+    ) as session:
         session.plan(ranges[:1])  # opens the backend and registers the file, before the clock
         plan = plan_reads(
             ranges,

@@ -81,7 +81,7 @@ def step_engine(source: Path) -> Callable[[], object]:
             Session(
                 checkpoint,
                 LoadReport(""),
-                ReadSettings(cache="buffered", backend="posix", options=options),
+                ReadSettings("posix", "buffered", "keep", options),
             ) as session,
         ):
             batch = Batch(session, *session.arrange(byte_ranges_of(checkpoint)))

@@ -81,7 +81,7 @@ class LoadReport:
             such as "s3", or "".
         depth: Reads in flight at most, 0 if nothing was read.
         page_cache: With `page_cache` "auto" or "fill", whether the reads filled the page cache, and
-            why; "" otherwise, or if nothing was read.
+            why, and about how much it held before; "" otherwise, or if nothing was read.
         paths: Bytes by I/O path, "backend/engine/mode".
         rates: Measured bytes per second of each backend.
         failovers: Bytes that failed on one backend and were read by another.

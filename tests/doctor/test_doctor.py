@@ -145,6 +145,7 @@ def test_idle_page_cache_is_kept_or_returned_by_damon(tmp_path: Path) -> None:
     context, scheme = f"{kdamond}/contexts/0", f"{kdamond}/contexts/0/schemes/0"
     files = {
         f"{kdamond}/state": "off\n",
+        f"{context}/operations": "paddr\n",
         f"{context}/monitoring_attrs/intervals/aggr_us": "5000000\n",
         f"{scheme}/action": "pageout\n",
         f"{scheme}/access_pattern/age/min": "12\n",
@@ -152,12 +153,23 @@ def test_idle_page_cache_is_kept_or_returned_by_damon(tmp_path: Path) -> None:
     assert limits.idle_page_cache(machine(tmp_path, files)).verdict == "yes"
     files[f"{kdamond}/state"] = "on\n"
     found = limits.idle_page_cache(machine(tmp_path, files))
-    assert (found.verdict, found.detail[:20]) == ("partly", "is returned 60 s aft")
+    assert (found.verdict, found.detail[:18]) == ("partly", "is freed 60 s afte")
     module = "sys/module/damon_reclaim/parameters"
     reclaims = {f"{module}/enabled": "Y\n", f"{module}/min_age": "30000000\n"}
-    assert "returned 30 s" in limits.idle_page_cache(machine(tmp_path, reclaims)).detail
+    assert "is freed 30 s" in limits.idle_page_cache(machine(tmp_path, reclaims)).detail
     others = {f"{module}/enabled": "N\n", f"{scheme}/action": "stat\n"}
     assert limits.idle_page_cache(machine(tmp_path, others)).verdict == "yes"
+
+
+def test_idle_page_cache_is_uncertain_to_users_who_cannot_read_the_settings_of_damon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    root = machine(tmp_path, {"proc/7/comm": "bash\n"})
+    assert limits.idle_page_cache(root).verdict == "yes"
+    machine(tmp_path, {"proc/78/comm": "kdamond.0\n"})
+    found = limits.idle_page_cache(root)
+    assert (found.verdict, found.detail[:12]) == ("partly", "may be freed")
 
 
 def refuse(code: int) -> Callable[..., int]:

@@ -321,4 +321,4 @@ def test_page_cache_is_not_filled_where_casts_leave_no_room(
         decisions.append(gdsload.last_report().page_cache)
         del model
     assert decisions[0].startswith("filled: ")
-    assert re.search("^not filled: .* bytes, beside .* of parameters, leave too", decisions[1])
+    assert re.search("^not filled: .* bytes and .* for parameters leave too", decisions[1])

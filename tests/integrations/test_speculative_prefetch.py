@@ -118,6 +118,9 @@ def io_modes_of_a_start(source: Path, page_cache: str = "auto") -> set[str]:
 
 def test_prefetch_and_load_decide_together_whether_the_page_cache_is_filled(larger: Path) -> None:
     assert io_modes_of_a_start(larger) == {"mapped"}
+    found = gdsload.last_report().page_cache
+    assert found.startswith("filled: ")
+    assert "were in it" not in found  # what the prefetch read does not count
     assert not page_cache.evict(larger / "model.safetensors")
     assert io_modes_of_a_start(larger, page_cache="keep") <= {"direct", "direct bounced"}
 

@@ -16,6 +16,7 @@ from gdsload.doctor.finding import NO, PARTLY, YES, Finding, read_text
 from gdsload.system.available import available_bytes
 
 _CAP_IPC_LOCK = 14
+_DAMON, _DAMON_RECLAIM = "sys/kernel/mm/damon/admin", "sys/module/damon_reclaim/parameters"
 _ALL_USERS = ["0", "0", "4294967295"]  # the uid_map of the first user namespace
 
 
@@ -69,27 +70,35 @@ def page_cache() -> Finding:
 def idle_page_cache(root: str = "/") -> Finding:
     """Whether the kernel keeps pages that nobody uses until memory is short.
 
-    Some hosts of virtual machines have the kernel return pages that were not accessed for a while
-    (DAMON), also with much memory free.
+    On some virtual machines it is told to free pages that were not accessed for a while (DAMON).
     """
     seconds = [*_damon_schemes(root)]
-    if not seconds:
+    if seconds:
+        when = f"is freed {min(seconds):.0f} s after the last access, also if memory is free"
+    elif os.geteuid() and _damon_runs(root):
+        when = "may be freed while memory is free: run as root to see when"
+    else:
         return Finding("idle page cache", YES, "stays until memory is short")
-    detail = f"is returned {min(seconds):.0f} s after the last access, unless it is mapped (DAMON)"
-    return Finding("idle page cache", PARTLY, detail, "keep a process that has loaded the weights")
+    hint = "keep a process running that uses the weights"
+    return Finding("idle page cache", PARTLY, f"{when} (DAMON)", hint)
+
+
+def _damon_runs(root: str) -> bool:
+    """Whether a thread of DAMON exists. Its settings can be read by root alone."""
+    pattern = os.path.join(root, "proc", "[0-9]*", "comm")
+    return any(read_text("/", name).startswith("kdamond") for name in glob.iglob(pattern))
 
 
 def _damon_schemes(root: str) -> Iterator[float]:
-    """The age in seconds at which each active scheme of DAMON returns pages."""
-    module = "sys/module/damon_reclaim/parameters/"
-    if read_text(root, module + "enabled") == "Y":
-        yield _number(root, module + "min_age") / 1e6
-    base = "sys/kernel/mm/damon/admin/kdamonds"
-    pattern = os.path.join(root, base, "*", "contexts", "*", "schemes", "*")
+    """The age in seconds at which each active scheme of DAMON frees pages of the machine."""
+    if read_text(root, f"{_DAMON_RECLAIM}/enabled") == "Y":
+        yield _number(root, f"{_DAMON_RECLAIM}/min_age") / 1e6
+    pattern = os.path.join(root, _DAMON, "kdamonds", "*", "contexts", "*", "schemes", "*")
     for scheme in glob.iglob(pattern):
         context = os.path.dirname(os.path.dirname(scheme))
         kdamond = os.path.dirname(os.path.dirname(context))
-        if read_text(kdamond, "state") == "on" and read_text(scheme, "action") == "pageout":
+        active = read_text(kdamond, "state"), read_text(context, "operations")
+        if active == ("on", "paddr") and read_text(scheme, "action") == "pageout":
             interval = _number(context, "monitoring_attrs/intervals/aggr_us")
             yield _number(scheme, "access_pattern/age/min") * interval / 1e6
 

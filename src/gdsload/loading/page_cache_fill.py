@@ -1,7 +1,7 @@
 """Whether a load reads into the page cache and maps it, or reads past it.
 
 page_cache   fills the page cache
-"fill"       if the files are on local storage and leave room in memory
+"fill"       if the files are on local storage except fuseblk, and leave room in memory
 "auto"       also only if most of the checkpoint is wanted, the read-ahead of the disk is long
              enough, and no option is of reads past the page cache
 others       never
@@ -36,6 +36,8 @@ SMALL_BYTES = 2 << 20
 # With a read-ahead of less than Linux's default the disk is asked for so little at a time that
 # direct reads are faster: twice with 16 KiB.
 LEAST_READ_AHEAD = 128 << 10
+# A smaller share of pages that were found there is not worth a word in the report.
+LEAST_SHARE = 0.01
 # Options of the backend posix that only reads past the page cache have.
 PAST_OPTIONS = frozenset({"pages", "request_bytes"})
 
@@ -74,7 +76,8 @@ class PageCacheFill:
         Args:
             report: Gets the reason.
             nbytes: Bytes to load, for which memory must have room; 0: all of the checkpoint.
-            beside_bytes: Bytes of memory that the load copies to, beside these.
+            beside_bytes: Bytes of memory that the load also fills with copies, such as parameters
+                that are cast or merged.
         """
         if self._decided is not None:
             return
@@ -88,7 +91,7 @@ class PageCacheFill:
         self._decided = True
         report.page_cache = f"filled: it has room for {nbytes:,} bytes"
         files = [(each.fd, each.size) for each in self._checkpoint.shards]
-        if found := page_cache.resident_share(files):
+        if (found := page_cache.resident_share(files)) >= LEAST_SHARE:
             report.page_cache += f", about {found:.0%} of the files were in it"
 
     def refuse(self, report: LoadReport, reason: str) -> None:
@@ -112,13 +115,14 @@ class PageCacheFill:
             return f"cache={self._cache!r}"
         if distant := next((each.filesystem for each in shards if each.distant), ""):
             return f"the files are on {distant}"
-        mount = mount_of(shards[0].path)
-        if mount is not None and mount.kind == "fuseblk":
-            return "fuseblk may drop the pages of a file that is opened again"
         available = available_bytes()
         if available is not None and nbytes * ROOM_SHARE + beside_bytes > available:
-            beside = f", beside {beside_bytes:,} of parameters," if beside_bytes else ""
+            beside = f" and {beside_bytes:,} for parameters" if beside_bytes else ""
             return f"{nbytes:,} bytes{beside} leave too little of {available:,} available bytes"
+        for fd in {shard.identity.dev: shard.fd for shard in shards}.values():
+            mount = mount_of(f"/proc/self/fd/{fd}")
+            if mount is not None and mount.kind == "fuseblk":
+                return "fuseblk may drop the pages of a file that is opened again"
         return ""
 
     def _why_only_if_asked(self, nbytes: int) -> str:

@@ -94,7 +94,7 @@ class Session:
         Args:
             checkpoint: The checkpoint. It must stay open as long as the session.
             report: Where the session counts bytes and notes its choices.
-            settings: How they are read. If `verify` is not "size", nothing is mapped.
+            settings: How its bytes are read. If `verify` is not "size", nothing is mapped.
             device: Where the reads go: "cpu" or "cuda:N".
             claim: Take over what a prefetch has read of these files, or is reading.
             pool: Take over what the host pool holds, and memory of it. Its tensors view another

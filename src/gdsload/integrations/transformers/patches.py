@@ -199,7 +199,7 @@ def surely_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
     for tensor in (one, other):
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg()
         if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return False
     floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

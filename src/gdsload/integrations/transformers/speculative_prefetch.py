@@ -90,6 +90,8 @@ def _add(report: LoadReport, reads: Prefetch) -> None:
         span._replace(track="head start") if span.track == "phases" else span
         for span in reads.report.spans
     ]
+    if not report.page_cache.startswith("not "):  # the prefetch looked before anything was read
+        report.page_cache = reads.report.page_cache or report.page_cache
     report.backend = report.backend or reads.report.backend
     report.engine = report.engine or reads.report.engine
 
