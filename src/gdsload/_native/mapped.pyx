@@ -8,11 +8,17 @@ window before. But it follows one reader per open file. So each read here opens 
 the folios begin small:
 
     leave a mark ─► open again, map the range ─► populate (the read-ahead of this reader)
-                 ─► populate the mapping of the load
+                 ─► populate the mapping of the load ─► touch it
 
 The kernel marks a page of each window: whoever reads this page makes it read the next window. A
 reader that finds its first page missing begins with folios of one page, and half of its window lies
 before that page. A reader that finds a marked page reads ahead from there, in folios of four pages.
+
+In a virtual machine, the first access of the processor to a page that a disk has written takes a
+fault of the hypervisor, which can cost as much as reading it. So the threads that read touch each
+page, while the disk works for others. The kernel does it for them, by a write that copies a byte of
+each page to a file in memory: a page that is gone, since the file was truncated, is an error of the
+write, and not a signal that ends the process.
 
 Reads of several windows each, at different places of the file, are the fastest
 (`system.storage.fill_request_bytes`). Filesystems without large folios take the same way with small ones.
@@ -24,6 +30,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 from posix.fcntl cimport O_NOCTTY, O_NONBLOCK, O_RDONLY, POSIX_FADV_WILLNEED, open, posix_fadvise
 from posix.mman cimport MAP_FAILED, MAP_PRIVATE, PROT_READ, madvise, mmap, munmap
+from posix.uio cimport iovec, pwritev
 from posix.unistd cimport close, pread
 
 from gdsload._native.atomics cimport gds_load
@@ -38,7 +45,15 @@ cdef extern from "<fcntl.h>" nogil:
 cdef extern from "<sys/mman.h>" nogil:
     int MADV_DONTFORK
 
+cdef extern from "<sys/syscall.h>" nogil:
+    long SYS_memfd_create
+
+cdef extern from "<unistd.h>" nogil:
+    long syscall(long number, ...)
+
 cdef enum:
+    MFD_CLOEXEC = 1
+    TOUCHED_PAGES = 512          # by one write; at most 1024
     MADV_POPULATE_READ = 22      # of Linux 5.14 and newer
     COPY_BYTES = 65536           # on the stack of a worker
     # A read that takes longer ends short, and the pump continues it: a slow disk is no stalled one.
@@ -98,8 +113,27 @@ cdef int populate(char *address, uint64_t length) noexcept nogil:
     return madvise(start, address + length - start, MADV_POPULATE_READ)
 
 
+cdef void touch(int sink, char *address, uint64_t length) noexcept nogil:
+    """Makes the kernel read the first byte of each page of a range that is present.
+
+    ``sink``: a file in memory, or -1: nothing is touched.
+    """
+    cdef iovec[TOUCHED_PAGES] bytes
+    cdef char *end = address + length
+    cdef int count
+    while sink >= 0 and address < end:
+        count = 0
+        while count < TOUCHED_PAGES and address < end:
+            bytes[count].iov_base = address
+            bytes[count].iov_len = 1
+            count += 1
+            address = <char *>page_floor(<uintptr_t>address) + page_bytes()
+        if pwritev(sink, bytes, count, 0) < 0:
+            return  # what is wrong with a page is found where it is read
+
+
 cdef int64_t read_unit(
-    const Read *read, const Window *window, uint64_t done, uint64_t length
+    const Read *read, const Window *window, int sink, uint64_t done, uint64_t length
 ) noexcept nogil:
     """Reads part of a unit into the page cache, and maps it: bytes, or -errno if nothing was read.
 
@@ -114,6 +148,7 @@ cdef int64_t read_unit(
     else:  # page faults would read page by page, or far more than the unit
         posix_fadvise(read.fd, <int64_t>offset, <int64_t>length, POSIX_FADV_WILLNEED)
     if populate(read.address + done, length) == 0:
+        touch(sink, read.address + done, length)
         return <int64_t>length
     while copied < length:
         got = pread(
@@ -134,11 +169,12 @@ cdef int64_t read_mapped(const Read *read, int64_t *cancelled, int64_t cancels) 
     another one no further unit is read.
     """
     cdef Window window = open_window(read)
+    cdef int sink = <int>syscall(SYS_memfd_create, <char *>b"gdsload-touch", MFD_CLOEXEC)
     cdef int64_t until = monotonic_ns() + MOST_NS, got = 0
     cdef uint64_t done = 0, length
     while done < read.length:
         length = min(UNIT_BYTES - (read.offset + done) % UNIT_BYTES, read.length - done)
-        got = read_unit(read, &window, done, length)
+        got = read_unit(read, &window, sink, done, length)
         if got <= 0:
             break
         done += <uint64_t>got
@@ -151,4 +187,6 @@ cdef int64_t read_mapped(const Read *read, int64_t *cancelled, int64_t cancels) 
             break
     if window.base != NULL:
         munmap(window.base, window.length)
+    if sink >= 0:
+        close(sink)
     return <int64_t>done if done else got
