@@ -118,17 +118,17 @@ cdef void touch(int sink, char *address, uint64_t length) noexcept nogil:
 
     ``sink``: a file in memory, or -1: nothing is touched.
     """
-    cdef iovec[TOUCHED_PAGES] bytes
+    cdef iovec[TOUCHED_PAGES] firsts
     cdef char *end = address + length
     cdef int count
     while sink >= 0 and address < end:
         count = 0
         while count < TOUCHED_PAGES and address < end:
-            bytes[count].iov_base = address
-            bytes[count].iov_len = 1
+            firsts[count].iov_base = address
+            firsts[count].iov_len = 1
             count += 1
             address = <char *>page_floor(<uintptr_t>address) + page_bytes()
-        if pwritev(sink, bytes, count, 0) < 0:
+        if pwritev(sink, firsts, count, 0) < 0:
             return  # what is wrong with a page is found where it is read
 
 
